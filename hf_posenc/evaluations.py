@@ -39,14 +39,12 @@ class Evaluation:
 
     def measure(self) -> Callable[..., Any]:
         """Imports and returns the function."""
-        found: Callable[..., Any] = pkgutil.resolve_name(self.function)
-        return found
+        return pkgutil.resolve_name(self.function)
 
     def draw(self) -> Callable[..., Any]:
         """Imports and returns the function that draws a figure."""
         assert self.plot is not None
-        found: Callable[..., Any] = pkgutil.resolve_name(self.plot)
-        return found
+        return pkgutil.resolve_name(self.plot)
 
 
 EVALUATIONS: dict[str, Evaluation] = {
@@ -63,7 +61,7 @@ EVALUATIONS: dict[str, Evaluation] = {
     ),
     "loss": Evaluation(
         "loss and perplexity by length and by position, on held-out text",
-        "hf_posenc.metrics.language_modeling.of_text:text_losses",
+        "hf_posenc.metrics.language_modeling.by_length:text_losses",
         data="texts",
         files="texts",
         plot="hf_posenc.plots.losses:plot_losses",
@@ -84,14 +82,14 @@ EVALUATIONS: dict[str, Evaluation] = {
     ),
     "minimal-pairs": Evaluation(
         "does the model assign the grammatical one of two texts the higher probability?",
-        "hf_posenc.metrics.minimal_pairs.accuracy:minimal_pairs_accuracy",
+        "hf_posenc.metrics.minimal_pairs:minimal_pairs_accuracy",
         data="task",
         each=True,
         reference="Srivastava et al. 2022, Beyond the Imitation Game",
     ),
     "quantized": Evaluation(
         "the loss with only positions, encodings or keys in low precision",
-        "hf_posenc.metrics.quantization.measure:quantization_test",
+        "hf_posenc.metrics.quantization:quantization_test",
         data="texts",
         files="texts",
         reference="Hooper et al. 2024, KVQuant (arXiv:2401.18079)",
@@ -108,8 +106,8 @@ EVALUATIONS: dict[str, Evaluation] = {
     ),
     "picture-dog": Evaluation(
         "can a model of images distinguish two equal dogs in one picture?",
-        "hf_posenc.metrics.images.dog:picture_dog_test",
-        plot="hf_posenc.plots.picture_dog:plot_picture_dog",
+        "hf_posenc.metrics.images.sensitivity:picture_dog_test",
+        plot="hf_posenc.plots.dog:plot_picture_dog",
     ),
     "resolution": Evaluation(
         "accuracy of an image classifier by resolution",

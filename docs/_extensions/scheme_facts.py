@@ -8,8 +8,7 @@ import math
 import torch
 
 from hf_posenc.plots.schemes import Subject
-from hf_posenc.plots.schemes.probes import added_bias, visible
-from hf_posenc.plots.schemes.subject import standard_places
+from hf_posenc.plots.schemes.subject import added_bias, standard_places, visible
 from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 

@@ -1,20 +1,17 @@
 """What a position encoding does to a model, measured: pure functions that return data."""
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.dog import dog_test
+from hf_posenc.metrics.dog import TokenizedPair, dog_test, tokenize_pair
 from hf_posenc.metrics.generalization import SYNTHETIC_TASKS, SyntheticExamples, compare_generalization, exact_match
-from hf_posenc.metrics.images.dog import picture_dog_test
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution, resolution_test
-from hf_posenc.metrics.images.sensitivity import image_sensitivity_test
+from hf_posenc.metrics.images.sensitivity import image_sensitivity_test, picture_dog_test
 from hf_posenc.metrics.language_modeling import loss_by_length, sliding_window_loss, text_losses, token_losses
 from hf_posenc.metrics.minimal_pairs import minimal_pairs_accuracy, read_minimal_pairs
-from hf_posenc.metrics.order import OrderSensitivity, order_sensitivity
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance
 from hf_posenc.metrics.properties import Measurement, Specimen, build_specimen, properties_table
 from hf_posenc.metrics.quantization import quantization_test, quantized_positions
-from hf_posenc.metrics.sensitivity import sensitivity_test
+from hf_posenc.metrics.sensitivity import OrderSensitivity, order_sensitivity, sensitivity_test
 from hf_posenc.metrics.statistics import cosine_distance, relative_l2
-from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
 
 __all__ = [
     "SYNTHETIC_TASKS", "AttentionProbe", "Measurement", "MeasurementError", "OrderSensitivity", "Specimen",

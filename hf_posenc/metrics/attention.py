@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.metrics.forward import check_vocabulary, run
 from hf_posenc.metrics.in_turn import measure_in_turn
-from hf_posenc.metrics.language_modeling.windows import text_windows
+from hf_posenc.metrics.language_modeling.token_losses import text_windows
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.forward import check_vocabulary, is_causal, rounding, sentence_states
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.forward import check_vocabulary, is_causal, is_encoder_decoder, outputs_of, rounding
 from hf_posenc.metrics.in_turn import check_schemes, config_in_force, measure_in_turn
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
 from hf_posenc.metrics.statistics import cosine_distance, relative_l2, spread
-from hf_posenc.metrics.words import tokenize_pair
 from hf_posenc.preserve import evaluation_mode, isolated_rng
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
@@ -23,7 +25,7 @@ WORD = "dog"
 #: A distance in the probe up to this one is rounding. The probe computes in float64, and without positions the
 #: distance is exactly 0; what is left is the rounding of a scheme's own float32 numbers.
 PROBE_TOLERANCE = 1e-9
-#: Layers that the table shows; the result has all of them.
+#: How many layers the table shows.
 _SHOWN_LAYERS = 8
 
 _CAUSAL_NOTE = (
@@ -84,14 +86,8 @@ def dog_test(
     probe = AttentionProbe(embeddings.shape[-1], probe_heads(embeddings.shape[-1]), seed=seed)
 
     def measure(model: Any) -> list[Record]:
-        with evaluation_mode(model):
-            states = sentence_states(model, pair.input_ids)
-        differences = [
-            Record("", name, distance(state[first], state[second]), {"layer": layer})
-            for name, distance in (("relative_l2", relative_l2), ("cosine", cosine_distance))
-            for layer, state in enumerate(states)
-        ]
-        largest = max(one.value or 0.0 for one in differences if one.quantity == "relative_l2")
+        states = outputs_of(model, pair.input_ids).states
+        differences, largest = differences_by_layer([(state[0, first], state[0, second]) for state in states])
         identical = largest <= rounding(states[0].dtype)
         config, in_probe, refusal = config_in_force(model), None, ""
         if config is not None:
@@ -112,7 +108,6 @@ def dog_test(
     with isolated_rng(seed), evaluation_mode(model):
         causal = is_causal(model, pair.input_ids, pair.first[-1])
         subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    layers = list(dict.fromkeys(record.at["layer"] for record in records if "layer" in record.at))
     return Result(
         task="dog",
         title=f"{type(model).__name__}: how different the two {word!r} of {sentence!r} are",
@@ -135,7 +130,7 @@ def dog_test(
         ),
         subjects=subjects,
         records=records,
-        views=(View(("probe", "relative_l2", "told_apart"), shown={"layer": spread(layers, _SHOWN_LAYERS)}),),
+        views=(View(("probe", "relative_l2", "told_apart"), shown={"layer": shown_layers(records)}),),
         settings={
             "model": type(model).__name__,
             "sentence": sentence,
@@ -150,9 +145,24 @@ def dog_test(
         },
         remarks=(
             *([_CAUSAL_NOTE] if causal else []),
-            *([_ENCODER_NOTE] if getattr(model.config, "is_encoder_decoder", False) else []),
+            *([_ENCODER_NOTE] if is_encoder_decoder(model) else []),
         ),
     )
+
+
+def differences_by_layer(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Record], float]:
+    """Records of `relative_l2` and `cosine` for the two states in each layer, and the largest `relative_l2`."""
+    records = [
+        Record("", name, distance(*both), {"layer": layer})
+        for name, distance in (("relative_l2", relative_l2), ("cosine", cosine_distance))
+        for layer, both in enumerate(states)
+    ]
+    return records, max(one.value or 0.0 for one in records if one.quantity == "relative_l2")
+
+
+def shown_layers(records: Sequence[Record]) -> list[int]:
+    """The layers that a table shows; the records have all of them."""
+    return spread(sorted({record.at["layer"] for record in records if "layer" in record.at}), _SHOWN_LAYERS)
 
 
 def _embeddings(model: Any, input_ids: Tensor) -> Tensor:
@@ -165,3 +175,82 @@ def _embeddings(model: Any, input_ids: Tensor) -> Tensor:
     with torch.no_grad():
         vectors = table.weight[input_ids[0].to(table.weight.device)].cpu()
         return vectors * torch.as_tensor(getattr(table, "embed_scale", 1.0)).cpu()
+
+
+@dataclass(frozen=True)
+class TokenizedPair:
+    """A sentence and the tokens of the first two occurrences of a word in it.
+
+    Args:
+        input_ids: `(1, length)` int64, special tokens included.
+        first: indices of the tokens of the first occurrence.
+        second: indices of the tokens of the second one; the same token ids as the first.
+        tokens: the tokens as text.
+    """
+
+    input_ids: Tensor
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    tokens: tuple[str, ...]
+
+
+def tokenize_pair(tokenizer: Any, sentence: str, word: str) -> TokenizedPair:
+    """Tokenizes a sentence and finds the first two occurrences of a word, of one token each or of several.
+
+    Args:
+        tokenizer: any transformers tokenizer. A fast one is asked where in the text its tokens come from; for a
+            slow one the word's own tokens, with and without a space before it, are searched for.
+        sentence: a sentence in which the word occurs at least twice.
+        word: matched as a whole word, in upper or lower case.
+
+    Raises:
+        MeasurementError: if the word does not occur twice, or its two occurrences are not the same tokens (as where
+            only one is capitalised, or only one follows a space): such a pair differs without any positions.
+    """
+    spans = _spans(sentence, word)
+    if len(spans) < 2:
+        raise MeasurementError(
+            f"The word {word!r} must occur twice in the sentence; in {sentence!r} it occurs {len(spans)} times."
+        )
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(sentence, return_offsets_mapping=True, return_special_tokens_mask=True)
+        ids = list(encoded["input_ids"])
+        places = list(enumerate(zip(encoded["offset_mapping"], encoded["special_tokens_mask"], strict=True)))
+        first, second = (
+            tuple(place for place, ((start, end), special) in places if not special and start < stop and end > begin)
+            for begin, stop in spans[:2]
+        )
+    else:
+        ids = list(tokenizer(sentence)["input_ids"])
+        first, second = _search(ids, tokenizer, [sentence[start:end] for start, end in spans[:2]])
+    tokens = tuple(tokenizer.convert_ids_to_tokens(ids))
+    if not first or [ids[index] for index in first] != [ids[index] for index in second]:
+        described = " and ".join(str([tokens[index] for index in part]) for part in (first, second))
+        raise MeasurementError(
+            f"The two occurrences of {word!r} in {sentence!r} are different tokens, {described}, and so differ "
+            f"without any positions. Choose a sentence in which both are written alike and both follow a space."
+        )
+    return TokenizedPair(torch.tensor([ids]), first, second, tokens)
+
+
+def _spans(sentence: str, word: str) -> list[tuple[int, int]]:
+    """Where the word stands in the text; inside longer words only if the script has no spaces to tell by."""
+    if not word.strip():
+        raise MeasurementError("The word to look for is empty.")
+    whole = [match.span() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", sentence, re.IGNORECASE)]
+    if len(whole) >= 2 or word.isascii():
+        return whole
+    return [match.span() for match in re.finditer(re.escape(word), sentence)]
+
+
+def _search(ids: list[int], tokenizer: Any, written: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first two places that hold the tokens of the word as it is written in the sentence."""
+    found: list[tuple[int, ...]] = []
+    for text in dict.fromkeys(prefix + word for prefix in (" ", "") for word in written):
+        needle = tokenizer.encode(text, add_special_tokens=False)
+        starts = [start for start in range(len(ids)) if needle and ids[start : start + len(needle)] == needle]
+        places = [tuple(range(start, start + len(needle))) for start in starts]
+        if len(places) >= 2:
+            return places[0], places[1]
+        found += places
+    return (found[0], found[1]) if len(found) >= 2 else ((), ())

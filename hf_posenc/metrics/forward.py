@@ -68,24 +68,34 @@ def refuse_other_inputs(model: Any) -> None:
     """
     reads = getattr(_reader(model), "main_input_name", "input_ids")
     if reads != "input_ids":
+        instead = (
+            " For models of images there are picture-dog, image-sensitivity and resolution: hf-posenc eval picture-dog "
+            "MODEL, or picture_dog_test, image_sensitivity_test and resolution_test in Python."
+        )
         raise UnsupportedError(
             f"This is measured on token ids, but {type(_reader(model)).__name__} reads {reads!r}. Measure a model of "
-            f"text, or a model of images and text that also runs without images.{_instead(reads)}"
+            f"text, or a model of images and text that also runs without images."
+            f"{instead if reads.startswith('pixel_values') else ''}"
         )
-
-
-def _instead(reads: str) -> str:
-    if not reads.startswith("pixel_values"):
-        return ""
-    return (
-        " For models of images there are picture-dog, image-sensitivity and resolution: hf-posenc eval picture-dog "
-        "MODEL, or picture_dog_test, image_sensitivity_test and resolution_test in Python."
-    )
 
 
 def _reader(model: Any) -> Any:
     """The module that reads a text: the model, or the encoder of an encoder-decoder."""
-    return model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+    return model.get_encoder() if is_encoder_decoder(model) else model
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether a text is read by an encoder, and another one written by a decoder."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def refuse_encoder_decoder(model: Any) -> None:
+    """Refuses a model whose decoder would get a text that its encoder has read."""
+    if is_encoder_decoder(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is an encoder-decoder, which does not score a text by itself. Use a causal or a "
+            f"masked language model."
+        )
 
 
 class Outputs(NamedTuple):
@@ -125,12 +135,6 @@ def outputs_of(
     return Outputs(joined, torch.cat(logits) if logits else None)
 
 
-def sentence_states(model: Any, input_ids: Tensor) -> tuple[Tensor, ...]:
-    """The hidden states of one sentence, each `(length, hidden)`: embeddings first, then every layer."""
-    output = run(model, input_ids, attention_mask=torch.ones_like(input_ids), wanted="hidden_states")
-    return tuple(state[0] for state in output.hidden_states)
-
-
 def logits_of(model: Any, input_ids: Tensor) -> Tensor:
     """`(sequences, length, vocabulary)` on the model's device and in its dtype; refuses a model without logits."""
     logits = getattr(run(model, input_ids), "logits", None)
@@ -150,7 +154,7 @@ def is_causal(model: Any, input_ids: Tensor, last: int) -> bool:
     # Other tokens, not another order: a bidirectional model without positions does not see order.
     first = int(other[0, 0])
     other[0, last + 1 :] = first if bool((tail != first).any()) else first + 1
-    before, after = (sentence_states(model, ids)[-1][: last + 1] for ids in (input_ids, other))
+    before, after = (outputs_of(model, ids).states[-1][0, : last + 1] for ids in (input_ids, other))
     return relative_l2(before, after) <= rounding(before.dtype)
 
 

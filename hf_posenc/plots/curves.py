@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hf_posenc.plots.style import FIXED_LOOKS, line_style, shade
+from hf_posenc.report.records import Record, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,23 @@ class Curve(NamedTuple):
     mean: Sequence[float | None]
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
+
+
+def curves_of(result: Result, quantity: str, *x: str) -> dict[str, Curve]:
+    """A line for each scheme that was measured, over the mean of what `Record.at` holds under the keys `x`.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found: dict[str, list[Record]] = {}
+    for record in result.of(quantity=quantity):
+        found.setdefault(record.subject, []).append(record)
+    if not found:
+        raise ValueError(f"Nothing to plot: none of the schemes could be measured on {result.settings['model']}.")
+    return {
+        label: Curve([sum(one.at[key] for key in x) / len(x) for one in own], [one.value for one in own])
+        for label, own in found.items()
+    }
 
 
 def draw_curves(

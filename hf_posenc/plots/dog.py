@@ -1,15 +1,17 @@
-"""The dog test as a figure: how far apart the two occurrences are, layer by layer."""
+"""The dog tests as figures: how far apart the two dogs are, layer by layer, and the picture that they are in."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_posenc.plots.curves import Curve, draw_curves, name_lines, ticks_at
-from hf_posenc.plots.style import save, shade, styled
+from hf_posenc.plots.curves import Curve, curves_of, draw_curves, name_lines, ticks_at
+from hf_posenc.plots.style import HIGHLIGHT, save, shade, styled
 from hf_posenc.report.records import Result
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: Where the logarithmic axis ends; an exact zero is drawn here.
@@ -30,33 +32,20 @@ def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False)
     Raises:
         ValueError: if no scheme of the result could be applied.
     """
-    settings = result.settings
-    labels = list(dict.fromkeys(record.subject for record in result.of(quantity="relative_l2")))
-    if not labels:
-        raise ValueError(f"Nothing to plot: none of the schemes could be applied to {settings['model']}.")
+    settings, curves = result.settings, curves_of(result, "relative_l2", "layer")
     with styled(dark):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.4, 0.6 + max(3.4, 0.25 * len(labels))))
+        figure = Figure(figsize=(6.4, 0.6 + max(3.4, 0.25 * len(curves))))
         ratios = [3, 1] if settings["causal"] else [1]
         both = figure.subplots(1, len(ratios), sharey=True, squeeze=False, width_ratios=ratios)[0]
         for axes in both:
-            axes.set_yscale("log")
-            axes.set_ylim(FLOOR / 2, 3)
-            axes.axhspan(FLOOR / 2, settings["tolerance"], color=shade(0.08), zorder=0, linewidth=0)
-        layers = {label: list(result.of(label, "relative_l2")) for label in labels}
-        curves = {
-            label: Curve([record.at["layer"] for record in records], [record.value for record in records])
-            for label, records in layers.items()
-        }
-        draw_curves(both[0], curves, labels, FLOOR)
-        both[0].set_yticks([1, 1e-2, 1e-4, 1e-6, FLOOR], ["1", "0.01", "0.0001", "1e-6", "0"])
-        ticks_at(both[0], sorted({record.at["layer"] for records in layers.values() for record in records}))
-        both[0].set_xlabel("layer (0: embeddings)")
-        both[0].set_ylabel(f"distance between the two {settings['word']!r}")
+            _set_up(axes, settings["tolerance"])
+        _draw_layers(both[0], curves)
+        both[0].set(xlabel="layer (0: embeddings)", ylabel=f"distance between the two {settings['word']!r}")
         if settings["causal"]:
-            probes = {label: Curve([0], [result.value(label, "probe")]) for label in labels}
-            draw_curves(both[1], probes, labels, FLOOR)
+            probes = {label: Curve([0], [result.value(label, "probe")]) for label in curves}
+            draw_curves(both[1], probes, list(curves), FLOOR)
             both[1].set(xticks=[], xlabel="random attention,\nno mask")
         name_lines(both[-1])
         figure.suptitle(
@@ -65,3 +54,46 @@ def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False)
         if path is not None:
             save(figure, path)
     return figure
+
+
+def plot_picture_dog(result: Result, path: str | Path | None = None, dark: bool = False) -> Figure:
+    """The picture with its patches, and the distance of the two dogs over the layers, one line per scheme.
+
+    The axis is logarithmic, as that of `plot_dog`, which has the same arguments and the same error. `result` is what
+    `picture_dog_test` returned.
+    """
+    settings, grid, curves = result.settings, result.settings["grid"], curves_of(result, "relative_l2", "layer")
+    with styled(dark):
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
+
+        from hf_posenc.metrics.images.sensitivity import SIDE, picture_of_two_dogs
+
+        figure = Figure(figsize=(8.4, 0.6 + max(3.4, 0.25 * len(curves))))
+        drawn, axes = figure.subplots(1, 2, width_ratios=[2, 3])
+        picture = picture_of_two_dogs(grid, grid, tuple(settings["first"]), tuple(settings["second"]))
+        drawn.imshow(picture, cmap="gray_r", vmin=0, vmax=1, extent=(0, grid, grid, 0), interpolation="nearest")
+        drawn.set(xticks=range(grid + 1), yticks=range(grid + 1), xticklabels=[], yticklabels=[])
+        drawn.tick_params(length=0)
+        drawn.set_xlabel(f"{grid} x {grid} patches")
+        for row, column in (settings["first"], settings["second"]):
+            drawn.add_patch(Rectangle((column, row), SIDE, SIDE, fill=False, edgecolor=HIGHLIGHT, linewidth=2))
+        _set_up(axes, settings["tolerance"])
+        _draw_layers(axes, curves)
+        axes.set(xlabel="layer (0: input of the first layer)", ylabel="distance between the two dogs")
+        name_lines(axes)
+        figure.suptitle(f"Two equal dogs in {settings['model']} (shaded: no difference)", fontsize=11)
+        if path is not None:
+            save(figure, path)
+    return figure
+
+
+def _set_up(axes: Axes, tolerance: float) -> None:
+    axes.set(yscale="log", ylim=(FLOOR / 2, 3))
+    axes.axhspan(FLOOR / 2, tolerance, color=shade(0.08), zorder=0, linewidth=0)
+
+
+def _draw_layers(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    draw_curves(axes, curves, list(curves), FLOOR)
+    axes.set_yticks([1, 1e-2, 1e-4, 1e-6, FLOOR], ["1", "0.01", "0.0001", "1e-6", "0"])
+    ticks_at(axes, sorted({x for curve in curves.values() for x in curve.x}))

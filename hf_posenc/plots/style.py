@@ -116,7 +116,7 @@ def save(figure: Figure, path: str | Path, dpi: int = 110, colors: int = 256) ->
     return path
 
 
-def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110, palette_size: int = 256) -> list[Path]:
+def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110) -> list[Path]:
     """Writes `name.png` and `name.svg`.
 
     Args:
@@ -124,6 +124,5 @@ def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110, palette
         folder: where the files go; made if missing.
         name: of the files, without an ending. By convention that of a figure for a dark page ends in `_dark`.
         dpi: dots per inch of the PNG, and of what is rasterised inside the SVG.
-        palette_size: number of colours of the PNG, at most 256.
     """
-    return [save(figure, folder / f"{name}.{ending}", dpi, palette_size) for ending in ("png", "svg")]
+    return [save(figure, folder / f"{name}.{ending}", dpi) for ending in ("png", "svg")]

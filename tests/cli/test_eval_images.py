@@ -41,7 +41,7 @@ def test_the_figure_has_the_picture_and_a_line_for_each_scheme(vit):
     pytest.importorskip("matplotlib")
     from hf_posenc.loading import load_model
     from hf_posenc.metrics import picture_dog_test
-    from hf_posenc.plots.picture_dog import plot_picture_dog
+    from hf_posenc.plots.dog import plot_picture_dog
 
     result = picture_dog_test(load_model(vit), ["none", "rope_nd"], first=(0, 0), second=(6, 2))
     picture, lines = plot_picture_dog(result).axes

@@ -87,7 +87,7 @@ class MinimalPairs(FileKind):
         return self.path, Input(str(change), json_bytes(change.applied(PAIRS)), words=tuple(map(str, change.where)))
 
     def read(self, path: Path, number: int) -> str:
-        from hf_posenc.metrics.minimal_pairs.pairs import read_minimal_pairs
+        from hf_posenc.metrics.minimal_pairs import read_minimal_pairs
 
         task: Any = read_minimal_pairs(path)
         assert task.pairs

@@ -186,7 +186,7 @@ def test_a_patched_model_keeps_its_scheme_and_the_weights_it_has_learned(tiny_ll
     assert model.position_encoding.config.name == "learned"
 
 
-@pytest.mark.parametrize("failing", ["sentence_states", "probe_distance"])
+@pytest.mark.parametrize("failing", ["outputs_of", "probe_distance"])
 def test_an_error_half_way_leaves_the_model_as_it_was(tiny_bert, word_tokenizer, monkeypatch, failing):
     model = tiny_bert().train()
     before = fingerprint(model)

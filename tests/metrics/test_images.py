@@ -25,9 +25,9 @@ from hf_posenc.metrics import (
     picture_dog_test,
     resolution_test,
 )
-from hf_posenc.metrics.images.dog import SIDE, picture_of_two_dogs
 from hf_posenc.metrics.images.patches import PatchSize, cut, drawn_images, joined_patches, patch_outputs
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, as_tensor, load_pictures, resized
+from hf_posenc.metrics.images.sensitivity import SIDE, picture_of_two_dogs
 from hf_posenc.schemes import AlibiConfig, RopeNdConfig, SinusoidalConfig
 from tests.metrics.test_dog import assert_same, fingerprint
 from tests.patching.composites.models import COMPOSITES

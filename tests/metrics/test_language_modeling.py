@@ -21,7 +21,7 @@ from hf_posenc.metrics.language_modeling import (
     token_stream,
 )
 from hf_posenc.metrics.language_modeling.by_length import scored_spans
-from hf_posenc.metrics.language_modeling.windows import special_frame
+from hf_posenc.metrics.language_modeling.token_losses import special_frame
 from hf_posenc.plots.losses import plot_losses
 from hf_posenc.report import Result
 

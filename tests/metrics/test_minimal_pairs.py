@@ -16,13 +16,16 @@ from transformers import (
 from hf_posenc import UnknownNameError, UnsupportedError, patch_model
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.minimal_pairs import (
+    ALL,
     MinimalPair,
     MinimalPairsTask,
+    causal_scores,
+    continues_word,
+    encode_pairs,
+    masked_scores,
     minimal_pairs_accuracy,
     read_minimal_pairs,
 )
-from hf_posenc.metrics.minimal_pairs.accuracy import ALL
-from hf_posenc.metrics.minimal_pairs.scoring import causal_scores, continues_word, encode_pairs, masked_scores
 from hf_posenc.report import Result
 from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
 
@@ -226,7 +229,7 @@ class TestCausalScores:
         pairs = encode_pairs(tokenizer, texts)
         with torch.no_grad():
             together = causal_scores(model, tokenizer, pairs)
-            monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.scoring.TOKENS_PER_BATCH", 1)
+            monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.TOKENS_PER_BATCH", 1)
             alone = causal_scores(model, tokenizer, pairs)
         assert torch.allclose(together, alone, atol=1e-4)  # float32 sums in another order
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.metrics import order_sensitivity, token_losses
 from hf_posenc.metrics.forward import predicts_next_token
-from hf_posenc.metrics.quantization.measure import quantized_positions
+from hf_posenc.metrics.quantization import quantized_positions
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
 from tests.recipes.test_parts import vision_transformer

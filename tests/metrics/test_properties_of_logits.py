@@ -14,7 +14,7 @@ from hf_posenc.metrics.properties import (
     norm_preservation,
     rotary_envelope,
 )
-from hf_posenc.metrics.properties.precision import unique_rows
+from hf_posenc.metrics.properties.encodings import unique_rows
 from hf_posenc.metrics.statistics import spearman
 from hf_posenc.schemes import (
     IntegerConfig,

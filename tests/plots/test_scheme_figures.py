@@ -21,9 +21,8 @@ from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.metrics.properties.decay import envelope
 from hf_posenc.plots.schemes import KINDS, applicable_kinds, draw_kind, kind_named, plot_scheme, subject_of
 from hf_posenc.plots.schemes.drawing import color_scale
-from hf_posenc.plots.schemes.probes import bias_matrix, equal_query_key_logits, turning_frequencies
 from hf_posenc.plots.schemes.rotations import turning_pairs
-from hf_posenc.plots.schemes.subject import TINY
+from hf_posenc.plots.schemes.subject import TINY, bias_matrix, equal_query_key_logits, turning_frequencies
 from hf_posenc.plots.style import line_style, styled
 from hf_posenc.schemes import (
     AdditiveEncoding,

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_posenc.metrics.minimal_pairs import MinimalPairsTask, minimal_pairs_accuracy, read_minimal_pairs
-from hf_posenc.metrics.minimal_pairs.pairs import HOW_TO_GET
+from hf_posenc.metrics.minimal_pairs import HOW_TO_GET, MinimalPairsTask, minimal_pairs_accuracy, read_minimal_pairs
 
 pytestmark = pytest.mark.assets
 

@@ -18,7 +18,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from hf_posenc.errors import UsageError
 from hf_posenc.metrics.generalization import EncoderDecoderCollator, SyntheticExamples, held_out_examples
-from hf_posenc.metrics.generalization.encoding import encode_example, end_token, padding_token, row_length
+from hf_posenc.metrics.generalization.examples import encode_example, end_token, padding_token, tokens_of_row
 from hf_posenc.metrics.generalization.task import SyntheticTask
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from training.data.blocking import Batches
@@ -293,5 +293,5 @@ def _synthetic(cell: Cell, task: SyntheticTask, tokenizer: PreTrainedTokenizerBa
             }
         ),
         windows=None,
-        positions=row_length(tokenizer, longest),
+        positions=tokens_of_row(tokenizer, longest),
     )

@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_posenc import UnknownNameError, patch_model, unpatch_model
 from hf_posenc.metrics.forward import native_capacity
-from hf_posenc.metrics.generalization.encoding import end_token
+from hf_posenc.metrics.generalization.examples import end_token
 from hf_posenc.recipes import Swap, frozen_teacher
 from training.errors import SettingsError
 from training.starting_model import build_model as starting_model, weights_digest

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from hf_posenc import SequenceLengthError, UnsupportedError
 from hf_posenc.metrics import MeasurementError, dog_test
 from hf_posenc.metrics.generalization import exact_match
-from hf_posenc.metrics.images.dog import SIDE, picture_dog_test
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution
+from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
 from hf_posenc.metrics.language_modeling import loss_by_length
 from hf_posenc.report import Result
 from training.study.cells import Cell

@@ -1,9 +1,13 @@
 """Synthetic length generalisation: train on short problems, test on long ones, count the answers that are right."""
 
-from hf_posenc.metrics.generalization.collate import EncoderDecoderCollator
-from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example
 from hf_posenc.metrics.generalization.exact_match import compare_generalization, exact_match
-from hf_posenc.metrics.generalization.examples import SyntheticExamples, held_out_examples
+from hf_posenc.metrics.generalization.examples import (
+    IGNORED,
+    EncoderDecoderCollator,
+    SyntheticExamples,
+    encode_example,
+    held_out_examples,
+)
 from hf_posenc.metrics.generalization.task import SYNTHETIC_TASKS, Example, SyntheticTask, get_task
 
 __all__ = [

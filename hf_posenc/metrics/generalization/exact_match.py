@@ -13,9 +13,14 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.forward import check_capacity, check_vocabulary, logits_of, predicts_next_token
-from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example, end_token
-from hf_posenc.metrics.generalization.examples import held_out_examples, is_split
+from hf_posenc.metrics.forward import (
+    check_capacity,
+    check_vocabulary,
+    is_encoder_decoder,
+    logits_of,
+    predicts_next_token,
+)
+from hf_posenc.metrics.generalization.examples import IGNORED, encode_example, end_token, held_out_examples, is_split
 from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, tested_lengths
 from hf_posenc.metrics.in_turn import measure_in_turn, subject_in_force
 from hf_posenc.metrics.statistics import wilson_interval
@@ -217,8 +222,12 @@ def exact_match(
         for length in lengths
     }
     check_vocabulary(model, *(max(ids) for group in rows.values() for ids, _ in group))
-    if not _has_encoder(model):
-        _check_causal(model, rows[lengths[0]][0][0])
+    if not is_encoder_decoder(model) and not predicts_next_token(model, torch.tensor([rows[lengths[0]][0][0]])):
+        raise UnsupportedError(
+            f"Length generalisation is tested on the continuation of a prompt. In {type(model).__name__} a token sees "
+            f"those behind it, so that it would read the answer that it has to give. Load a decoder with "
+            f"AutoModelForCausalLM, or an encoder-decoder with AutoModelForSeq2SeqLM."
+        )
     with evaluation_mode(model):
         measured = tuple(
             _measure(model, tokenizer, length, rows[length], is_split(task, length), method, batch_size)
@@ -263,7 +272,7 @@ def _batches(model: Any, rows: list[_Row], batch_size: int) -> Iterator[tuple[Te
 
 def _teacher_forced(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
     """Whether each token of the answers is the most likely one, `(batch, answer_length)`."""
-    if _has_encoder(model):
+    if is_encoder_decoder(model):
         start = answers.new_full((len(answers), 1), _decoder_start(model))
         decoder_input_ids = torch.cat([start, answers[:, :-1]], dim=1)
         output = model(input_ids=prompts, decoder_input_ids=decoder_input_ids, use_cache=False)
@@ -284,7 +293,7 @@ def _generated(model: Any, tokenizer: Any, prompts: Tensor, answers: Tensor) -> 
     """Whether each token of the answers is the one that greedy decoding wrote, `(batch, answer_length)`."""
     with _greedy(model, end_token(tokenizer), answers.shape[1]):
         written = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts))
-    written = written[:, 1 if _has_encoder(model) else prompts.shape[1] :]
+    written = written[:, 1 if is_encoder_decoder(model) else prompts.shape[1] :]
     # Where every answer of the batch ended early, it is filled up with what cannot be a token.
     written = torch.nn.functional.pad(written, (0, answers.shape[1] - written.shape[1]), value=-1)
     return torch.eq(written, answers.to(written.device))
@@ -297,7 +306,7 @@ def _greedy(model: Any, end: int, length: int) -> Iterator[None]:
     own = target.generation_config
     plain = GenerationConfig(max_new_tokens=length, do_sample=False, num_beams=1, eos_token_id=end, pad_token_id=end)
     plain.use_cache, plain.cache_implementation = own.use_cache, own.cache_implementation
-    if _has_encoder(model):
+    if is_encoder_decoder(model):
         plain.decoder_start_token_id = _decoder_start(model)
     target.generation_config = plain
     try:
@@ -306,14 +315,10 @@ def _greedy(model: Any, end: int, length: int) -> Iterator[None]:
         target.generation_config = own
 
 
-def _has_encoder(model: Any) -> bool:
-    return bool(getattr(model.config, "is_encoder_decoder", False))
-
-
 def _longest_sequence(model: Any, ids: list[int], labels: list[int]) -> int:
     """The longest sequence that the model reads of an example: all of it, or the longer one of prompt and answer."""
     prompt = labels.count(IGNORED)
-    return max(prompt, len(ids) - prompt) if _has_encoder(model) else len(ids)
+    return max(prompt, len(ids) - prompt) if is_encoder_decoder(model) else len(ids)
 
 
 def _decoder_start(model: Any) -> int:
@@ -326,13 +331,3 @@ def _decoder_start(model: Any) -> int:
         f"The config of {type(model).__name__} has no decoder_start_token_id, so that it is not known what an answer "
         f"begins with. Set model.config.decoder_start_token_id to the token that it was trained with."
     )
-
-
-def _check_causal(model: Any, ids: list[int]) -> None:
-    """Refuses a model that would read the answer it has to give."""
-    if not predicts_next_token(model, torch.tensor([ids])):
-        raise UnsupportedError(
-            f"Length generalisation is tested on the continuation of a prompt. In {type(model).__name__} a token sees "
-            f"those behind it, so that it would read the answer that it has to give. Load a decoder with "
-            f"AutoModelForCausalLM, or an encoder-decoder with AutoModelForSeq2SeqLM."
-        )

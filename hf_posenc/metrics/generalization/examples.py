@@ -1,25 +1,76 @@
-"""Examples to train on, and others to test on."""
+"""Examples to train on and others to test on, as tokens with labels on the answer alone, and batches of them."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.generalization.encoding import (
-    IGNORED,
-    encode_example,
-    padding_token,
-    row_length as tokens_of_row,
-)
 from hf_posenc.metrics.generalization.task import Example, SyntheticTask, get_task, tested_lengths
+from hf_posenc.metrics.language_modeling.token_losses import IGNORED
+
+
+def encode_example(tokenizer: Any, example: Example) -> tuple[list[int], list[int]]:
+    """Tokens of prompt, answer and end, and the labels: the answer's tokens and the end, `IGNORED` elsewhere.
+
+    Prompt and answer are tokenized apart, so that no token reaches across the separator, and the answer is the same
+    tokens whatever stands before it. A first token that the tokenizer puts before every text (`<s>`) is put here too.
+
+    Raises:
+        MeasurementError: if the tokenizer has no token to end with, or does not know a character.
+    """
+    prompt = [*start_tokens(tokenizer), *_tokens(tokenizer, example.prompt)]
+    answer = [*_tokens(tokenizer, example.answer), end_token(tokenizer)]
+    return prompt + answer, [IGNORED] * len(prompt) + answer
+
+
+def end_token(tokenizer: Any) -> int:
+    """The token that ends an answer."""
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return int(token)
+    raise MeasurementError(
+        f"{type(tokenizer).__name__} has no eos_token and no sep_token, so that an answer cannot end. Set "
+        f"tokenizer.eos_token to a token that the model was trained to stop at."
+    )
+
+
+def start_tokens(tokenizer: Any) -> list[int]:
+    """The token that the tokenizer puts before a text of its own accord, as a list of at most one."""
+    start = tokenizer.bos_token_id
+    return [int(start)] if start is not None and tokenizer("a")["input_ids"][:1] == [start] else []
+
+
+def padding_token(tokenizer: Any) -> int:
+    """The token to fill rows with: it is masked and is no target, so the end token serves where there is no other."""
+    return end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+
+def tokens_of_row(tokenizer: Any, characters: int) -> int:
+    """Tokens that hold a prompt and an answer of so many characters, and the tokens around them."""
+    end_token(tokenizer)
+    # Some tokenizers open a text with a space of its own; prompt and answer are two texts.
+    opening = len(_tokens(tokenizer, "a")) - 1
+    return len(start_tokens(tokenizer)) + characters + 2 * opening + 1
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids or (tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids):
+        raise MeasurementError(
+            f"{type(tokenizer).__name__} cannot write {text!r}: it becomes {tokenizer.convert_ids_to_tokens(ids)}. "
+            f"Take a tokenizer that knows single characters, such as ByT5Tokenizer()."
+        )
+    return ids
+
 
 #: One prompt in so many is kept for testing.
 HELD_OUT_SHARE = 8
@@ -139,3 +190,37 @@ def is_held_out(task: SyntheticTask, length: int, example: Example) -> bool:
     """Whether an example is kept for testing: a property of its prompt, so that it holds for every seed."""
     # A cryptographic digest: a checksum such as CRC is linear in the bits, and one of the tasks asks for their parity.
     return is_split(task, length) and hashlib.sha256(example.prompt.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+class EncoderDecoderCollator:
+    """Makes batches of `SyntheticExamples` for an encoder-decoder: its encoder reads prompts, its decoder answers.
+
+    Args:
+        decoder_start_token_id: what the decoder starts with; `model.config.decoder_start_token_id`.
+        pad_token_id: fills rows, masked and without a label.
+    """
+
+    def __init__(self, decoder_start_token_id: int, pad_token_id: int) -> None:
+        self.decoder_start_token_id = decoder_start_token_id
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """A batch of items with `input_ids`, `attention_mask` and `labels`, `(row_length,)` each.
+
+        Returns:
+            `input_ids` and `attention_mask`, `(batch, longest_prompt)`, and `decoder_input_ids` and `labels`,
+            `(batch, longest_answer)`. The label of a place in the decoder is the token that it has to write there.
+        """
+        prompts, answers = [], []
+        for item in items:
+            in_answer = item["labels"] != IGNORED
+            prompts.append(item["input_ids"][item["attention_mask"].bool() & ~in_answer])
+            answers.append(item["labels"][in_answer])
+        start = torch.tensor([self.decoder_start_token_id])
+        read = [torch.cat([start, answer[:-1]]) for answer in answers]
+        return {
+            "input_ids": pad_sequence(prompts, batch_first=True, padding_value=self.pad_token_id),
+            "attention_mask": pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True),
+            "decoder_input_ids": pad_sequence(read, batch_first=True, padding_value=self.pad_token_id),
+            "labels": pad_sequence(answers, batch_first=True, padding_value=IGNORED),
+        }

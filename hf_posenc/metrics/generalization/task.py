@@ -23,12 +23,7 @@ _VALUE_DIGITS = 2
 
 @dataclass(frozen=True)
 class Example:
-    """A problem and its solution, as text.
-
-    Args:
-        prompt: what the model reads; ends with `SEPARATOR`.
-        answer: what it has to continue with, before it ends the sequence.
-    """
+    """A problem and its solution, as text: a prompt that ends with `SEPARATOR`, and what a model has to answer."""
 
     prompt: str
     answer: str

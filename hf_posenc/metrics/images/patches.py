@@ -19,13 +19,7 @@ _INTERPOLATES = "interpolate_pos_encoding"
 
 @dataclass(frozen=True)
 class PatchSize:
-    """What a model reads.
-
-    Args:
-        height: of a patch, in pixels.
-        width: of a patch, in pixels.
-        channels: of an image.
-    """
+    """Height and width of the patches of a model in pixels, and the channels of its images."""
 
     height: int
     width: int

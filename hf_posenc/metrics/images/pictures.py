@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import Dataset, Subset
 
 from hf_posenc.errors import UsageError
 
@@ -26,13 +27,13 @@ class Pictures:
 
     Args:
         source: where they are from.
-        items: pictures as tensors `(channels, height, width)` in [0, 1], or as PIL images.
+        items: a sequence of pictures as tensors `(channels, height, width)` in [0, 1], or as PIL images.
         labels: number of the class of each.
         classes: name of each class.
     """
 
     source: str
-    items: Sequence[Any]
+    items: Any
     labels: tuple[int, ...]
     classes: tuple[str, ...]
 
@@ -45,33 +46,18 @@ class Pictures:
 
     def select(self, indices: Sequence[int]) -> Pictures:
         """Some of the pictures."""
-        chosen = _Chosen(self.items, tuple(indices))
-        return Pictures(self.source, chosen, tuple(self.labels[index] for index in indices), self.classes)
+        labels = tuple(self.labels[index] for index in indices)
+        return Pictures(self.source, Subset(self.items, list(indices)), labels, self.classes)
 
 
 @dataclass(frozen=True)
-class _Chosen(Sequence[Any]):
-    items: Sequence[Any]
-    indices: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.items[self.indices[index]]
-
-
-@dataclass(frozen=True)
-class _Column(Sequence[Any]):
+class _Column(Dataset[Any]):
     """A column of a dataset, row by row, so that only the pictures that are asked for are in memory."""
 
     dataset: Any
     name: str
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Any:
         return self.dataset[index][self.name]
 
 

@@ -164,12 +164,12 @@ def resolution_test(
     def measure(patched: Any) -> list[Record]:
         return _records(accuracy_by_resolution(patched, pictures, resolutions, batch_size=batch_size))
 
-    return _result(model, pictures, *measure_in_turn(model, schemes, measure, seed=seed), {"seed": seed})
+    return _result(model, pictures, measure_in_turn(model, schemes, measure, seed=seed), seed=seed)
 
 
 def resolution_result(model: Any, pictures: Pictures, rows: Sequence[ResolutionRow]) -> Result:
     """The result of one model as it is, from what `accuracy_by_resolution` returned."""
-    return _result(model, pictures, *joined([(subject_in_force(model), _records(rows))]), {})
+    return _result(model, pictures, joined([(subject_in_force(model), _records(rows))]))
 
 
 def _records(rows: Sequence[ResolutionRow]) -> list[Record]:
@@ -183,15 +183,12 @@ def _records(rows: Sequence[ResolutionRow]) -> list[Record]:
 
 
 def _result(
-    model: Any,
-    pictures: Pictures,
-    subjects: tuple[Subject, ...],
-    records: tuple[Record, ...],
-    settings: dict[str, Any],
+    model: Any, pictures: Pictures, measured: tuple[tuple[Subject, ...], tuple[Record, ...]], **settings: Any
 ) -> Result:
+    (subjects, records), name = measured, type(unwrapped(model)).__name__
     return Result(
         task="resolution",
-        title=f"{type(unwrapped(model)).__name__}: {pictures.source}, right answers by resolution",
+        title=f"{name}: {pictures.source}, right answers by resolution",
         quantities=(
             Quantity("accuracy", "{resolution} pixels (%)", style="percent_tenths"),
             Quantity("loss", "loss at {resolution}", style="loss"),
@@ -200,11 +197,11 @@ def _result(
         records=records,
         views=(View(("accuracy",)), View(("loss",))),
         settings={
-            "model": type(unwrapped(model)).__name__,
+            "model": name,
             "pictures": pictures.source,
             "count": len(pictures),
             "resolutions": list(dict.fromkeys(record.at["resolution"] for record in records)),
-        }
-        | settings,
+            **settings,
+        },
         remarks=("Intervals are 95 % Wilson intervals over the pictures.",),
     )

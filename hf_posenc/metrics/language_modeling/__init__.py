@@ -1,15 +1,20 @@
 """Loss and perplexity by length and by position, of causal and of masked language models."""
 
 from hf_posenc.metrics.forward import predicts_next_token
-from hf_posenc.metrics.language_modeling.by_length import LengthLosses, LengthRow, loss_by_length, sliding_window_loss
-from hf_posenc.metrics.language_modeling.of_text import text_losses
-from hf_posenc.metrics.language_modeling.token_losses import token_losses
-from hf_posenc.metrics.language_modeling.windows import (
+from hf_posenc.metrics.language_modeling.by_length import (
+    LengthLosses,
+    LengthRow,
+    loss_by_length,
+    sliding_window_loss,
+    text_losses,
+)
+from hf_posenc.metrics.language_modeling.token_losses import (
     Frame,
     causal_targets,
     masked_targets,
     special_frame,
     stream_windows,
+    token_losses,
     token_stream,
 )
 

@@ -1,14 +1,17 @@
-"""Cross-entropy at every token of a batch."""
+"""Text as windows of tokens with targets, and cross-entropy at every token of a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import MeasurementError, UnsupportedError
-from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
+from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.preserve import evaluation_mode
 
 #: The label of a token that is not a target, in PyTorch and transformers alike.
@@ -58,12 +61,8 @@ def token_losses(
 
 
 def check_batch(model: Any, input_ids: Tensor, labels: Tensor, tokens_per_batch: int) -> None:
-    """Refuses shapes, tokens and labels that do not fit, and encoder-decoders: a decoder would get the text twice."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{type(model).__name__} is an encoder-decoder, which does not score a text by itself. Use a causal or a "
-            f"masked language model."
-        )
+    """Refuses shapes, tokens and labels that do not fit, and encoder-decoders."""
+    refuse_encoder_decoder(model)
     if input_ids.dim() != 2 or input_ids.numel() == 0 or labels.shape != input_ids.shape:
         raise MeasurementError(
             f"input_ids and labels must be the same (sequences, length) with at least one token, got "
@@ -94,3 +93,123 @@ def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
     found = torch.cat(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
     (losses[:, 1:] if causal else losses)[wanted] = found
     return losses.cpu()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Special tokens around every piece, as the model saw them in training.
+
+    Args:
+        before: ids such as BOS or [CLS]; no targets.
+        after: ids such as [SEP]; no targets.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many tokens of a sequence they take."""
+        return len(self.before) + len(self.after)
+
+    def around(self, tokens: Tensor, *, targets: bool) -> Tensor:
+        """`(sequences, n)` -> `(sequences, n + size)`; labels get no targets here."""
+        ends = [
+            torch.tensor([IGNORED] * len(ids) if targets else ids, dtype=tokens.dtype).expand(tokens.shape[0], -1)
+            for ids in (self.before, self.after)
+        ]
+        return torch.cat([ends[0], tokens.cpu(), ends[1]], dim=1)
+
+
+def token_stream(tokenizer: Any, texts: Iterable[str]) -> Tensor:
+    """`(tokens,)` int64: the texts one after the other, each closed by the tokenizer's end token if it has one."""
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    stream: list[int] = []
+    for text in texts:
+        stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        stream += [] if end is None else [end]
+    return torch.tensor(stream, dtype=torch.int64)
+
+
+def stream_windows(stream: Tensor, length: int, *, max_windows: int | None = None, overlap: bool = False) -> Tensor:
+    """Windows `(windows, length)` of a text `(tokens,)`, evenly spread over it, which may `overlap` or not.
+
+    At most `max_windows`, by default all that fit. A window may hold the end of one document and the start of the next.
+
+    Raises:
+        MeasurementError: if the stream is shorter than one window.
+    """
+    if length < 1 or (max_windows is not None and max_windows < 1):
+        raise MeasurementError(f"There must be at least one window of one token, got {max_windows} of {length}.")
+    fitting = max(0, stream.shape[0] - length + 1) if overlap else stream.shape[0] // length
+    if fitting == 0:
+        raise MeasurementError(
+            f"The text has {stream.shape[0]} tokens, and one window alone needs {length}. Give more text, or shorter "
+            f"lengths."
+        )
+    count = fitting if max_windows is None else min(max_windows, fitting)
+    starts = torch.linspace(0, stream.shape[0] - length, count, dtype=torch.float64).long().tolist()
+    return torch.stack([stream[start : start + length] for start in starts])
+
+
+def text_windows(tokenizer: Any, texts: Iterable[str] | None, length: int, max_windows: int | None) -> Tensor:
+    """`stream_windows` of texts, by default of a short English one."""
+    stream = token_stream(tokenizer, [ENGLISH.passage] if texts is None else texts)
+    return stream_windows(stream, length, max_windows=max_windows)
+
+
+def causal_targets(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and labels for a causal model: every token but the first of a window, which has no context."""
+    labels = windows.clone()
+    labels[:, 0] = IGNORED
+    return windows, labels
+
+
+def masked_targets(
+    windows: Tensor, mask_token_id: int, *, probability: float = 0.15, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Inputs and labels for a masked model, the same whatever the model and the scheme.
+
+    Every target is shown as the mask token, without the random and unchanged tokens of training, so that a model that
+    knows nothing but frequencies scores the unigram cross-entropy.
+
+    Args:
+        windows: `(windows, length)`.
+        mask_token_id: the id of the mask token.
+        probability: of a token to be a target (BERT, arXiv:1810.04805: 0.15).
+        seed: of the draw; the random state of the process is not touched.
+    """
+    if not 0 < probability < 1:
+        raise MeasurementError(f"The probability of a mask must lie between 0 and 1, got {probability}.")
+    draw = torch.rand(windows.shape, generator=torch.Generator().manual_seed(seed))
+    chosen = draw < probability
+    return windows.masked_fill(chosen, mask_token_id), windows.masked_fill(~chosen, IGNORED)
+
+
+def language_targets(
+    model: Any, tokenizer: Any, windows: Tensor, *, causal: bool, probability: float = 0.15, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`causal_targets`, or the `masked_targets` of a model that sees both sides."""
+    if causal:
+        return causal_targets(windows)
+    if tokenizer.mask_token_id is None:
+        raise MeasurementError(
+            f"{type(model).__name__} sees both sides of a token, so masked tokens are what it predicts, but the "
+            f"tokenizer {type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its "
+            f"mask_token."
+        )
+    return masked_targets(windows, tokenizer.mask_token_id, probability=probability, seed=seed)
+
+
+def special_frame(tokenizer: Any, *, causal: bool) -> Frame:
+    """The special tokens that the tokenizer puts around a text; a causal model gets none behind it."""
+    content = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(content) + 1):
+        if whole[start : start + len(content)] == content:
+            after = () if causal else tuple(whole[start + len(content) :])
+            return Frame(tuple(whole[:start]), after)
+    raise MeasurementError(
+        f"The tokenizer {type(tokenizer).__name__} reads a text otherwise with special tokens than without, so they "
+        f"cannot be put around pieces of it. Measure without special tokens."
+    )

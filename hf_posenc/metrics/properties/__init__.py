@@ -1,7 +1,7 @@
 """What kind of position encoding a scheme is: measured properties, with thresholds, without any model."""
 
 from hf_posenc.metrics.properties.decay import decay_curve, long_term_decay, rotary_envelope
-from hf_posenc.metrics.properties.encodings import length_consistency, uniqueness
+from hf_posenc.metrics.properties.encodings import length_consistency, logit_defect, low_precision, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity, sinusoidal_shift
 from hf_posenc.metrics.properties.logits import (
     defined_past_training,
@@ -10,9 +10,7 @@ from hf_posenc.metrics.properties.logits import (
     norm_preservation,
     relativity,
 )
-from hf_posenc.metrics.properties.measurement import Measurement
-from hf_posenc.metrics.properties.precision import logit_defect, low_precision
-from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, specimen_forms
+from hf_posenc.metrics.properties.specimen import Measurement, Specimen, build_specimen, specimen_forms
 from hf_posenc.metrics.properties.table import properties_table
 
 __all__ = [

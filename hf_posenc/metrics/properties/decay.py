@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.properties.measurement import Found, Refusals, measured
-from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, positions_at
+from hf_posenc.metrics.properties.specimen import Found, Refusals, Specimen, build_specimen, measured, positions_at
 from hf_posenc.metrics.statistics import spearman
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.logits import positional_logits

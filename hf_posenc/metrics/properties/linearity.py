@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from hf_posenc.metrics.properties.encodings import mapped_basis
-from hf_posenc.metrics.properties.measurement import DoesNotApplyError, Found, Refusals, measured
-from hf_posenc.metrics.properties.specimen import TRAINING_LENGTH, Specimen, positions_at
+from hf_posenc.metrics.properties.specimen import (
+    TRAINING_LENGTH,
+    DoesNotApplyError,
+    Found,
+    Refusals,
+    Specimen,
+    measured,
+    positions_at,
+)
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.parts import PairwiseBias, QueryKeyMap
 

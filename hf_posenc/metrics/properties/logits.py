@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.metrics.properties.measurement import DoesNotApplyError, Found, Refusals, measured
 from hf_posenc.metrics.properties.specimen import (
     SEED,
     TRAINING_LENGTH,
+    DoesNotApplyError,
+    Found,
+    Refusals,
     Specimen,
     build_parts,
+    measured,
     positions_at,
     random_contents,
 )

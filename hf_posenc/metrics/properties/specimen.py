@@ -1,9 +1,12 @@
-"""A scheme at the standard place: built once, with weights, contents and projections that every property shares."""
+"""A scheme at the standard place, with weights, contents and projections that all properties share; measuring one."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +68,7 @@ class Specimen:
         """`(batch or 1, length, hidden)` float32: what the scheme adds to token representations; zeros if nothing."""
         if self.parts.additive is None:
             return torch.zeros(*positions.ids.shape, self.context.hidden_size)
-        vectors: Tensor = self.parts.additive(positions)
-        return vectors.float()
+        return self.parts.additive(positions).float()
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, each `(batch, heads, length, head_dim)`, of `(batch, length, hidden)`."""
@@ -191,3 +193,79 @@ def random_contents(batch: int, length: int, *, seed: int = SEED) -> Tensor:
 def repeated_contents(batch: int, length: int) -> Tensor:
     """`(batch, length, hidden)`: in each row the same token everywhere, so that only positions tell tokens apart."""
     return random_contents(batch, 1).expand(-1, length, -1)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One property of one scheme.
+
+    Args:
+        passed: whether the scheme has the property; `None` where it does not apply to this scheme, or nothing of it
+            could be evaluated.
+        value: the number that decided.
+        threshold: what it was compared with.
+        details: further numbers.
+        refused: what the scheme would not compute, with its own reason, such as positions past a table.
+        reason: why the property does not apply.
+        shown: what a table shows in place of the value, where that does not say why the property failed.
+    """
+
+    passed: bool | None
+    value: float | None = None
+    threshold: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    reason: str | None = None
+    shown: str | None = None
+
+
+class DoesNotApplyError(Exception):
+    """The property says nothing about this scheme; the message says why."""
+
+
+class Refusals(list[str]):
+    """What a scheme refuses to compute, such as a position past its table, each with the reason."""
+
+    @contextlib.contextmanager
+    def at(self, where: str) -> Iterator[None]:
+        """Notes a refusal as `"<where>: <reason>"` instead of raising it."""
+        try:
+            yield
+        except PositionEncodingError as error:
+            self.append(f"{where}: {error}")
+
+
+#: The value, further numbers, and where the value is not compared with the threshold, the verdict and what is shown.
+Found = tuple[float | None, dict[str, Any]] | tuple[float | None, dict[str, Any], bool, str | None]
+
+
+def measured(threshold: float) -> Callable[[Callable[..., Found | None]], Callable[..., Measurement]]:
+    """Makes a measurement of a function `(specimen, refusals, ...)`.
+
+    The new function takes a name, a config or a specimen in place of both, and computes no gradients. A function that
+    returns `None` found everything refused.
+
+    Args:
+        threshold: the largest value that passes.
+    """
+
+    def decorate(function: Callable[..., Found | None]) -> Callable[..., Measurement]:
+        @functools.wraps(function)
+        @torch.no_grad()
+        def measure(scheme: str | SchemeConfig | Specimen, *arguments: Any, **options: Any) -> Measurement:
+            specimen, refusals, found = build_specimen(scheme), Refusals(), None
+            try:
+                with refusals.at("everything asked for"):
+                    found = function(specimen, refusals, *arguments, **options)
+            except DoesNotApplyError as reason:
+                return Measurement(None, reason=str(reason))
+            if found is None:
+                why = "the scheme refuses all positions that were asked for"
+                return Measurement(None, refused=tuple(refusals), reason=why)
+            within = found[0] is not None and found[0] <= threshold
+            value, details, passed, shown = found if len(found) == 4 else (*found, within, None)
+            return Measurement(passed, value, threshold, details, tuple(refusals), shown=shown)
+
+        return measure
+
+    return decorate

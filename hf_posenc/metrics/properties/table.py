@@ -11,7 +11,7 @@ from typing import Any
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.in_turn import resolve_scheme
 from hf_posenc.metrics.properties.decay import long_term_decay
-from hf_posenc.metrics.properties.encodings import length_consistency, uniqueness
+from hf_posenc.metrics.properties.encodings import DTYPES, length_consistency, low_precision, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity
 from hf_posenc.metrics.properties.logits import (
     defined_past_training,
@@ -20,13 +20,12 @@ from hf_posenc.metrics.properties.logits import (
     norm_preservation,
     relativity,
 )
-from hf_posenc.metrics.properties.measurement import Measurement
-from hf_posenc.metrics.properties.precision import DTYPES, low_precision
 from hf_posenc.metrics.properties.specimen import (
     HEAD_DIM,
     HIDDEN_SIZE,
     NUM_HEADS,
     TRAINING_LENGTH,
+    Measurement,
     Specimen,
     specimen_forms,
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_posenc.plots.schemes.drawing import DISTANCE_LABEL, POSITION_LABEL, FigureKind, line_figure, panels
+from hf_posenc.plots.schemes.drawing import DISTANCE_LABEL, POSITION_LABEL, figure_kind, line_figure, panels
 from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject, shortened
 from hf_posenc.plots.style import palette
 from hf_posenc.preserve import isolated_rng
@@ -51,7 +51,13 @@ def mapped_positions(subject: Subject, length: int) -> dict[str, Tensor]:
     return lines
 
 
-def _draw_position_map(subject: Subject) -> Figure:
+@figure_kind(
+    lambda subject: bool(_maps(subject)),
+    "The position that the inner scheme is given, over the token's own position. A map that is random in training is "
+    f"drawn twice (seeds {INPUT_SEED} and {INPUT_SEED + 1}).",
+)
+def position_map(subject: Subject) -> Figure:
+    """The position of each token after a position map."""
     for length in _LENGTHS:
         lines, unchanged = mapped_positions(subject, length), torch.arange(length)
         if any(not torch.equal(line, unchanged) for line in lines.values()):
@@ -65,8 +71,14 @@ def _far_positions(subject: Subject) -> FarPositionsConfig | None:
     return next((far for far in found if isinstance(far, FarPositionsConfig)), None)
 
 
-def _draw_distance_map(subject: Subject) -> Figure:
-    """The query stands at the end."""
+@figure_kind(
+    lambda subject: _far_positions(subject) is not None,
+    "The distance at which the scheme sees a key, over the key's own distance from the query. Inside the window "
+    "nothing changes.",
+)
+def distance_map(subject: Subject) -> Figure:
+    """The distance of each pair after a pairwise position map."""
+    # The query stands at the end.
     far = _far_positions(subject)
     assert far is not None
     distance = torch.arange(_WINDOWS * far.window)
@@ -76,49 +88,24 @@ def _draw_distance_map(subject: Subject) -> Figure:
     return line_figure(subject, lines, distance, DISTANCE_LABEL, "distance after the map")[0]
 
 
-def _layer_schemes(config: LayeredConfig) -> list[str]:
+@figure_kind(
+    lambda subject: isinstance(subject.config, LayeredConfig),
+    f"The scheme of every layer. Where it follows the kind of attention, every {_PERIOD}th of {_LAYERS} layers has "
+    "full attention and the others a sliding window.",
+)
+def layers(subject: Subject) -> Figure:
+    """Which layer has which scheme."""
+    config = subject.config
+    assert isinstance(config, LayeredConfig)
     count = len(config.layers) if isinstance(config, ScheduleConfig) else _LAYERS
     types = ["full_attention" if (layer + 1) % _PERIOD == 0 else "sliding_attention" for layer in range(count)]
-    return [scheme_label(config.for_layer(layer, kind)) for layer, kind in enumerate(types)]
-
-
-def _draw_layers(subject: Subject) -> Figure:
-    assert isinstance(subject.config, LayeredConfig)
-    schemes = _layer_schemes(subject.config)
+    schemes = [scheme_label(config.for_layer(layer, kind)) for layer, kind in enumerate(types)]
     names = list(dict.fromkeys(schemes))
-    figure, (axes,) = panels(subject.config.name, 1, 1, 0.9 + 0.42 * len(names))
+    figure, (axes,) = panels(config.name, 1, 1, 0.9 + 0.42 * len(names))
     rows = [names.index(scheme) for scheme in schemes]
     colors = [palette()[row % len(palette())] for row in rows]
     axes.barh(rows, 0.9, left=[layer - 0.45 for layer in range(len(rows))], height=0.7, color=colors)
     axes.set_yticks(range(len(names)), [shortened(name, 40) for name in names])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xticks(range(len(schemes)))
-    axes.set_xlabel("layer")
+    axes.set(ylim=(len(names) - 0.5, -0.5), xticks=range(len(schemes)), xlabel="layer")
     axes.grid(visible=False)
     return figure
-
-
-LAYERS = FigureKind(
-    "layers",
-    "which layer has which scheme",
-    lambda subject: isinstance(subject.config, LayeredConfig),
-    _draw_layers,
-    f"The scheme of every layer. Where it follows the kind of attention, every {_PERIOD}th of {_LAYERS} layers has "
-    "full attention and the others a sliding window.",
-)
-POSITION_MAP = FigureKind(
-    "position_map",
-    "the position of each token after a position map",
-    lambda subject: bool(_maps(subject)),
-    _draw_position_map,
-    "The position that the inner scheme is given, over the token's own position. A map that is random in training is "
-    f"drawn twice (seeds {INPUT_SEED} and {INPUT_SEED + 1}).",
-)
-DISTANCE_MAP = FigureKind(
-    "distance_map",
-    "the distance of each pair after a pairwise position map",
-    lambda subject: _far_positions(subject) is not None,
-    _draw_distance_map,
-    "The distance at which the scheme sees a key, over the key's own distance from the query. Inside the window "
-    "nothing changes.",
-)

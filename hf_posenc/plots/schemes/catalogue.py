@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError
-from hf_posenc.plots.schemes.arrangement import DISTANCE_MAP, LAYERS, POSITION_MAP
+from hf_posenc.plots.schemes.arrangement import distance_map, layers, position_map
 from hf_posenc.plots.schemes.drawing import FigureKind
-from hf_posenc.plots.schemes.logits import BIAS_DISTANCE, BIAS_MAP, DECAY, GRID, LOGIT_SCALE
-from hf_posenc.plots.schemes.rotations import FREQUENCIES, ROTATION
+from hf_posenc.plots.schemes.logits import bias_distance, bias_map, decay, grid, logit_scale
+from hf_posenc.plots.schemes.rotations import frequencies, rotation
 from hf_posenc.plots.schemes.subject import Subject, subject_of
-from hf_posenc.plots.schemes.vectors import DIFFERENCE, DIMENSIONS, HEAT_MAP
+from hf_posenc.plots.schemes.vectors import difference, dimensions, heat_map
 from hf_posenc.plots.style import save_figure, styled
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 #: Every kind, the most telling ones first.
 KINDS: tuple[FigureKind, ...] = (
-    LAYERS, POSITION_MAP, DISTANCE_MAP, GRID, BIAS_DISTANCE, BIAS_MAP, HEAT_MAP, LOGIT_SCALE, ROTATION, FREQUENCIES,
-    DECAY, DIMENSIONS, DIFFERENCE,
+    layers, position_map, distance_map, grid, bias_distance, bias_map, heat_map, logit_scale, rotation, frequencies,
+    decay, dimensions, difference,
 )  # fmt: skip
 
 

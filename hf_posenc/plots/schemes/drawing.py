@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ class FigureKind:
         return self.caption if isinstance(self.caption, str) else self.caption(subject)
 
 
+def figure_kind(
+    applies: Callable[[Subject], bool], caption: str | Callable[[Subject], str]
+) -> Callable[[Callable[[Subject], Figure]], FigureKind]:
+    """Makes a kind of figure of a function that draws a scheme, with its name, and its docstring as the summary."""
+
+    def decorate(draw: Callable[[Subject], Figure]) -> FigureKind:
+        summary = (inspect.getdoc(draw) or "").rstrip(".")
+        return FigureKind(getattr(draw, "__name__", ""), summary[:1].lower() + summary[1:], applies, draw, caption)
+
+    return decorate
+
+
 def panels(title: str, rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figure, list[Axes]]:
     """A figure under a title with `rows x columns` axes, each `height` inches high."""
     from matplotlib.figure import Figure
@@ -66,8 +79,7 @@ def line_figure(
     """Named lines over `x` with a legend below; the line called "unchanged" is a thin grey one."""
     figure, (axes,) = panels(subject.title, 1, 1, 3.3)
     draw_lines(axes, lines, x)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
     legend_below(figure, axes)
     return figure, axes
 
@@ -86,12 +98,7 @@ def map_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Named heat maps `(rows, columns)` on one colour scale, at most two side by side, row 0 on top.
 
-    Args:
-        subject: what is drawn.
-        maps: by their names.
-        label: of the colours.
-        height: of a map, in inches.
-        visible: `(rows, columns)` bool; the others are grey and count for nothing.
+    Each is `height` inches high. What is not `visible`, `(rows, columns)` bool, is grey and counts for nothing.
     """
     values = torch.stack(list(maps.values()))
     shown = torch.ones_like(values[0], dtype=torch.bool) if visible is None else visible
@@ -134,9 +141,7 @@ def legend_below(figure: Figure, axes: Axes) -> None:
 def by_head(values: Tensor, compared: Tensor | None = None) -> dict[str, Tensor]:
     """A few of the heads of `(heads, ...)` by their names, or the first alone where all heads are equal.
 
-    Args:
-        values: what is drawn.
-        compared: the same shape, what decides whether heads are equal; `values` by default.
+    Whether they are is decided by `compared`, of the same shape; by default by the values themselves.
     """
     compared = values if compared is None else compared
     if torch.allclose(compared, compared[:1].expand_as(compared), rtol=1e-4, atol=1e-5, equal_nan=True):

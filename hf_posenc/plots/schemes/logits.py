@@ -10,17 +10,24 @@ from torch import Tensor
 
 from hf_posenc.metrics.properties.decay import envelope, rotation_frequencies
 from hf_posenc.plots.schemes.drawing import (
-    FigureKind,
     by_head,
     draw_lines,
+    figure_kind,
     legend_below,
     line_figure,
     map_figure,
     panels,
     untangled,
 )
-from hf_posenc.plots.schemes.probes import AWAY, added_vectors, bias_matrix, equal_query_key_logits, visible
-from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject
+from hf_posenc.plots.schemes.subject import (
+    AWAY,
+    INPUT_SEED,
+    Subject,
+    added_vectors,
+    bias_matrix,
+    equal_query_key_logits,
+    visible,
+)
 from hf_posenc.plots.style import HIGHLIGHT, palette
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.parts import DistanceBias
@@ -56,8 +63,19 @@ def _row(subject: Subject) -> int:
     return _LENGTH - 1 if subject.context.causal else _LENGTH // 2
 
 
-def _draw_bias_distance(subject: Subject) -> Figure:
-    """Seen from the last query, or from the middle one where it looks both ways."""
+@figure_kind(
+    _has_bias,
+    lambda subject: (
+        "Left: the bias over the distance from query to key"
+        f"{'' if subject.context.causal else ' (negative: later keys)'}, seen from position {_row(subject)}"
+        f"{_random_inputs(subject)}. Right: the share of its attention weight that a key keeps, compared with the "
+        "distance that the head favours most, on an axis that grows fourfold from tick to tick. Where a line reaches "
+        "0, the head sees nothing. Heads whose lines would be a tangle are left out."
+    ),
+)
+def bias_distance(subject: Subject) -> Figure:
+    """The bias over distance, per head, and the weight that it leaves."""
+    # Seen from the last query, or from the middle one where it looks both ways.
     row = _row(subject)
     bias = bias_matrix(subject, _LENGTH)[:, row]
     lines = untangled(by_head(bias.masked_fill(bias < AWAY, torch.nan), bias))
@@ -66,8 +84,7 @@ def _draw_bias_distance(subject: Subject) -> Figure:
     draw_lines(axes, lines, distances)
     draw_lines(weights, {name: (line - line[~line.isnan()].max()).exp() for name, line in lines.items()}, distances)
     axes.set_ylabel("bias (added to the logit)")
-    weights.set_ylabel("share of weight kept")
-    weights.set_ylim(-0.03, 1.03)
+    weights.set(ylabel="share of weight kept", ylim=(-0.03, 1.03))
     weights.set_xscale("symlog", base=2, linthresh=1)
     weights.set_xlim(left=-0.2 if subject.context.causal else None)
     for panel, ticks in ((axes, range(0, _LENGTH, 64)), (weights, (0, 1, 4, 16, 64, 256))):
@@ -79,15 +96,23 @@ def _draw_bias_distance(subject: Subject) -> Figure:
     return figure
 
 
-def _draw_bias_map(subject: Subject) -> Figure:
-    """The share of its weight that each key keeps, which runs from 0 to 1 in every head."""
+@figure_kind(
+    _has_bias,
+    lambda subject: (
+        f"One row per query, one column per key, {_MAP} tokens{_random_inputs(subject)}: the share of its attention "
+        "weight that a key keeps, compared with the key that the head favours most. Yellow keys are seen in full, dark "
+        f"ones hardly at all{'; the grey half is hidden by the causal mask' if subject.context.causal else ''}."
+    ),
+)
+def bias_map(subject: Subject) -> Figure:
+    """The attention weight that the bias leaves to every key, per head."""
+    # The share of its weight that each key keeps, which runs from 0 to 1 in every head.
     bias, shown = bias_matrix(subject, _MAP), visible(subject, _MAP)
     kept = (bias - bias.masked_fill(~shown, -torch.inf).amax(-1, keepdim=True)).exp()
     maps = by_head(kept, bias.masked_fill(~shown, 0.0))
     figure, axes = map_figure(subject, maps, "share of weight kept", 2.5 if len(maps) > 1 else 3.6, shown)
     for panel in axes:
-        panel.set_xticks(range(0, _MAP + 1, 32))
-        panel.set_yticks(range(0, _MAP + 1, 32))
+        panel.set(xticks=range(0, _MAP + 1, 32), yticks=range(0, _MAP + 1, 32))
     figure.supxlabel("position of the key", fontsize=10)
     figure.supylabel("position of the query", fontsize=10)
     return figure
@@ -104,8 +129,27 @@ def _has_decay(subject: Subject) -> bool:
     return _is_added(subject) or subject.parts.query_key_map is not None or not list(subject.parts)
 
 
-def _draw_decay(subject: Subject) -> Figure:
-    """Products of added vectors, or logits, beside them RoFormer's envelope where it holds."""
+def _decay_caption(subject: Subject) -> str:
+    if _is_added(subject):
+        return (
+            "How alike the added vectors of two positions are (their product, per component), over the distance "
+            "between them. A single line: it is the same from every position, or noise."
+        )
+    words = (
+        f"The logit of a query at position {_LENGTH - 1} and an equal key, over the distance between them: the line is "
+        f"the mean of {_SAMPLES} random vectors ({_RANDOM}), the band holds 80 % of them"
+    )
+    if rotation_frequencies(subject.parts, _LENGTH) is not None:
+        words += (
+            ". Right: the upper bound that RoFormer derives from these frequencies (arXiv:2104.09864, section 3.4.3)"
+        )
+    return f"{words}. A line that falls means that near tokens are preferred."
+
+
+@figure_kind(_has_decay, _decay_caption)
+def decay(subject: Subject) -> Figure:
+    """How much equal tokens attract each other, over distance."""
+    # Products of added vectors, or logits, beside them RoFormer's envelope where it holds.
     distances, spectrum = torch.arange(_LENGTH), rotation_frequencies(subject.parts, _LENGTH)
     figure, (axes, *others) = panels(subject.title, 1, 1 if spectrum is None else 2, 3.2)
     axes.set_xlabel("distance back (tokens)")
@@ -134,27 +178,9 @@ def _draw_decay(subject: Subject) -> Figure:
     if spectrum is not None:
         draw_lines(others[0], {"bound": envelope(spectrum, distances)}, distances)
         others[0].set_ylim(bottom=0)
-        others[0].set_xlabel("distance (tokens)")
-        others[0].set_ylabel("RoFormer's bound")
+        others[0].set(xlabel="distance (tokens)", ylabel="RoFormer's bound")
     legend_below(figure, axes)
     return figure
-
-
-def _decay_caption(subject: Subject) -> str:
-    if _is_added(subject):
-        return (
-            "How alike the added vectors of two positions are (their product, per component), over the distance "
-            "between them. A single line: it is the same from every position, or noise."
-        )
-    words = (
-        f"The logit of a query at position {_LENGTH - 1} and an equal key, over the distance between them: the line is "
-        f"the mean of {_SAMPLES} random vectors ({_RANDOM}), the band holds 80 % of them"
-    )
-    if rotation_frequencies(subject.parts, _LENGTH) is not None:
-        words += (
-            ". Right: the upper bound that RoFormer derives from these frequencies (arXiv:2104.09864, section 3.4.3)"
-        )
-    return f"{words}. A line that falls means that near tokens are preferred."
 
 
 def _axes_count(subject: Subject) -> int:
@@ -166,8 +192,14 @@ def _axes_count(subject: Subject) -> int:
     return 0
 
 
-def _draw_grid(subject: Subject) -> Figure:
-    """A map per head, with a cross at the query: row and column on the last two axes, zero on the others."""
+@figure_kind(
+    lambda subject: _axes_count(subject) > 1,
+    f"Logit of a query in the centre of a grid of {_SIDE} x {_SIDE} tokens (cross) and an equal key at each place, "
+    f"mean of {_SAMPLES} random vectors ({_RANDOM}). Yellow places attract the query most.",
+)
+def grid(subject: Subject) -> Figure:
+    """How much equal tokens attract each other, over rows and columns."""
+    # A map per head, with a cross at the query: row and column on the last two axes, zero on the others.
     ids = torch.arange(_SIDE**2)
     coordinates = torch.zeros(_axes_count(subject), 1, _SIDE**2, dtype=torch.int64)
     coordinates[-2, 0], coordinates[-1, 0] = ids // _SIDE, ids % _SIDE
@@ -175,68 +207,23 @@ def _draw_grid(subject: Subject) -> Figure:
     logits = equal_query_key_logits(subject, positions, _SAMPLES).mean(0)[:, _SIDE**2 // 2]
     figure, axes = map_figure(subject, by_head(logits.unflatten(-1, (_SIDE, _SIDE))), "logit", 3.6)
     for panel in axes:
-        panel.set_xlabel("column of the key")
-        panel.set_xticks(range(0, _SIDE, 7))
-        panel.set_yticks(range(0, _SIDE, 7))
-        panel.set_aspect("equal")
+        ticks = range(0, _SIDE, 7)
+        panel.set(xlabel="column of the key", xticks=ticks, yticks=ticks, aspect="equal")
         panel.scatter([_SIDE // 2], [_SIDE // 2], marker="x", color=HIGHLIGHT, s=40)
     axes[0].set_ylabel("row of the key")
     return figure
 
 
-def _draw_logit_scale(subject: Subject) -> Figure:
+@figure_kind(
+    lambda subject: subject.parts.logit_scale is not None,
+    f"The number that all logits of a query are multiplied by, over the place of the query in a text of {_FAR:,} "
+    "tokens. A larger factor makes attention sharper.",
+)
+def logit_scale(subject: Subject) -> Figure:
+    """The factor of the logits over position."""
     assert subject.parts.logit_scale is not None
     ids = torch.logspace(0, 17, 400, base=2).round().long().unique() - 1
     scale: Tensor = subject.parts.logit_scale(Positions(ids.unsqueeze(0), torch.tensor([[_FAR]])))[0].float()
     figure, axes = line_figure(subject, by_head(scale), ids + 1, "tokens up to the query", "factor of the logits")
     axes.set_xscale("log", base=2)
     return figure
-
-
-BIAS_DISTANCE = FigureKind(
-    "bias_distance",
-    "the bias over distance, per head, and the weight that it leaves",
-    _has_bias,
-    _draw_bias_distance,
-    lambda subject: (
-        "Left: the bias over the distance from query to key"
-        f"{'' if subject.context.causal else ' (negative: later keys)'}, seen from position {_row(subject)}"
-        f"{_random_inputs(subject)}. Right: the share of its attention weight that a key keeps, compared with the "
-        "distance that the head favours most, on an axis that grows fourfold from tick to tick. Where a line reaches "
-        "0, the head sees nothing. Heads whose lines would be a tangle are left out."
-    ),
-)
-BIAS_MAP = FigureKind(
-    "bias_map",
-    "the attention weight that the bias leaves to every key, per head",
-    _has_bias,
-    _draw_bias_map,
-    lambda subject: (
-        f"One row per query, one column per key, {_MAP} tokens{_random_inputs(subject)}: the share of its attention "
-        "weight that a key keeps, compared with the key that the head favours most. Yellow keys are seen in full, dark "
-        f"ones hardly at all{'; the grey half is hidden by the causal mask' if subject.context.causal else ''}."
-    ),
-)
-DECAY = FigureKind(
-    "decay",
-    "how much equal tokens attract each other, over distance",
-    _has_decay,
-    _draw_decay,
-    _decay_caption,
-)
-GRID = FigureKind(
-    "grid",
-    "how much equal tokens attract each other, over rows and columns",
-    lambda subject: _axes_count(subject) > 1,
-    _draw_grid,
-    f"Logit of a query in the centre of a grid of {_SIDE} x {_SIDE} tokens (cross) and an equal key at each place, "
-    f"mean of {_SAMPLES} random vectors ({_RANDOM}). Yellow places attract the query most.",
-)
-LOGIT_SCALE = FigureKind(
-    "logit_scale",
-    "the factor of the logits over position",
-    lambda subject: subject.parts.logit_scale is not None,
-    _draw_logit_scale,
-    f"The number that all logits of a query are multiplied by, over the place of the query in a text of {_FAR:,} "
-    "tokens. A larger factor makes attention sharper.",
-)

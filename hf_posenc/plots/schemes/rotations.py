@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.metrics.statistics import spread
-from hf_posenc.plots.schemes.drawing import FigureKind, legend_below, panels
-from hf_posenc.plots.schemes.probes import mapped_vectors, random_query, turning_frequencies
-from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject
+from hf_posenc.plots.schemes.drawing import figure_kind, legend_below, panels
+from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject, mapped_vectors, random_query, turning_frequencies
 from hf_posenc.plots.style import HIGHLIGHT, SEQUENTIAL_MAP, palette, shade
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -58,8 +57,16 @@ def _speed(pair: Tensor) -> float:
     return typical if typical >= _SLOW else float(step.sum().abs() / len(step))
 
 
-def _draw_rotation(subject: Subject) -> Figure:
-    """A circle for each of a few pairs, over as many positions as it needs to turn."""
+@figure_kind(
+    lambda subject: len(turning_pairs(subject)) > 1,
+    f"Four pairs of dimensions of one random query (seed {INPUT_SEED}), from the fastest to the slowest, each at "
+    f"{_SHOWN_POSITIONS} positions. The red ring is position 0 and the colours run to the last position. Slow pairs "
+    "are drawn at positions far apart, because they hardly move from one token to the next. Fast pairs tell neighbours "
+    "apart, slow pairs tell far places apart.",
+)
+def rotation(subject: Subject) -> Figure:
+    """Pairs of dimensions of one query, turning with position."""
+    # A circle for each of a few pairs, over as many positions as it needs to turn.
     shown = spread(turning_pairs(subject), _PANELS)
     figure, axes = panels(subject.title, -(-len(shown) // 2), min(2, len(shown)), 2.9, sharex=True, sharey=True)
     circle = torch.linspace(0, 2 * torch.pi, 100)
@@ -74,10 +81,9 @@ def _draw_rotation(subject: Subject) -> Figure:
             x, y, c=range(_SHOWN_POSITIONS), cmap=SEQUENTIAL_MAP, s=30, zorder=3, linewidths=0.5, edgecolors=shade(0.5)
         )
         panel.scatter(x[:1], y[:1], s=90, facecolors="none", edgecolors=HIGHLIGHT, linewidths=1.6, zorder=4)
-        panel.set_aspect("equal")
         panel.grid(visible=False)
         reach = max(1.25, 1.1 * float(abs(x).max()), 1.1 * float(abs(y).max()))
-        panel.set(xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])
+        panel.set(aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])
         panel.spines[:].set_visible(False)
         panel.set_title(f"dimensions {pair[0]} and {pair[1]}\na turn in {float(f'{turn:.3g}'):,.0f} tokens", fontsize=9)
         every = "every token" if step == 1 else f"every {step:,} tokens"
@@ -121,8 +127,14 @@ def _wavelength(frequency: Any) -> Any:
         return 2 * torch.pi / numpy.asarray(frequency)
 
 
-def _draw_frequencies(subject: Subject) -> Figure:
-    """Spectra on a logarithmic axis."""
+@figure_kind(
+    lambda subject: turning_frequencies(subject, _LENGTHS[0]) is not None,
+    "How fast every pair of dimensions turns with position (left axis) and after how many tokens it is back where it "
+    "was (right axis), beside RoPE with the same base where they differ.",
+)
+def frequencies(subject: Subject) -> Figure:
+    """How fast each pair of dimensions turns, before and after scaling."""
+    # Spectra on a logarithmic axis.
     plain, spectra = plain_frequencies(subject), changed_spectra(subject)
     every = torch.stack([plain, *spectra.values()])
     floor = float(every[every > 0].min()) / 3
@@ -136,29 +148,7 @@ def _draw_frequencies(subject: Subject) -> Figure:
         stopped = torch.full_like(spectrum, floor).where(spectrum == 0, torch.nan)
         if len(spectra) == 1 and bool((spectrum == 0).any()):
             axes.plot(stopped.numpy(), label="does not turn", linestyle="none", **style | {"fillstyle": "none"})
-    axes.set_yscale("log")
-    axes.set_xlabel("pair of dimensions")
-    axes.set_ylabel("speed (radians per token)")
+    axes.set(yscale="log", xlabel="pair of dimensions", ylabel="speed (radians per token)")
     axes.secondary_yaxis("right", functions=(_wavelength, _wavelength)).set_ylabel("tokens per turn")
     legend_below(figure, axes)
     return figure
-
-
-ROTATION = FigureKind(
-    "rotation",
-    "pairs of dimensions of one query, turning with position",
-    lambda subject: len(turning_pairs(subject)) > 1,
-    _draw_rotation,
-    f"Four pairs of dimensions of one random query (seed {INPUT_SEED}), from the fastest to the slowest, each at "
-    f"{_SHOWN_POSITIONS} positions. The red ring is position 0 and the colours run to the last position. Slow pairs "
-    "are drawn at positions far apart, because they hardly move from one token to the next. Fast pairs tell neighbours "
-    "apart, slow pairs tell far places apart.",
-)
-FREQUENCIES = FigureKind(
-    "frequencies",
-    "how fast each pair of dimensions turns, before and after scaling",
-    lambda subject: turning_frequencies(subject, _LENGTHS[0]) is not None,
-    _draw_frequencies,
-    "How fast every pair of dimensions turns with position (left axis) and after how many tokens it is back where it "
-    "was (right axis), beside RoPE with the same base where they differ.",
-)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.metrics.properties.decay import rotation_frequencies
-from hf_posenc.plots.schemes.drawing import POSITION_LABEL, FigureKind, color_scale, legend_below, map_figure, panels
-from hf_posenc.plots.schemes.probes import added_vectors, mapped_vectors, random_query
-from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject
+from hf_posenc.plots.schemes.drawing import POSITION_LABEL, color_scale, figure_kind, legend_below, map_figure, panels
+from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject, added_vectors, mapped_vectors, random_query
 from hf_posenc.plots.style import palette, shade
 
 if TYPE_CHECKING:
@@ -46,7 +45,15 @@ def _has_vectors(subject: Subject) -> bool:
     return subject.parts.additive is not None or subject.parts.query_key_map is not None
 
 
-def _draw_heat_map(subject: Subject) -> Figure:
+@figure_kind(
+    _has_vectors,
+    lambda subject: (
+        f"One column per position, one row per dimension, for the first {_LENGTH} positions: {_described(subject)}. "
+        "Two positions can be told apart where their columns differ."
+    ),
+)
+def heat_map(subject: Subject) -> Figure:
+    """Position x dimension: added vectors, or the phases of a rotation."""
     maps = {name: matrix.T for name, matrix in encoded_dimensions(subject, _LENGTH).items()}
     figure, axes = map_figure(subject, maps, "value", 3.4)
     for panel in axes:
@@ -55,8 +62,16 @@ def _draw_heat_map(subject: Subject) -> Figure:
     return figure
 
 
-def _draw_dimensions(subject: Subject) -> Figure:
-    """Six dimensions, one below the other."""
+@figure_kind(
+    _has_vectors,
+    lambda subject: (
+        f"A few dimensions over {_LINE} positions: {_described(subject)}. All panels have the same axes, so that their "
+        "speeds compare."
+    ),
+)
+def dimensions(subject: Subject) -> Figure:
+    """Single dimensions over position."""
+    # Six dimensions, one below the other.
     matrices = encoded_dimensions(subject, _LINE)
     figure, axes = panels(subject.title, _LINES, 1, 0.72, sharex=True, sharey=True)
     # The second half of most layouts repeats the frequencies of the first.
@@ -74,8 +89,17 @@ def _draw_dimensions(subject: Subject) -> Figure:
     return figure
 
 
-def _draw_difference(subject: Subject) -> Figure:
-    """A strip of colours per place of the same token, and one per difference."""
+@figure_kind(
+    _has_vectors,
+    lambda subject: (
+        f"One random {'token embedding with the added vector' if subject.parts.additive else 'query after the map'} "
+        f"(standard normal, seed {INPUT_SEED}) at positions {', '.join(map(str, _PLACES))}, and below it what changed "
+        f"since position {_PLACES[0]}. Dimensions that are pale below are the same at every one of these positions."
+    ),
+)
+def difference(subject: Subject) -> Figure:
+    """One vector at positions 0, 50 and 99, and what changes."""
+    # A strip of colours per place of the same token, and one per difference.
     length = _PLACES[-1] + 1
     if subject.parts.additive is not None:
         added = added_vectors(subject, length)
@@ -97,36 +121,3 @@ def _draw_difference(subject: Subject) -> Figure:
     axes.set_xlabel(f"dimension\nlength of the change, as a share of the vector: {lengths}")
     figure.colorbar(image, ax=axes, pad=0.01)
     return figure
-
-
-HEAT_MAP = FigureKind(
-    "heat_map",
-    "position x dimension: added vectors, or the phases of a rotation",
-    _has_vectors,
-    _draw_heat_map,
-    lambda subject: (
-        f"One column per position, one row per dimension, for the first {_LENGTH} positions: {_described(subject)}. "
-        "Two positions can be told apart where their columns differ."
-    ),
-)
-DIMENSIONS = FigureKind(
-    "dimensions",
-    "single dimensions over position",
-    _has_vectors,
-    _draw_dimensions,
-    lambda subject: (
-        f"A few dimensions over {_LINE} positions: {_described(subject)}. All panels have the same axes, so that their "
-        "speeds compare."
-    ),
-)
-DIFFERENCE = FigureKind(
-    "difference",
-    "one vector at positions 0, 50 and 99, and what changes",
-    _has_vectors,
-    _draw_difference,
-    lambda subject: (
-        f"One random {'token embedding with the added vector' if subject.parts.additive else 'query after the map'} "
-        f"(standard normal, seed {INPUT_SEED}) at positions {', '.join(map(str, _PLACES))}, and below it what changed "
-        f"since position {_PLACES[0]}. Dimensions that are pale below are the same at every one of these positions."
-    ),
-)

@@ -1,0 +1,406 @@
+"""Grammar in minimal pairs: does a model hold the right text of a pair for the likelier one?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
+from hf_posenc.metrics.in_turn import measure_in_turn
+from hf_posenc.metrics.statistics import wilson_interval
+from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.preserve import evaluation_mode
+from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.schemes.config import SchemeConfig
+
+HOW_TO_GET = (
+    "The files are in the source archive of the package bigbench (358 MB): `pip download --no-deps --no-binary :all: "
+    "bigbench==1.0.0`, then `tar -xzf bigbench-1.0.0.tar.gz --wildcards '*/subject_verb_agreement/*' "
+    "'*/hyperbaton/*'`; they come to lie in bigbench-1.0.0/bigbench/benchmark_tasks. They are test data: never train "
+    "on them, and do not copy them into a repository."
+)
+
+_QUOTED = re.compile(r'"\s*(.*?)\s*"')
+
+
+@dataclass(frozen=True)
+class MinimalPair:
+    """Two texts that differ in one place, of which one is right.
+
+    Args:
+        prefix: what both begin with; may be empty.
+        right: how the grammatical one goes on.
+        wrong: how the other one goes on.
+        conditions: the groups that it is counted in.
+    """
+
+    prefix: str
+    right: str
+    wrong: str
+    conditions: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The right text and the wrong one, in full."""
+        space = " " if self.prefix and not self.prefix.endswith(" ") else ""
+        return f"{self.prefix}{space}{self.right}".strip(), f"{self.prefix}{space}{self.wrong}".strip()
+
+
+@dataclass(frozen=True)
+class MinimalPairsTask:
+    """The pairs of one file.
+
+    Args:
+        name: of the task, as the file has it.
+        pairs: in the order of the file.
+        skipped: how many of its examples are no pair of a right and a wrong text.
+    """
+
+    name: str
+    pairs: tuple[MinimalPair, ...]
+    skipped: int = 0
+
+
+def read_minimal_pairs(path: str | Path) -> MinimalPairsTask:
+    """Reads a task file of BIG-bench (Srivastava et al., arXiv:2206.04615), in place.
+
+    Two kinds are understood. Subject-verb agreement (Lakretz et al., arXiv:2006.11098, and others) has a prefix and two
+    verbs; where `comment` names the numbers of its nouns (`"singular_plural"`), the pair belongs to that condition,
+    and to `"incongruent"` if a noun has another number than the others, which makes it an attractor, else to
+    `"congruent"`. Hyperbaton has two sentences in quotation marks, of the same words in two orders.
+
+    Args:
+        path: the JSON file, or a folder that holds it as `task.json`.
+
+    Raises:
+        MeasurementError: if there is no such file, or no pairs in it.
+    """
+    file = _task_file(Path(path))
+    try:
+        task = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise MeasurementError(f"{file} is not JSON: {error}") from error
+    examples = task.get("examples") if isinstance(task, dict) else None
+    if not isinstance(examples, list) or not examples:
+        raise MeasurementError(
+            f"{file} has no list of examples, so that it is not a JSON task of BIG-bench. {HOW_TO_GET}"
+        )
+    found = [_pair(example) for example in examples]
+    pairs = tuple(pair for pair in found if pair is not None)
+    if not pairs:
+        raise MeasurementError(
+            f"None of the {len(examples)} examples of {file} is a minimal pair: that has an input and target_scores of "
+            f"two texts, one with score 1 and one with 0. The first example: {str(examples[0])[:200]}"
+        )
+    return MinimalPairsTask(str(task.get("name", file.stem)), pairs, len(examples) - len(pairs))
+
+
+def _task_file(path: Path) -> Path:
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.json")))
+        if not (path / "task.json").is_file():
+            listed = f"It holds {inside}: name one of them." if inside else HOW_TO_GET
+            raise MeasurementError(f"The folder {path} holds no task.json. {listed}")
+        path = path / "task.json"
+    if not path.is_file():
+        raise MeasurementError(f"There is no file {path}. {HOW_TO_GET}")
+    return path
+
+
+def _pair(example: Any) -> MinimalPair | None:
+    """The pair that an example holds, if it holds one."""
+    if not isinstance(example, dict) or not isinstance(example.get("input"), str):
+        return None
+    scores = example.get("target_scores")
+    if not isinstance(scores, dict) or [score for score in scores.values() if score in (0, 1)] not in ([0, 1], [1, 0]):
+        return None
+    right, wrong = sorted(scores, key=lambda target: -scores[target])
+    if {right, wrong} == {"a", "b"}:
+        quoted = _QUOTED.findall(example["input"])
+        if len(quoted) != 2:
+            return None
+        return MinimalPair("", *(quoted if right == "a" else quoted[::-1]))
+    comment = example.get("comment")
+    comment = comment if isinstance(comment, str) else ""
+    numbers = set(comment.split("_"))
+    conditions: tuple[str, ...] = (comment,) if comment else ()
+    if "_" in comment and numbers <= {"singular", "plural"}:
+        conditions = ("congruent" if len(numbers) == 1 else "incongruent", comment)
+    return MinimalPair(example["input"], right, wrong, conditions)
+
+
+#: The condition that every pair has.
+ALL = "all"
+
+
+def minimal_pairs_accuracy(
+    model: Any,
+    tokenizer: Any,
+    task: str | Path | MinimalPairsTask,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+) -> Result:
+    """How often a language model gives the right text of a minimal pair the higher probability.
+
+    A causal model scores a pair by its log-probabilities, a masked one by its pseudo-log-likelihood; see `scoring`.
+    Which of the two a model is, is measured on it. The model is left as it was found, also after an error.
+
+    Args:
+        model: a causal or masked language model, patched or not.
+        tokenizer: its tokenizer.
+        task: the path of a BIG-bench file (see `read_minimal_pairs`), or what was read from one.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
+        samples: score so many pairs, drawn without replacement; `None` scores all.
+        seed: of that choice, which is the same for every scheme and model, and of new weights of a scheme.
+
+    Returns:
+        For each scheme and `condition` (`"all"` for every pair) the `accuracy` with its 95 % Wilson interval, and the
+        number of `pairs` and of `ties`. A scheme that the architecture cannot take, or that cannot represent so long a
+        text, has its reason in the `error` of its subject.
+
+    Raises:
+        UnknownNameError: for an unknown scheme, before the model is touched.
+        MeasurementError: if the task cannot be read, or the tokenizer does not do.
+        UnsupportedError: for an encoder-decoder, or a model without logits.
+    """
+    refuse_encoder_decoder(model)
+    if not isinstance(task, MinimalPairsTask):
+        task = read_minimal_pairs(task)
+    pairs, of = list(task.pairs), len(task.pairs)
+    if samples is not None and samples < of:
+        if samples < 1:
+            raise MeasurementError(f"samples is {samples}; a measurement takes one pair at least.")
+        pairs = [pairs[index] for index in sorted(np.random.default_rng(seed).permutation(of)[:samples])]
+    tokens = encode_pairs(tokenizer, [pair.texts for pair in pairs])
+    check_vocabulary(model, *(max(side) for pair in tokens for side in pair))
+    causal = predicts_next_token(model, torch.tensor([max((side for pair in tokens for side in pair), key=len)]))
+    score = causal_scores if causal else masked_scores
+
+    def measure(model: Any) -> list[Record]:
+        with evaluation_mode(model):
+            return _by_condition(pairs, score(model, tokenizer, tokens))
+
+    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    name, scoring = type(unwrapped(model)).__name__, "causal" if causal else "masked"
+    chosen = f"{len(pairs)} of {of} pairs, seed {seed}" if len(pairs) < of else f"{of} pairs"
+    skipped = f"{task.skipped} examples of the file are no pair of a right and a wrong text, and were left out."
+    return Result(
+        task="minimal_pairs",
+        title=f"{name}, minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
+        quantities=(
+            Quantity("pairs", "pairs", style="count"),
+            Quantity("accuracy", "accuracy", "Chance is 0.5. Equally likely is not right.", style="fraction"),
+            Quantity("ties", "ties", style="count"),
+        ),
+        subjects=subjects,
+        records=records,
+        views=(View(("pairs", "accuracy", "ties"), rows=("condition",)),),
+        settings={"model": name, "task": task.name, "scoring": scoring, "pairs": len(pairs), "of": of, "seed": seed},
+        remarks=(skipped,) if task.skipped else (),
+    )
+
+
+def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
+    right, tied = (scores[:, 0] > scores[:, 1]).tolist(), (scores[:, 0] == scores[:, 1]).tolist()
+    groups: dict[str, list[int]] = {ALL: list(range(len(pairs)))}
+    # Congruent and incongruent come before the conditions that they are made of.
+    named = [
+        (depth, one.conditions, name, index)
+        for index, one in enumerate(pairs)
+        for depth, name in enumerate(one.conditions)
+    ]
+    for _, _, name, index in sorted(named):
+        groups.setdefault(name, []).append(index)
+    records = []
+    for name, group in groups.items():
+        count, at = len(group), {"condition": name}
+        hits = sum(right[index] for index in group)
+        low, high = wilson_interval(hits, count)
+        records += [
+            Record("", "pairs", count, at),
+            Record("", "accuracy", hits / count, at, low, high, count),
+            Record("", "ties", sum(tied[index] for index in group), at),
+        ]
+    return records
+
+
+#: Tokens per forward call, which bounds memory: logits are as wide as the vocabulary.
+TOKENS_PER_BATCH = 1024
+
+_SPACE_MARKS = ("Ġ", "▁", " ")
+#: Byte-level BPE writes the bytes 0 to 32 and 127, spaces and control characters all, as the letters from here to here.
+_BYTE_LEVEL_SPACES = ("\u0100", "\u0121")
+
+#: The two texts of a pair as tokens, the right one first.
+TokenPair = tuple[list[int], list[int]]
+
+
+def encode_pairs(tokenizer: Any, texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
+    """Tokens of the texts, with the special tokens that the tokenizer puts around a text.
+
+    Raises:
+        MeasurementError: if a pair becomes the same tokens twice, or a text becomes none.
+    """
+    pairs: list[TokenPair] = []
+    for right, wrong in texts:
+        tokens = tuple(list(tokenizer(text)["input_ids"]) for text in (right, wrong))
+        if tokens[0] == tokens[1] or not all(tokens):
+            raise MeasurementError(
+                f"{type(tokenizer).__name__} makes the same tokens of {right!r} and {wrong!r}: "
+                f"{tokenizer.convert_ids_to_tokens(tokens[0])}. Use a tokenizer that tells the two apart."
+            )
+        pairs.append((tokens[0], tokens[1]))
+    return pairs
+
+
+def causal_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Tensor:
+    """Log-probability of what each text does not share with the other, and that its last word ends there.
+
+    What both begin with is equally likely in both and left out. The end of the last word counts, because a tokenizer
+    may write one verb as the beginning of the other (`approve`, `approve` `s`), which could then never be less likely
+    (Pimentel and Meister, arXiv:2406.14561; Oh and Schuler, arXiv:2406.10851). Where the first tokens differ already,
+    both texts follow the token that begins or ends a text, as in lm-evaluation-harness.
+
+    Returns `(pairs, 2)` float64, the right text first.
+    """
+    end = tokenizer.eos_token_id
+    jobs: list[tuple[list[int], int]] = []
+    for pair in pairs:
+        # An end token that the tokenizer adds would stand between the word and the end that is asked for.
+        right, wrong = (tokens[:-1] if end is not None and tokens[-1:] == [end] else tokens for tokens in pair)
+        shared = _shared_start(right, wrong)
+        start = [] if shared else [_start_token(tokenizer)]
+        jobs += [(start + tokens, max(shared, 1)) for tokens in (right, wrong)]
+    goes_on = continues_word(tokenizer, _vocabulary(model))
+    scores = torch.empty(len(jobs), dtype=torch.float64)
+    for indices in _equally_long([tokens for tokens, _ in jobs]):
+        ids = torch.tensor([jobs[index][0] for index in indices])
+        first = min(jobs[index][1] for index in indices)
+        log_probs = _log_probs(model, ids)[:, first - 1 :].cpu()
+        followed = log_probs[:, :-1].gather(2, ids[:, first:, None])[..., 0]
+        ends = log_probs[:, -1].masked_fill(goes_on, -torch.inf).logsumexp(dim=-1)
+        for row, index in enumerate(indices):
+            scores[index] = followed[row, jobs[index][1] - first :].double().sum() + ends[row].double()
+    return scores.view(-1, 2)
+
+
+def masked_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Tensor:
+    """Pseudo-log-likelihood of the words in which two texts differ (Salazar et al., arXiv:1910.14659).
+
+    Every token of those words is predicted with itself and those to its right in them masked: a token of the same word
+    would give the others away (Kauf and Ivanova, arXiv:2305.10588, "PLL-word-l2r", here for all the differing words
+    at once).
+
+    Returns `(pairs, 2)` float64, the right text first.
+    """
+    if tokenizer.mask_token_id is None:
+        raise MeasurementError(
+            f"{type(tokenizer).__name__} has no mask token, and the model is not causal: its predictions cannot be "
+            f"asked for. Set tokenizer.mask_token to the one it was trained with."
+        )
+    goes_on = continues_word(tokenizer, _vocabulary(model)).tolist()
+    inputs: list[list[int]] = []
+    wanted: list[tuple[int, int, int]] = []
+    for number, pair in enumerate(pairs):
+        start, tail = _differing_words(pair, goes_on)
+        for side, tokens in enumerate(pair):
+            stop = len(tokens) - tail
+            for place in range(start, stop):
+                inputs.append([*tokens[:place], *[tokenizer.mask_token_id] * (stop - place), *tokens[stop:]])
+                wanted.append((2 * number + side, place, tokens[place]))
+    scores = torch.zeros(2 * len(pairs), dtype=torch.float64)
+    for indices in _equally_long(inputs):
+        log_probs = _log_probs(model, torch.tensor([inputs[index] for index in indices])).cpu()
+        for row, index in enumerate(indices):
+            text, place, token = wanted[index]
+            scores[text] += log_probs[row, place, token].double()
+    return scores.view(-1, 2)
+
+
+def continues_word(tokenizer: Any, vocabulary: int) -> Tensor:
+    """Which of `vocabulary` tokens go on with the word before them, bool.
+
+    The others begin a word, are punctuation, or end the text. WordPiece marks the tokens that continue (`##s`),
+    byte-level BPE and SentencePiece those that begin (`Ġthe`, `▁the`); with bytes or characters every letter continues.
+    """
+    special = set(tokenizer.all_special_ids)
+    tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(min(vocabulary, len(tokenizer)))))]
+    byte_level = any(token.startswith("Ġ") for token in tokens)
+    marked = [token.startswith("##") and len(token) > 2 for token in tokens]
+    if not any(marked) or any(token.startswith(_SPACE_MARKS[:2]) for token in tokens):
+        first, last = _BYTE_LEVEL_SPACES
+        marked = [
+            token[:1].isalnum()
+            and not token.startswith(_SPACE_MARKS)
+            and not (byte_level and first <= token[:1] <= last)
+            for token in tokens
+        ]
+    flags = torch.zeros(vocabulary, dtype=torch.bool)
+    flags[: len(tokens)] = torch.tensor([one and index not in special for index, one in enumerate(marked)])
+    return flags
+
+
+def _differing_words(pair: TokenPair, goes_on: Sequence[bool]) -> tuple[int, int]:
+    """Tokens before, and tokens behind, the whole words in which two texts differ."""
+    right, wrong = pair
+    start = _shared_start(right, wrong)
+    tail = _shared_start(right[start:][::-1], wrong[start:][::-1])
+    # A token that goes on with a word belongs to it, and so does the token before it.
+    while start > 0 and any(
+        (start < len(tokens) - tail and goes_on[tokens[start]]) or start == len(tokens) - tail for tokens in pair
+    ):
+        start -= 1
+    while tail > 0 and goes_on[right[len(right) - tail]]:
+        tail -= 1
+    return start, tail
+
+
+def _shared_start(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))))
+
+
+def _start_token(tokenizer: Any) -> int:
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise MeasurementError(
+        f"Two texts differ from their first token on, and {type(tokenizer).__name__} has neither a bos_token nor an "
+        f"eos_token that they could follow. Set tokenizer.bos_token."
+    )
+
+
+def _vocabulary(model: Any) -> int:
+    table = model.get_output_embeddings() or model.get_input_embeddings()
+    return int(table.weight.shape[0])
+
+
+def _equally_long(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Indices of rows that share a forward call: equally long, so that nothing is padded."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
+        length = len(rows[index])
+        if not batches or len(rows[batches[-1][0]]) != length or (len(batches[-1]) + 1) * length > TOKENS_PER_BATCH:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def _log_probs(model: Any, ids: Tensor) -> Tensor:
+    """`(batch, length, vocabulary)` float32."""
+    logits = logits_of(model, ids).float()
+    if bool(logits.isnan().any()):
+        raise MeasurementError(f"The logits of {type(model).__name__} are no numbers, so that nothing can be scored.")
+    return logits.log_softmax(dim=-1)

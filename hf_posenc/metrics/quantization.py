@@ -1,0 +1,383 @@
+"""The loss of a model whose positions, encodings or keys alone are held in low precision.
+
+What is held in low precision is an ordinary position map around the scheme, so the patch puts it wherever the scheme
+itself would stand. It is not registered, because it is for measurements only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.forward import predicts_next_token
+from hf_posenc.metrics.in_turn import measure_in_turn
+from hf_posenc.metrics.language_modeling.token_losses import (
+    TOKENS_PER_BATCH,
+    check_batch,
+    language_targets,
+    text_windows,
+    token_losses,
+)
+from hf_posenc.patching import native_scheme
+from hf_posenc.patching.place.encoding import (
+    PositionEncoding,
+    current_encoding,
+    named_part,
+    scheme_in_part,
+    stacks_in_part,
+)
+from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.schemes.arrangement.schedule import LayeredConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.none import NoneConfig
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.position_maps.mapped import MappedQueryKeyMap, PositionMap, PositionMapConfig
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.validation import check_choice, check_integer
+
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+INTEGERS = {"int8": 8, "int4": 4}
+FORMATS = (*FLOATS, *INTEGERS)
+
+
+def rounded(
+    values: Tensor, form: str, *, scale_over: tuple[int, ...] | None = None, counted: Tensor | None = None
+) -> Tensor:
+    """`values` as one of `FORMATS` holds them.
+
+    Integers are symmetric: the largest magnitude is the largest integer, 127 or 7. The dimensions `scale_over` share
+    one integer scale (by default all), which has to hold the values that are `counted`; the others are clamped.
+    """
+    if form in FLOATS:
+        largest = torch.finfo(FLOATS[form]).max
+        # What float16 cannot hold is clamped: an infinite bias would be a mask.
+        return values.clamp(-largest, largest).to(FLOATS[form]).to(values.dtype)
+    steps = 2 ** (INTEGERS[form] - 1) - 1
+    magnitudes = values.abs() if counted is None else values.abs().where(counted, 0.0)
+    dims = tuple(range(values.dim())) if scale_over is None else scale_over
+    scale = (magnitudes.amax(dim=dims, keepdim=True) / steps).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((values / scale).round().clamp(-steps, steps) * scale).to(values.dtype)
+
+
+def rounded_ids(ids: Tensor, form: str) -> Tensor:
+    """Position ids as `position_ids.to(dtype)` leaves them: bfloat16 has no 257, and float16 no 2049 and ends at 65504.
+
+    Real numbers, which a position map may have made of them, stay real.
+    """
+    dtype = FLOATS[form]
+    largest = torch.finfo(dtype).max
+    return ids.to(dtype).double().clamp(max=largest).to(ids.dtype)
+
+
+class RoundedPositions(PositionMap):
+    """`p + offset`, as a floating-point format holds it (`None`: integers)."""
+
+    def __init__(self, offset: int, form: str | None) -> None:
+        super().__init__()
+        self.offset = offset
+        self.form = form
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, length)`; padding stays as it is."""
+        ids = positions.ids + self.offset
+        return (ids if self.form is None else rounded_ids(ids, self.form)).where(positions.ids >= 0, positions.ids)
+
+
+class RoundedQueryKeyMap(MappedQueryKeyMap):
+    """Phases (cosines and sines), or the keys themselves, in low precision; keys with one scale per token and head."""
+
+    def __init__(self, mapped: MappedQueryKeyMap, settings: QuantizedConfig) -> None:
+        super().__init__(mapped.position_map, mapped.inner)
+        self.settings = settings
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Returns the phases of the inner map, rounded."""
+        phases, form = super().phases(positions), self.settings.encodings
+        return phases if form is None else tuple(rounded(phase, form) for phase in phases)
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, key_value_heads, length, head_dim)`."""
+        form = self.settings.keys
+        if form is None:
+            return super().map_key(key, phases)
+        if self.settings.keys_before:
+            return super().map_key(rounded(key, form, scale_over=(-1,)), phases)
+        return rounded(super().map_key(key, phases), form, scale_over=(-1,))
+
+
+@dataclass(frozen=True)
+class QuantizedConfig(PositionMapConfig):
+    """A scheme of which one thing is held in low precision.
+
+    Args:
+        inner: the scheme.
+        offset: what is added to every position first, so that short texts can stand far along.
+        ids: format of the position ids, "float16" or "bfloat16"; `None` for integers.
+        encodings: format of the vectors, cosines and sines, biases and scales; `None` for float32.
+        keys: format of the keys of a query-key map; `None` leaves them as they are.
+        keys_before: whether keys are rounded before they are mapped, and not after.
+    """
+
+    name: ClassVar[str] = "quantized"
+
+    offset: int = 0
+    ids: str | None = None
+    encodings: str | None = None
+    keys: str | None = None
+    keys_before: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "offset", minimum=0)
+        if self.ids is not None:
+            check_choice(self, "ids", tuple(FLOATS))
+        if self.encodings is not None:
+            check_choice(self, "encodings", FORMATS)
+        if self.keys is not None:
+            check_choice(self, "keys", tuple(INTEGERS))
+
+    def position_map(self) -> RoundedPositions:
+        """A new map."""
+        return RoundedPositions(self.offset, self.ids)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds the parts of the scheme, rounded.
+
+        Raises:
+            UnsupportedError: if the scheme has no parts, goes by the order of tokens alone, or cannot be built here;
+                and if keys are to be rounded, and the scheme does not map them.
+        """
+        try:
+            parts = super().build(context)
+        except UnsupportedError:
+            raise
+        except ValueError as error:
+            raise UnsupportedError(str(error).replace(f"{type(self).__name__}.inner is", "The scheme is")) from error
+        if self.keys is not None and parts.query_key_map is None:
+            raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys: before and after are the same.")
+        if isinstance(parts.query_key_map, MappedQueryKeyMap):
+            parts.query_key_map = RoundedQueryKeyMap(parts.query_key_map, self)
+        if self.encodings is not None:
+            for part in (parts.additive, parts.logit_scale):
+                if part is not None:
+                    part.register_forward_hook(lambda _, given, output: rounded(output, self.encodings))
+            if parts.logit_bias is not None:
+                parts.logit_bias.register_forward_hook(partial(self._round_bias, causal=context.causal))
+        return parts
+
+    def _round_bias(self, bias: nn.Module, given: tuple[AttentionPairs], output: Tensor, *, causal: bool) -> Tensor:
+        """With one scale per head, for the keys that attention sees."""
+        assert self.encodings is not None
+        visible = given[0].slot_distance <= 0 if causal else None
+        return rounded(output, self.encodings, scale_over=(0, 2, 3), counted=visible)
+
+
+def quantized(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
+    """`settings` around a scheme; of one that differs between layers, around each layer's that encodes anything.
+
+    Raises:
+        UnsupportedError: for a scheme that encodes nothing in any layer.
+    """
+
+    def wrapped(inner: SchemeConfig) -> SchemeConfig:
+        if isinstance(inner, LayeredConfig):
+            return inner.with_children({place: wrapped(child) for place, child in inner.children().items()})
+        return inner if isinstance(inner, NoneConfig) else dataclasses.replace(settings, inner=inner)
+
+    found = wrapped(config)
+    if found == config:
+        raise UnsupportedError(
+            f"Scheme {config.name!r} encodes no positions, so there is nothing to hold in low precision."
+        )
+    return found
+
+
+#: Where in the context the text stands.
+POSITIONS = (0, 1024, 4096)
+#: What is held in low precision, by the name it has in the table.
+VARIANTS: dict[str, QuantizedConfig] = {
+    "ids float16": QuantizedConfig(ids="float16"),
+    "ids bfloat16": QuantizedConfig(ids="bfloat16"),
+    "encodings float16": QuantizedConfig(encodings="float16"),
+    "encodings bfloat16": QuantizedConfig(encodings="bfloat16"),
+    "encodings int8": QuantizedConfig(encodings="int8"),
+    "keys int8 before": QuantizedConfig(keys="int8", keys_before=True),
+    "keys int8 after": QuantizedConfig(keys="int8"),
+    "keys int4 before": QuantizedConfig(keys="int4", keys_before=True),
+    "keys int4 after": QuantizedConfig(keys="int4"),
+}
+_EXACT = "float32"
+
+
+def quantization_test(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str] | None = None,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    *,
+    length: int = 128,
+    max_windows: int | None = 4,
+    positions: Sequence[int] = POSITIONS,
+    variants: Sequence[str] = tuple(VARIANTS),
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+    seed: int = 0,
+) -> Result:
+    """`quantized_positions` on windows of a text, for each of several schemes.
+
+    Args:
+        model: a causal or masked language model, patched or not; left as it was found.
+        tokenizer: its tokenizer.
+        texts: documents to read; by default a short English text.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
+        length: tokens per window.
+        max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
+        positions: where in the context each window stands.
+        variants: names out of `VARIANTS`.
+        tokens_per_batch: tokens per forward call.
+        seed: of masks and of new scheme weights.
+
+    Returns:
+        For each scheme the records of `quantized_positions`.
+
+    Raises:
+        MeasurementError: for text that is too short, or a masked model whose tokenizer has no mask token.
+        UnsupportedError: for a model that is no language model.
+    """
+    windows = text_windows(tokenizer, texts, length, max_windows)
+    causal = predicts_next_token(model, windows)
+    batch = language_targets(model, tokenizer, windows, causal=causal, seed=seed)
+    options: dict[str, Any] = {"positions": positions, "variants": variants, "tokens_per_batch": tokens_per_batch}
+
+    def measure(patched: Any) -> list[Record]:
+        return quantized_positions(patched, *batch, causal=causal, **options)
+
+    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    name, sequences = type(model).__name__, windows.shape[0]
+    return Result(
+        task="quantized",
+        title=f"{name}: loss in nats with positional numbers held in low precision",
+        quantities=(
+            Quantity("loss", "at {position}", style="loss"),
+            Quantity("change", "change at {position}", style="signed"),
+        ),
+        subjects=subjects,
+        records=records,
+        views=(View(("loss", "change"), rows=("held in",)),),
+        settings={"model": name, "causal": causal, "sequences": sequences, "length": length, "seed": seed},
+        remarks=(
+            f"{sequences} sequences of {length} tokens, whose first token stands at the position above the column. "
+            "Changes are from the loss in float32 at the same position.",
+        ),
+    )
+
+
+def quantized_positions(
+    model: Any,
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    positions: Sequence[int] = POSITIONS,
+    variants: Sequence[str] = tuple(VARIANTS),
+    causal: bool | None = None,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+) -> list[Record]:
+    """What quality is lost when only positional numbers are held in low precision.
+
+    The scheme the model has is taken apart from everything else: weights and activations stay as they are, and one
+    thing at a time is rounded. Position ids, as `position_ids.to(dtype)` would; encodings (vectors, cosines and sines,
+    biases); or keys, before or after the map that makes them positional, with one integer scale per token and head (a
+    quantised key cache holds keys after it; KVQuant, arXiv:2401.18079, section 3.2, quantises before it). The text
+    stands at several places of the context: a relative scheme does not care in float32, but what its rounding costs
+    depends on it.
+
+    The model is left as it was found, also after an error.
+
+    Args:
+        model: a causal or masked language model; patched or not, its scheme is measured with all it has learned.
+        input_ids: `(sequences, length)` int64.
+        labels: the same shape, not shifted; -100 at tokens that are no target.
+        positions: the position of the first token of every sequence.
+        variants: names out of `VARIANTS`.
+        causal: whether the model predicts the next token; `None` finds out.
+        tokens_per_batch: tokens per forward call.
+
+    Returns:
+        For each variant (`at["held in"]`; `"float32"` for nothing) and each `position` the mean `loss` in nats, and its
+        `change` from that in float32. Where there is none, the note says why.
+
+    Raises:
+        UnsupportedError: for a scheme that encodes nothing, or that goes by the order of tokens alone.
+        MeasurementError: for a batch that cannot be scored, an unknown variant, or a negative position.
+    """
+    unknown = [name for name in variants if name not in VARIANTS]
+    if unknown or not positions or min(positions) < 0:
+        raise MeasurementError(
+            f"Positions are 0 or more, got {list(positions)}; variants are of {list(VARIANTS)}, got {list(variants)}."
+        )
+    check_batch(model, input_ids, labels, tokens_per_batch)
+    causal = predicts_next_token(model, input_ids) if causal is None else causal
+    target = unwrapped(model)
+    encoding, part = current_encoding(target), named_part(target, None)
+    in_force = scheme_in_part(encoding, part)
+    config = native_scheme(target, part=part) if in_force is None else in_force
+    learned = [] if encoding is None or in_force is None else _parameters_in(encoding, part)
+
+    def measure(patched: Any) -> list[Record]:
+        _take_over(patched, learned, part)
+        try:
+            losses = token_losses(patched, input_ids, labels, causal, tokens_per_batch=tokens_per_batch)
+        except SequenceLengthError as error:
+            return [Record("", "loss", note=str(error))]
+        loss = float(losses.double().nanmean())
+        return [
+            Record("", "loss", loss)
+            if math.isfinite(loss)
+            else Record("", "loss", note="The loss is not a finite number.")
+        ]
+
+    settings = {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
+    places = [(name, start) for name in settings for start in sorted(set(positions))]
+    placed = [quantized(config, dataclasses.replace(settings[name], offset=start)) for name, start in places]
+    subjects, found = measure_in_turn(model, placed, measure)
+    losses = {one.subject: one for one in found}
+    records: list[Record] = []
+    exact: dict[int, float | None] = {}
+    for (name, start), subject in zip(places, subjects, strict=True):
+        if subject.error and settings[name].keys is None:
+            raise UnsupportedError(subject.error)
+        # Without keys to round there is no loss; that is the scheme's own affair.
+        one = losses.get(subject.label, Record("", "loss", note=subject.error or ""))
+        at, before = {"held in": name, "position": start}, exact.setdefault(start, one.value)
+        records.append(dataclasses.replace(one, subject="", at=at))
+        if name != _EXACT:
+            change = None if one.value is None or before is None else one.value - before
+            records.append(Record("", "change", change, at))
+    return records
+
+
+def _parameters_in(encoding: PositionEncoding, part: str) -> list[Tensor]:
+    return [value for stack in stacks_in_part(encoding, part).values() for value in stack.state_dict().values()]
+
+
+def _take_over(model: Any, learned: list[Tensor], part: str) -> None:
+    """What the scheme has learned; around it nothing has parameters, so they come in the same order."""
+    encoding = current_encoding(unwrapped(model))
+    assert encoding is not None
+    own = _parameters_in(encoding, part)
+    if learned and [tensor.shape for tensor in own] != [tensor.shape for tensor in learned]:
+        raise UnsupportedError(
+            f"The parameters that scheme {scheme_label(encoding.config)!r} has learned do not fit a fresh copy of it."
+        )
+    with torch.no_grad():
+        for tensor, value in zip(own, learned, strict=False):
+            tensor.copy_(value)
