@@ -9,6 +9,7 @@ graph.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import weakref
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import exporting
 
 #: By the identity of the cache, because a class of caches may define equality.
@@ -58,8 +60,18 @@ def caches_with(name: str, value: Any) -> list[Any]:
 def _notes(cache: Any) -> dict[str, Any]:
     found = _table.get(id(cache))
     if found is None:
-        found = _keep(cache, {})
+        found = _keep(cache, _Notes())
     return found[1]
+
+
+class _Notes(dict[str, Any]):
+    """The notes about one cache. A scheme is known by its identity, so a copy of the cache has the same one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Notes:
+        return _Notes(
+            (name, value if isinstance(value, SchemeConfig) else copy.deepcopy(value, memo))
+            for name, value in self.items()
+        )
 
 
 def _keep(cache: Any, notes: dict[str, Any]) -> tuple[weakref.ref[Any], dict[str, Any]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_posenc.patching.call.cache_notes import note_of, set_note
@@ -38,7 +39,7 @@ class CachedPositions:
             `None`.
         unknown: 0-dim bool tensor, true if positions differ but were not recorded. Set by compiled graphs, which cannot
             inspect position values.
-        keys: the cached keys at the end of the last call; `None` after a compiled call.
+        keys: the cached keys at the end of the last complete call; `None` after a compiled call.
     """
 
     length: int | Tensor
@@ -66,14 +67,14 @@ class SeenKeys:
         self.length = length
         self.window = window
         self._each = [
-            (_gone if one is None else weakref.ref(one), -1 if late else _writes(one))
+            (_gone if one is None else weakref.ref(one), None if late else _state(one))
             for one, late in zip(keys, written, strict=True)
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of the cache contain copies of its keys, with their own count of writes.
         keys = [reference() for reference, _ in self._each]
-        written = [_writes(one) != count for one, (_, count) in zip(keys, self._each, strict=True)]
+        written = [_state(one) != state for one, (_, state) in zip(keys, self._each, strict=True)]
         return SeenKeys, (keys, self.length, self.window, self.last, written)
 
     def still_in(self, keys: list[Any]) -> bool:
@@ -81,7 +82,7 @@ class SeenKeys:
         if len(keys) != len(self._each):
             return False
         pairs = zip(keys, self._each, strict=True)
-        return all(one is reference() and _writes(one) == writes for one, (reference, writes) in pairs)
+        return all(one is reference() and _state(one) == state for one, (reference, state) in pairs)
 
     def all_replaced_by(self, keys: list[Tensor]) -> bool:
         """Whether every layer has other keys, as after an operation on the whole cache."""
@@ -106,6 +107,10 @@ def record(cache: Any, positions: CachedPositions) -> None:
     keeper = self_attention_cache(cache)
     if getattr(keeper, "__dict__", None) is None:
         return
+    if positions.keys is None and not traced():
+        # A call that fails leaves tokens in some layers, which are not those of the last complete call.
+        known = recorded(keeper)
+        positions.keys = _UNFINISHED if known is None else known.keys
     set_note(keeper, _NAME, positions)
     if positions.ids is not None:
         setattr(keeper, _GIVEN, True)
@@ -190,6 +195,10 @@ def _keys(cache: Any) -> list[Tensor]:
     return [keys for keys in found if isinstance(keys, Tensor)]
 
 
-def _writes(tensor: Tensor | None) -> int:
-    """How often others have written to a tensor. Tensors of inference mode do not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _state(tensor: Tensor | None) -> tuple[Any, ...]:
+    """How often others have written to a tensor, and its shape. Tensors of inference mode do not count."""
+    return () if tensor is None else (0 if tensor.is_inference() else tensor._version, tensor.shape)
+
+
+#: Of a cache whose first call has not ended. If it fails, some layers hold its tokens.
+_UNFINISHED = SeenKeys([], None, 0, torch.empty(0), [])

@@ -79,6 +79,13 @@ class SchemeRecord:
                 "patched. Restore the config, or call unpatch_model on the model that was patched, and patch_model on "
                 "this one."
             )
+        inside = {id(module) for module in model.modules()}
+        lost = next((stack.stack for stack in self.stacks.values() if id(stack.stack) not in inside), None)
+        if lost is not None:
+            return (
+                f"its {type(lost).__name__} was exchanged after patch_model for one in which this scheme was not placed. "
+                "Call unpatch_model on the model that the new one was taken from, and patch_model on this one."
+            )
         return next(filter(None, (stack.problem() or stack.moved() for stack in self.stacks.values())), "")
 
 

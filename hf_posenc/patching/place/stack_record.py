@@ -120,6 +120,13 @@ class StackRecord:
                 "it was added to the model, or lost its forward, after patch_model, and would use its native "
                 "positions. Call patch_model again with the same scheme, which keeps its trained parameters."
             )
+        moved = next((one for one in attentions if not self._is_ours(forward_on_instance(one[1]))), None)
+        if moved is not None:
+            return (
+                f"{moved[0]} ({type(moved[1]).__name__}) of this {type(self.stack).__name__} was moved here from another "
+                "patched model, whose scheme it would run. Call unpatch_model on that model, then patch_model on this "
+                "one with the same scheme, which keeps the trained parameters of the other layers."
+            )
         inside = {id(module) for module in self.stack.modules()}
         placed = [change for change in self.journal.changes if change.kind == "forward" and id(change.target) in inside]
         for change in placed:
@@ -158,8 +165,12 @@ class StackRecord:
         known = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
         for module in self.stack.modules():
             forward = forward_on_instance(module)
-            if isinstance(forward, PlacedForward) and id(module) not in known:
+            if isinstance(forward, PlacedForward) and id(module) not in known and self._is_ours(forward):
                 self.journal.adopt_forward(module, forward)
+
+    def _is_ours(self, forward: Any) -> bool:
+        """Whether a forward on a module does not belong to another patched model."""
+        return getattr(forward, "runtime", self.encoding.runtime) is self.encoding.runtime
 
     def moved(self) -> str:
         """Describes why the layers would get other parts of the scheme in a new process; empty if they would not."""
