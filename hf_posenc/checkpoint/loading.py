@@ -38,8 +38,8 @@ def refuse_wish(model_class: type, value: Any) -> None:
     from hf_posenc.schemes import list_schemes
 
     name = value
-    while isinstance(name, dict):
-        name = name.get("scheme")
+    while isinstance(name, dict | list):
+        name = name.get("scheme") if isinstance(name, dict) else next(iter(name), None)
     if isinstance(name, str) and name in list_schemes():
         raise UnsupportedError(
             f"The config of this {model_class.__name__} has {ATTRIBUTE}={value!r}, which transformers does not read: "

@@ -82,6 +82,7 @@ UNKNOWN: dict[str, Callable[[Any], Any]] = {
     "tokens dropped between": each(lambda one: one[:, :, [0, 1, 5, 6, 7, 8, 9]]),
     "tokens moved": moved,
     "gathered in place": in_place,
+    "cut in place": lambda cache: [setattr(layer.keys, "data", layer.keys[:, :, 3:]) for layer in cache.layers],
     "merged": each(lambda one: torch.cat((one, one), 2)),
     "own keys": each(torch.randn_like),
     "one layer cut": lambda cache: each(lambda one: one[:, :, :-2])(type("", (), {"layers": cache.layers[:1]})),
@@ -121,6 +122,20 @@ def test_other_changes_are_refused(scheme: str, change: str) -> None:
             model(ids[:, CACHED:], past_key_values=one)
 
 
+@pytest.mark.parametrize("cached", [0, CACHED])
+@torch.no_grad()
+def test_the_cache_of_a_call_that_failed_is_not_continued(cached: int) -> None:
+    """Some layers hold the tokens of that call."""
+    model, ids = patched("llama_gqa", "alibi"), ids_of_rows()
+    cache = filled(model, ids=ids[:, :cached]) if cached else DynamicCache(config=model.config)
+    handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids[:, cached:], past_key_values=cache)
+    handle.remove()
+    with pytest.raises(UnsupportedError, match="tokens were dropped, moved, added" if cached else "were not encoded"):
+        model(ids[:, cached:], past_key_values=cache)
+
+
 @pytest.mark.parametrize("change", ["first tokens dropped", "tokens dropped between"])
 @torch.no_grad()
 def test_keys_that_carry_their_position_are_as_in_stock(change: str) -> None:
@@ -154,8 +169,9 @@ def test_a_cache_belongs_to_the_scheme_that_filled_it(kind: str) -> None:
     patch_model(model, "t5")
     with pytest.raises(UnsupportedError, match="encoded with 'alibi', and this model now has 't5'"):
         goes_on(of_alibi)
+    before = copy.deepcopy(of_alibi)
     unpatch_model(model)
-    for cache in (of_alibi, copy.deepcopy(of_alibi)):
+    for cache in (of_alibi, before, copy.deepcopy(of_alibi)):
         with pytest.raises(UnsupportedError, match="encoded with 'alibi', which has been removed"):
             goes_on(cache)
     goes_on(of_stock)

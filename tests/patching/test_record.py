@@ -31,7 +31,7 @@ from tests.patching.audio.families import WHISPER
 from tests.patching.composites.models import llava
 
 
-def _own_attention(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def own_attention(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """An attention without a scheme: the mean of the values."""
     value = self.v_proj(hidden_states).mean(1, keepdim=True).repeat(1, hidden_states.shape[1], 2)
     return self.o_proj(value), None
@@ -52,12 +52,12 @@ def _assert_loads(folder: Path, expected: torch.Tensor, ids: torch.Tensor) -> No
 
 def _replace_on_instance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = _attention(model)
-    attention.forward = _own_attention.__get__(attention)
+    attention.forward = own_attention.__get__(attention)
 
 
 def _replace_by_partial(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = _attention(model)
-    attention.forward = functools.partial(_own_attention, attention)
+    attention.forward = functools.partial(own_attention, attention)
 
 
 def _replace_inside_a_hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,11 +65,11 @@ def _replace_inside_a_hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     attention = _attention(model)
     add_hook_to_module(attention, ModelHook())
-    attention.forward = _own_attention.__get__(attention)
+    attention.forward = own_attention.__get__(attention)
 
 
 def _replace_on_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(_attention(model)), "forward", _own_attention)
+    monkeypatch.setattr(type(_attention(model)), "forward", own_attention)
 
 
 def _replace_rotary_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,30 @@ def test_a_wrapper_that_calls_the_placed_forward_is_accepted(wrapper: Any, tmp_p
 
 
 # Layers
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+@torch.no_grad()
+def test_a_layer_of_another_patched_model_is_refused(scheme: str, tmp_path: Path) -> None:
+    model, other, ids = patched("llama_gqa", scheme), patched("llama_gqa", "t5"), tokens(1, 8)
+    model(ids)
+    model.model.layers[0] = other.model.layers[0]
+    for action in (lambda: model(ids), lambda: model.save_pretrained(tmp_path / "folder")):
+        with pytest.raises(UnsupportedError, match="was moved here from another patched model"):
+            action()
+    unpatch_model(other)
+    patch_model(model, scheme)
+    model(ids)
+
+
+@pytest.mark.parametrize("scheme", [None, "t5"])
+def test_an_encoder_of_another_model_is_not_saved_with_the_scheme_of_this_one(
+    scheme: str | None, tmp_path: Path
+) -> None:
+    model = patched("bart", "alibi")
+    model.model.encoder = patched("bart", scheme).model.encoder
+    with pytest.raises(UnsupportedError, match="its BartEncoder was exchanged after patch_model"):
+        model.save_pretrained(tmp_path)
 
 
 def _moved(model: Any, order: list[int]) -> None:
@@ -342,7 +366,9 @@ def test_a_position_field_edited_in_the_file_is_refused(name: str, edit: Any, tm
         type(model).from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["alibi", {"scheme": "t5"}, {"format": "x", "scheme": {"scheme": "alibi"}}])
+@pytest.mark.parametrize(
+    "value", ["alibi", ["alibi", "t5"], {"scheme": "t5"}, {"format": "x", "scheme": {"scheme": "alibi"}}]
+)
 def test_a_stock_config_that_asks_for_a_scheme_is_not_ignored(value: Any) -> None:
     config = LlamaConfig(**_BERT)
     config.position_encoding = value

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_posenc.patching.call.cache_notes import note_of, set_note
@@ -109,8 +108,7 @@ def record(cache: Any, positions: CachedPositions) -> None:
         return
     if positions.keys is None and not traced():
         # A call that fails leaves tokens in some layers, which are not those of the last complete call.
-        known = recorded(keeper)
-        positions.keys = _UNFINISHED if known is None else known.keys
+        positions.keys = getattr(recorded(keeper), "keys", None)
     set_note(keeper, _NAME, positions)
     if positions.ids is not None:
         setattr(keeper, _GIVEN, True)
@@ -198,7 +196,3 @@ def _keys(cache: Any) -> list[Tensor]:
 def _state(tensor: Tensor | None) -> tuple[Any, ...]:
     """How often others have written to a tensor, and its shape. Tensors of inference mode do not count."""
     return () if tensor is None else (0 if tensor.is_inference() else tensor._version, tensor.shape)
-
-
-#: Of a cache whose first call has not ended. If it fails, some layers hold its tokens.
-_UNFINISHED = SeenKeys([], None, 0, torch.empty(0), [])

@@ -10,7 +10,6 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.forward_code import forward_parameters, is_of_transformers
@@ -25,6 +24,7 @@ from hf_posenc.patching.observe.short_runs import (
 )
 from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, has_convolution, in_both_orders
 from hf_posenc.patching.place.encoding import encodings
+from hf_posenc.patching.place.stack_record import registered_function
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig
 
@@ -187,10 +187,8 @@ def _silenced_message(stack: Stack, what: str) -> str:
 
 
 def _own_message(stack: Stack, what: str) -> str:
-    implementation = getattr(stack.config, "_attn_implementation", None)
-    function = dict(ALL_ATTENTION_FUNCTIONS).get(implementation or "")
-    registered = not getattr(function, "__module__", "transformers").startswith("transformers")
-    own = f" The attention function {implementation!r} was registered by other code." if registered else ""
+    function = stack.config._attn_implementation if registered_function(stack.config) else None
+    own = f" The attention function {function!r} was registered by other code." if function else ""
     return (
         f"The positions of this {type(stack.module).__name__} ({stack.config.model_type}, transformers "
         f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, which would "

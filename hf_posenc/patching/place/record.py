@@ -83,7 +83,7 @@ class SchemeRecord:
         lost = next((stack.stack for stack in self.stacks.values() if id(stack.stack) not in inside), None)
         if lost is not None:
             return (
-                f"its {type(lost).__name__} was exchanged after patch_model for one in which this scheme was not placed. "
+                f"its {type(lost).__name__} was exchanged after patch_model, and the new one lacks this scheme. "
                 "Call unpatch_model on the model that the new one was taken from, and patch_model on this one."
             )
         return next(filter(None, (stack.problem() or stack.moved() for stack in self.stacks.values())), "")

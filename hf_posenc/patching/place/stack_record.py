@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import operator
 import re
 import types
@@ -21,9 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
 from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.discovery import grid_table_owners, natural_order, self_attentions, tables
@@ -37,6 +40,8 @@ from hf_posenc.patching.place.stack_encoding import StackEncoding
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
 #: Fields with such a name that state a length, or that belong to this package.
 _OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
+#: The field of a config that names its attention function.
+_BACKEND = "_attn_implementation_internal"
 #: Depth to which a wrapper is searched for the forward inside it.
 _DEEPEST_WRAPPER = 6
 
@@ -63,6 +68,8 @@ class StackRecord:
         #: The layer at whose input positions are added; `None` if a table adds them, or nothing does.
         self.first_layer: nn.Module | None = None
         self.trainable: list[tuple[nn.Module, str]] = []
+        #: The attention function of other code that was seen to have no positions.
+        self.function: Any = None
         self.journal = journal
         self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
         self._reset()
@@ -70,7 +77,7 @@ class StackRecord:
 
     def _reset(self) -> None:
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
-        self._forwards: list[tuple[nn.Module, dict[str, Any], Any, Any]] = []
+        self._forwards: list[tuple[nn.Module, dict[str, Any], Any, type, Any]] = []
         self._settings: dict[str, Any] = {}
         #: Of the stack's config. Never equal before the first check.
         self._number_of_fields = -1
@@ -98,8 +105,22 @@ class StackRecord:
             return
         else:
             problem = self.problem()
+            self.encoding.runtime.attended = bool(problem)
         if problem:
             raise UnsupportedError(problem)
+
+    def refuse_unattended(self) -> None:
+        """Refuses a call in which no patched layer ran. Layers may be skipped at random in training.
+
+        Raises:
+            UnsupportedError: if the stack has patched layers.
+        """
+        if not self.stack.training and self._attentions_in_use():
+            raise UnsupportedError(
+                f"No attention module that patch_model has changed ran in this call of {type(self.stack).__name__}, so "
+                "the scheme had no effect. Something around them (a module, a layer's forward or a __call__) computes "
+                "attention itself. Remove it, or let it call the attention module."
+            )
 
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
@@ -122,8 +143,9 @@ class StackRecord:
             )
         moved = next((one for one in attentions if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
+            path, module = moved
             return (
-                f"{moved[0]} ({type(moved[1]).__name__}) of this {type(self.stack).__name__} was moved here from another "
+                f"{path} ({type(module).__name__}) of this {type(self.stack).__name__} was moved here from another "
                 "patched model, whose scheme it would run. Call unpatch_model on that model, then patch_model on this "
                 "one with the same scheme, which keeps the trained parameters of the other layers."
             )
@@ -150,6 +172,15 @@ class StackRecord:
                 f"first layer of this {type(self.stack).__name__}, or is used several times. Call patch_model again "
                 "with the same scheme, which keeps its trained parameters."
             )
+        function = registered_function(self.stack.config)
+        if function not in (None, self.function):
+            if _reads_places(function, self.attentions[0], self.encoding.layers[0]):
+                return (
+                    f"The attention function {self.stack.config._attn_implementation!r} was registered by other code, "
+                    "and its result depends on the order of keys. It has positions of its own, which would act next to "
+                    "the scheme. Use a function of transformers, or take the positions out of yours."
+                )
+            self.function = function
         changed = changed_fields(self.fields, self.stack.config)
         if changed:
             return (
@@ -248,8 +279,8 @@ class StackRecord:
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.
-        for module, attributes, before, of_class in self._forwards:
-            if attributes.get("forward") is not before or type(module).forward is not of_class:
+        for module, attributes, before, kind, of_class in self._forwards:
+            if attributes.get("forward") is not before or type(module) is not kind or kind.forward is not of_class:
                 return False
         for children, before in self._children:
             if [*children.values()] != before:
@@ -261,12 +292,14 @@ class StackRecord:
         return len(own) == self._number_of_fields
 
     def _remember(self, sited: set[int], placed: list[Any]) -> None:
-        targets = [change.target for change in placed]
-        self._forwards = [(one, one.__dict__, one.__dict__.get("forward"), type(one).forward) for one in targets]
         above = {id(module): module for module in _above(self.stack, sited)}
+        seen = ({id(change.target): change.target for change in placed} | above).values()
+        self._forwards = [
+            (one, one.__dict__, one.__dict__.get("forward"), type(one), type(one).forward) for one in seen
+        ]
         self._children = [(module._modules, [*module._modules.values()]) for module in above.values()]
         own = self.stack.config.__dict__
-        self._settings = {name: copy.deepcopy(own[name]) for name in self.fields if name in own}
+        self._settings = {name: copy.deepcopy(own[name]) for name in (*self.fields, _BACKEND) if name in own}
         self._number_of_fields = len(own)
 
 
@@ -287,6 +320,28 @@ def position_fields(config: PreTrainedConfig) -> dict[str, Any]:
     names = (name for name in config.__dict__ if _POSITION_FIELD.search(name) and not name.startswith("_"))
     found = {name: config.__dict__[name] for name in names if name not in _OTHER_FIELDS}
     return {name: json.loads(json.dumps(value)) for name, value in found.items() if _is_plain(value)}
+
+
+def registered_function(config: PreTrainedConfig) -> Any:
+    """The attention function of a model if other code than transformers has registered it, else `None`."""
+    found = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
+    return None if getattr(found, "__module__", "transformers").startswith("transformers") else found
+
+
+@torch.no_grad()
+def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> bool:
+    """Whether an attention function tells the same keys in two orders apart, for a query that sees them all."""
+    weight = next(attention.parameters(), None)
+    if weight is None or weight.is_meta or not weight.is_floating_point() or torch.compiler.is_compiling():
+        return False
+    shape = (1, layer.num_key_value_heads, 3, layer.head_dim)
+    keys = torch.arange(math.prod(shape)).view(shape).sin().to(weight)
+    query = keys[:, :1, :1].expand(-1, layer.num_heads, -1, -1)
+    orders = (keys[:, :, [0, 1, 2]], keys[:, :, [1, 0, 2]])
+    one, other = (
+        function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
+    )
+    return not torch.allclose(one, other, atol=1e-2)
 
 
 def _is_plain(value: Any) -> bool:
