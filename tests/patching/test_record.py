@@ -157,8 +157,20 @@ def test_an_encoder_of_another_model_is_not_saved_with_the_scheme_of_this_one(
 ) -> None:
     model = patched("bart", "alibi")
     model.model.encoder = patched("bart", scheme).model.encoder
-    with pytest.raises(UnsupportedError, match="its BartEncoder was exchanged after patch_model"):
+    message = "its BartEncoder was exchanged after patch_model"
+    with pytest.raises(UnsupportedError, match=message):
         model.save_pretrained(tmp_path)
+    if scheme is None:
+        assert message in inspect_model(model).disagreement
+
+
+def test_a_stock_base_under_the_config_of_a_patched_model_is_named(tmp_path: Path) -> None:
+    model = patched("llama_gqa", "alibi")
+    model.model = patched("llama_gqa", None).model
+    message = "it uses its stock positions, but its config names the scheme 'alibi'"
+    with pytest.raises(UnsupportedError, match=message):
+        model.save_pretrained(tmp_path)
+    assert message in inspect_model(model).disagreement
 
 
 def _moved(model: Any, order: list[int]) -> None:

@@ -14,6 +14,7 @@ from hf_posenc.patching.find.layer_context import native_pairing, native_rotary_
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import OwnedTable, table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.place.encoding import difference
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
 
@@ -111,7 +112,7 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     transaction = Transaction(model)
     encoding = transaction.encoding
     in_force = None if encoding is None else encoding.config.to_dict()
-    problem = "" if encoding is None else encoding.record.agrees(transaction.model)
+    problem = difference(transaction.model)
     with transaction.suspended() as target:
         found = find_stacks(target)
         context = _stock_context(target, found) if encoding is None else str(encoding.lengths)

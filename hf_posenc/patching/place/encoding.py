@@ -239,27 +239,33 @@ def has_patched_layers(model: nn.Module) -> bool:
     return any(isinstance(forward, AttentionSite) for forward in (*placed, *shared))
 
 
+def difference(model: PreTrainedModel) -> str:
+    """How a model differs from what was placed, or its positions from its config; empty if they agree."""
+    entry, found = read_entry(model.config), encodings(model)
+    if found:
+        return next(filter(None, (encoding.record.agrees(model) for encoding in found)), "")
+    if has_patched_layers(model):
+        return (
+            "it uses a position encoding that it does not hold itself, because it is a part of a patched model or "
+            "shares layers with one. Its files could not be loaded with this encoding. Save or export the model that "
+            "was patched, and take the part from it after loading; or unpatch that model first, and patch this one "
+            "instead."
+        )
+    if entry is not None:
+        return (
+            f"it uses its stock positions, but its config names the scheme {entry['scheme']!r}: it is the config of a "
+            "patched model, with whose positions it would be loaded. Give it the config that it was built with."
+        )
+    return ""
+
+
 def refuse_changed(model: PreTrainedModel) -> None:
     """Refuses to save or export a model that is not what was placed, or whose positions are not those of its config.
 
     Raises:
         UnsupportedError: naming the first difference.
     """
-    entry, found, problem = read_entry(model.config), encodings(model), ""
-    if found:
-        problem = next(filter(None, (encoding.record.agrees(model) for encoding in found)), "")
-    elif has_patched_layers(model):
-        problem = (
-            "it uses a position encoding that it does not hold itself, because it is a part of a patched model or "
-            "shares layers with one. Its files could not be loaded with this encoding. Save or export the model that "
-            "was patched, and take the part from it after loading; or unpatch that model first, and patch this one "
-            "instead."
-        )
-    elif entry is not None:
-        problem = (
-            f"it uses its stock positions, but its config names the scheme {entry['scheme']!r}: it is the config of a "
-            "patched model, with whose positions it would be loaded. Give it the config that it was built with."
-        )
+    problem = difference(model)
     if problem:
         raise UnsupportedError(f"This {type(model).__name__} is not saved or exported: {problem}")
 
