@@ -57,7 +57,8 @@ def names_in(constant: Any) -> set[str]:
 def forward_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     """The parameters of a class's forward. One that takes any arguments passes them on to that of a class below it."""
     for one in kind.__mro__:
-        found = parameters_of(vars(one)["forward"]) if "forward" in vars(one) else {}
+        # Not from the class's dictionary, which a compiled forward cannot read if the class was changed.
+        found = parameters_of(one.forward) if hasattr(one, "forward") else {}
         if any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in list(found.values())[1:]):
             return found
     return parameters_of(kind.forward)
