@@ -90,6 +90,9 @@ def declare_any(part: Part, parts: Sequence[Part]) -> None:
 class AdditiveEncoding(Part):
     """Positions -> vectors added to the token representations."""
 
+    #: Number of positions before position 0 that have vectors too.
+    offset: int = 0
+
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length, hidden)` in float32, or in the dtype of the learned table."""
         raise NotImplementedError

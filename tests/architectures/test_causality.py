@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc import UnsupportedError, native_scheme, patch_model
+from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model
 from hf_posenc.patching.find.discovery import find_stacks
 from tests.architectures.population import known_model_types, pair_named, pairs_of
 from tests.architectures.tiny import tiny_model
@@ -146,3 +146,9 @@ def bidirectional(stack: Any) -> Any:
         return inner(*args, **(kwargs | {"attention_mask": torch.zeros(1, 1, length, length)}))
 
     return forward
+
+
+def test_an_encoder_does_not_follow_what_the_config_says_of_the_decoder() -> None:
+    model = tiny("BartForConditionalGeneration", is_decoder=True)
+    report = inspect_model(model)
+    assert [(stack.name, stack.causal) for stack in report.stacks] == [("encoder", False), ("decoder", True)]

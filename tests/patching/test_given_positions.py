@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from hf_posenc import SequenceLengthError, UnsupportedError
+from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model
 from hf_posenc.patching.call.logit_site import LogitSite
 from hf_posenc.schemes.parts import DistanceBias, Part
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
+from tests.models import tiny
 from tests.schemes.table import VARIANTS
 
 LENGTH = 20
@@ -330,3 +331,25 @@ def test_a_call_has_a_position_for_every_token(scheme: str) -> None:
     for shape in ((1, 7), (2, 9), (3, 8)):
         with pytest.raises(ValueError, match=r"position_ids has the shape .* 8 new tokens in each of 2 rows"):
             model(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("scheme", ["native", "learned", "sinusoidal", "rope"])
+@torch.no_grad()
+def test_generate_of_a_model_whose_table_begins_at_a_later_row(scheme: str) -> None:
+    """`generate` counts from 0, also for RoBERTa, whose forward begins at 2. Stock then looks up the rows from 0 on."""
+    torch.manual_seed(0)
+    model, ids = tiny("RobertaForCausalLM", is_decoder=True, eos_token_id=None).eval(), tokens(2, 7)
+    settings = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, **settings)
+    patch_model(model, native_scheme(model) if scheme == "native" else scheme)
+    if scheme == "native":
+        assert distance(torch.cat(model.generate(ids, **settings).logits), torch.cat(expected.logits)) <= CLOSE
+        return
+    if scheme != "rope":
+        with pytest.raises(SequenceLengthError, match="`generate` counts from 0 unless it is given position_ids"):
+            model.generate(ids, **settings)
+    positions = torch.arange(2, 9).expand(2, -1)
+    found = model.generate(ids, position_ids=positions, **settings).sequences
+    for end in range(7, 10):
+        logits = model(found[:, :end], attention_mask=torch.ones_like(found[:, :end])).logits
+        assert torch.equal(logits[:, -1].argmax(-1), found[:, end])

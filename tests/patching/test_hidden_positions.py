@@ -289,3 +289,15 @@ def test_other_code_that_takes_positions_from_transformers_is_patched(monkeypatc
     own, stock = llama("in place"), llama("stock")
     assert native_scheme(own) == native_scheme(stock)
     assert torch.allclose(patch_model(own, "alibi")(ids).logits, patch_model(stock, "alibi")(ids).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@torch.no_grad()
+def test_a_window_in_which_tokens_have_no_order_to_see_is_no_position(window: int) -> None:
+    layers = ["full_attention", "sliding_attention"]
+    model = tiny("Gemma3TextModel", num_hidden_layers=2, layer_types=layers, sliding_window=window).eval()
+    expected, ids = model(tokens(1, 8)).last_hidden_state, tokens(1, 8)
+    patch_model(model, native_scheme(model))
+    assert torch.allclose(model(ids).last_hidden_state, expected, atol=1e-5)
+    patch_model(model, "none")
+    assert not torch.allclose(model(ids).last_hidden_state, expected, atol=1e-3)

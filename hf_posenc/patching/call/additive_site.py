@@ -62,6 +62,6 @@ class AddToHiddenStates:
             state = state.by_slots(length)
         check_cache(self.additive, state)
         positions = state.positions(hidden_states.device)
-        refuse_negative(state, positions.ids)
+        refuse_negative(state, positions.ids, self.additive.offset)
         encoded = in_dtype(self.additive(positions), hidden_states.dtype)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)

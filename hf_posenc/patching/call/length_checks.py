@@ -45,26 +45,27 @@ def check_cache(part: Part, state: ForwardState) -> None:
         part.check_cache(cached, cached + state.query_length)
 
 
-def negative_positions(state: ForwardState, ids: Tensor) -> Tensor | None:
-    """0-dim bool: whether the caller gave a real token a negative position, which is that of padding.
+def negative_positions(state: ForwardState, ids: Tensor, first: int = 0) -> Tensor | None:
+    """0-dim bool: whether the caller gave a real token a position before the first one, which is that of padding.
 
     `None` if no positions were given, or the mask does not show which tokens are real. Padding of a grid has no mask.
     """
     if state.position_ids is None or state.mask_hides_padding or isinstance(state, GridTokens):
         return None
     counted = state.mask_positions()
-    return ((ids < 0) if counted is None else (ids < 0) & (counted.to(ids.device) >= 0)).any()
+    before = ids < first
+    return (before if counted is None else before & (counted.to(ids.device) >= 0)).any()
 
 
-def refuse_negative(state: ForwardState, ids: Tensor) -> None:
-    """Refuses negative positions of real tokens, of which stock tables have no rows.
+def refuse_negative(state: ForwardState, ids: Tensor, offset: int) -> None:
+    """Refuses positions of real tokens for which a table with `offset` rows before position 0 has no row.
 
     Raises:
         SequenceLengthError: an `IndexError`, as stock raises.
     """
     if traced() or ids.is_meta or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    negative = negative_positions(state, ids)
+    negative = negative_positions(state, ids, -offset)
     if negative is not None and bool(negative):
         raise SequenceLengthError(NEGATIVE)
 
@@ -87,7 +88,7 @@ def in_dtype(encoded: Tensor, dtype: torch.dtype) -> Tensor:
 NEGATIVE = (
     "The position_ids of this call give tokens a position before the first one. If the stock table begins at a later "
     "row (RoBERTa's at padding_idx + 1), so do its position_ids. Leave position_ids out, or give each token that the "
-    "mask shows a position from the first one on."
+    "mask shows a position from the first one on. `generate` counts from 0 unless it is given position_ids."
 )
 
 

@@ -62,7 +62,7 @@ class TableSite(PlacedForward):
             state = self.runtime.state_for(rows.shape[-1])
             check_cache(self.additive, state)
             positions = self._positions(state, rows)
-            refuse_negative(state, positions.ids)
+            refuse_negative(state, positions.ids, self.additive.offset)
             encoded = self.additive(positions)
         encoded = in_dtype(encoded, weight.dtype)
         return encoded if extras is None else (encoded, *extras)

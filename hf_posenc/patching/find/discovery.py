@@ -273,9 +273,12 @@ def _is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architec
     own = getattr(module, "is_causal", None)
     if reads_pixels(stack):
         return own is True
-    if own is True or _is_decoder(stack) or names_used(type(stack).forward) >= _CAUSAL_CALL:
+    encodes = "Encoder" in type(stack).__name__
+    # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
+    decodes = _is_decoder(stack) and not (encodes and own is False)
+    if own is True or decodes or names_used(type(stack).forward) >= _CAUSAL_CALL:
         return True
-    if own is False or "Encoder" in type(stack).__name__:
+    if own is False or encodes:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 

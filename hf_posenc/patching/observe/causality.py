@@ -40,17 +40,12 @@ def refuse_misread_causality(transaction: Transaction, stacks: list[Stack]) -> N
         observed, first = _observed(results), stack.attentions[0]
         if observed is not None and observed != first.causal:
             words = {True: "causal", False: "bidirectional"}
-            cause = (
-                "The config has is_decoder=True, which this stack does not follow. Set it to False if the model is not "
-                "meant to be a decoder."
-                if getattr(stack.config, "is_decoder", False) and "ncoder" in type(stack.module).__name__
-                else "Some versions of transformers omit the mask of such a decoder (UMT5 with sdpa before 5.18). Load "
-                "the model with attn_implementation='eager', or use another version."
-            )
             raise UnsupportedError(
                 f"{type(stack.module).__name__} was classified as {words[first.causal]}, but a run on {_TOKENS} tokens "
                 f"shows that it is {words[observed]}: {first.path}.is_causal is {first.module.is_causal}, which "
-                f"contradicts the rest of the model. {cause} If this is intended, declare it: "
+                "contradicts the rest of the model. Some versions of transformers omit the mask of such a decoder "
+                "(UMT5 with sdpa before 5.18). Load the model with attn_implementation='eager', or use another version. "
+                "If this is intended, declare it: "
                 f"hf_posenc.register_architecture({stack.config.model_type!r}, "
                 f"architecture=hf_posenc.Architecture(causal={observed}))."
             )

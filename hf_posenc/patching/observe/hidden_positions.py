@@ -22,7 +22,7 @@ from hf_posenc.patching.observe.short_runs import (
     is_runnable,
     run_briefly,
 )
-from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, has_convolution, in_both_orders
+from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, has_convolution, in_both_orders, sees_all
 from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.patching.place.stack_record import registered_function
 from hf_posenc.patching.place.transaction import Transaction
@@ -101,7 +101,8 @@ def _refuse_positions_of_features(transaction: Transaction, stacks: list[Stack])
                 )
     seen = _seen(transaction, stacks, lambda stack: attended_twice(stack, _before_the_last))
     for stack, results in zip(stacks, seen, strict=True):
-        if results and not has_convolution(stack.attentions[0].module):
+        first = stack.attentions[0]
+        if results and sees_all(first, stack) and not has_convolution(first.module):
             one, other = results[0]
             if distance(one[:, -1:], other[:, -1:]) > 0:
                 raise UnsupportedError(
@@ -138,7 +139,7 @@ def _nothing_found(stack: Stack) -> bool:
 
 
 def _before_the_last(tokens: int) -> list[int]:
-    """The order in which the two tokens before the last are swapped. The last one sees both in any window."""
+    """The order in which the two tokens before the last are swapped. The last one sees both if `sees_all`."""
     return [*range(tokens - 3), tokens - 2, tokens - 3, tokens - 1] if tokens > 2 else [*range(tokens)]
 
 

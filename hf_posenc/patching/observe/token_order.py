@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.observe.short_runs import distance, exchanged, tokens_of
 
-#: The tokens of the second row. The last one sees the others, even in a causal model and in any window.
+#: The tokens of the second row. The last one sees the others, even in a causal model, if `sees_all`.
 ORDER = [1, 0, 2]
 _LENGTH = len(ORDER)
 #: Makes a difference of logits larger than the rounding of half precision.
@@ -82,7 +82,7 @@ class TokenOrder:
 
     def _check_output(self, attention: FoundAttention, module: nn.Module, args: Any, output: Any) -> None:
         rows = self._rows(output)
-        if rows is None or has_convolution(module):
+        if rows is None or has_convolution(module) or not sees_all(attention, self.stack):
             return
         first = rows[0, -1:] if attention.causal else rows[0, -_LENGTH:][ORDER]
         if _differ(first, rows[1, -first.shape[0] :]):
@@ -130,6 +130,13 @@ def _in_both_orders(name: str, value: Any, length: int) -> Any:
         axis = 1 if value.shape[1] == length else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))
     return torch.cat([value, other])
+
+
+def sees_all(attention: FoundAttention, stack: Stack) -> bool:
+    """Whether a token sees the two before it. A shorter window shows which tokens are next to it."""
+    names = ("sliding_window", "window_size")
+    stated = [getattr(one, name) for one in (attention.module, stack.config) for name in names if hasattr(one, name)]
+    return not (stated and isinstance(stated[0], int) and 0 < stated[0] < _LENGTH)
 
 
 def has_convolution(attention: nn.Module) -> bool:
