@@ -32,7 +32,7 @@ def test_a_hook_runs_whenever_the_code_of_the_module_has_run(module_file):
     importlib.reload(late_module)
     assert seen == [1, 1]
     sys.modules.pop("late_module")
-    import late_module  # noqa: F401, F811
+    import late_module
 
     assert seen == [1, 1, 1]
 
