@@ -7,7 +7,6 @@ imports them.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -17,55 +16,60 @@ Hook = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, hook: Hook) -> None:
-    """Calls `hook(module)` once: immediately if the module is loaded, otherwise right after its first import.
+    """Calls `hook(module)` whenever the code of a module has run, and at once if the module is loaded.
+
+    The code runs again if the module is reloaded, or imported after its removal from `sys.modules`.
 
     Args:
         name: full name of the module, such as "peft.peft_model".
-        hook: called with the module after its code has run. Its exceptions propagate to the import statement.
+        hook: called with the module. Its exceptions propagate to the import statement.
 
     Raises:
         ImportError: if the module is being imported by the current call stack, so that the hook cannot run after it.
     """
-    if name not in sys.modules:
-        sys.meta_path.insert(0, _Finder(name, hook))
-        return
-    # Waits if another thread is importing it.
-    module = importlib.import_module(name)
-    if getattr(module.__spec__, "_initializing", False):
-        raise ImportError(
-            f"{__package__} was first imported during the import of {name}. Import {__package__} before {name}."
-        )
-    hook(module)
+    if name in sys.modules:
+        # Waits if another thread is importing it.
+        module = importlib.import_module(name)
+        if getattr(module.__spec__, "_initializing", False):
+            raise ImportError(
+                f"{__package__} was first imported during the import of {name}. Import {__package__} before {name}."
+            )
+        hook(module)
+    _FINDER.hooks.setdefault(name, []).append(hook)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 class _Finder:
-    """Finds one module with the other finders and adds the hook to its loader."""
+    """Finds modules with the other finders and adds the hooks to their loaders."""
 
-    def __init__(self, name: str, hook: Hook) -> None:
-        self.name, self.hook = name, hook
-        self._delegating = False
+    def __init__(self) -> None:
+        self.hooks: dict[str, list[Hook]] = {}
+        self._delegating: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.name or self._delegating:
+        if fullname not in self.hooks or fullname in self._delegating:
             return None
-        self._delegating = True
+        self._delegating.add(fullname)
         try:
-            spec = importlib.util.find_spec(fullname)
+            found = (one.find_spec(fullname, path, target) for one in sys.meta_path if hasattr(one, "find_spec"))
+            spec = next(filter(None, found), None)
         finally:
-            self._delegating = False
+            self._delegating.discard(fullname)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            # A spec may be looked up without an import (`importlib.util.find_spec`), so the finder stays until now.
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                self.hook(module)
+            for hook in self.hooks[fullname]:
+                hook(module)
 
         # Each module has its own loader for source files, so this does not affect other modules.
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+_FINDER = _Finder()

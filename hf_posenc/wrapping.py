@@ -131,16 +131,18 @@ def _place(module: ModuleType, path: str, wrapper: Callable[[Call], Any]) -> Non
     original = replaced = raw if kind is None else raw.__func__
     if _is_of_another_copy(original):
         original = getattr(original, _MARK)
-    if hasattr(original, _MARK):
+    named = _named(original, name) or original
+    if hasattr(original, _MARK) or hasattr(named, _MARK):
         return
-    signature = inspect.signature(original)
+    signature = inspect.signature(named)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(Call(original, signature, args, kwargs))
 
-    # `inspect.getfullargspec` reads this, and does not look behind a wrapper.
-    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    # `inspect.getfullargspec` reads this, and does not look behind a wrapper. Pickle looks at the place.
+    wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    wrapped.__module__, wrapped.__qualname__ = module.__name__, path
     for attribute in dir(original):  # such as those of `functools.lru_cache`
         if not hasattr(wrapped, attribute):
             setattr(wrapped, attribute, getattr(original, attribute))
@@ -151,6 +153,17 @@ def _place(module: ModuleType, path: str, wrapper: Callable[[Call], Any]) -> Non
             # getattr is not used, because lazy packages import submodules on attribute access.
             if getattr(other, "__dict__", {}).get(name) is replaced:
                 setattr(other, name, wrapped)
+
+
+def _named(function: Any, name: str, before: tuple[Any, ...] = ()) -> Any:
+    """The function of this name behind one of another package that takes `(self, *args, **kwargs)`."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if kinds[-2:] != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD] or len(kinds) > 3:
+        return function if function.__name__ == name else None
+    called = inspect.getclosurevars(inspect.unwrap(function))
+    values = [getattr(value, "__func__", value) for value in (*called.nonlocals.values(), *called.globals.values())]
+    others = [one for one in values if inspect.isfunction(one) and one not in (*before, function)]
+    return next(filter(None, (_named(one, name, (*before, function)) for one in others)), None)
 
 
 def _is_of_another_copy(function: Any) -> bool:

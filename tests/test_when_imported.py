@@ -22,19 +22,28 @@ def module_file(tmp_path, monkeypatch):
     sys.modules.pop("late_module", None)
 
 
-def test_a_hook_runs_once_after_the_code_of_the_module(module_file):
+def test_a_hook_runs_whenever_the_code_of_the_module_has_run(module_file):
     seen = []
-    finders = list(sys.meta_path)
     when_imported("late_module", lambda module: seen.append(module.VALUE))
     assert seen == []
     import late_module
 
     assert seen == [1]
-    assert sys.meta_path == finders
+    importlib.reload(late_module)
+    assert seen == [1, 1]
     sys.modules.pop("late_module")
-    import late_module  # noqa: F401, F811
+    import late_module
 
-    assert seen == [1]
+    assert seen == [1, 1, 1]
+
+
+def test_a_module_that_was_loaded_before_is_met_again(module_file):
+    import late_module
+
+    seen = []
+    when_imported("late_module", lambda module: seen.append(module.VALUE))
+    importlib.reload(late_module)
+    assert seen == [1, 1]
 
 
 def test_two_hooks_of_one_module_both_run(module_file):

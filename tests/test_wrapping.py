@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +64,9 @@ def test_signatures_are_those_of_the_original(name: str) -> None:
     assert inspect.signature(function) == inspect.signature(original)
     # What `inspect.getfullargspec` reads, which does not look behind a wrapper.
     assert inspect.signature(function, follow_wrapped=False) == inspect.signature(original)
-    assert (function.__name__, function.__qualname__) == (original.__name__, original.__qualname__)
+    assert function.__name__ == original.__name__
+    if not name.startswith(_ENGINES) and "cls" not in inspect.signature(function).parameters:
+        assert pickle.loads(pickle.dumps(function)) is function
     assert {attribute for attribute in dir(original) if not hasattr(function, attribute)} == set()
 
 
@@ -178,6 +181,42 @@ def test_a_call_is_changed_by_name() -> None:
     assert call.run() == (1, 2, (), 3, {"fourth": 4})
     with pytest.raises(hf_posenc.UnsupportedError, match="has no argument 'seventh'"):
         call["seventh"]
+
+
+def _by_closure(inner: Any) -> Any:
+    return lambda self, *args, **kwargs: inner(self, *args, **kwargs)
+
+
+def _bound(inner: Any) -> Any:
+    bound = inner.__get__(3)
+
+    def scheme(self: int, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    return scheme
+
+
+@pytest.mark.parametrize("others", [(_by_closure,), (_bound,), (_by_closure, _bound, _by_closure)])
+def test_arguments_are_found_behind_a_wrapper_of_others_that_names_none(others: tuple[Any, ...]) -> None:
+    module: Any = ModuleType("tests.of_others")
+    module.__spec__ = SimpleNamespace(_initializing=False)
+
+    def scheme(self: int, folder: str, strict: bool = True, **more: int) -> Any:
+        return self, folder, strict, more
+
+    for other in others:
+        module.scheme = other(getattr(module, "scheme", scheme))
+    outer = module.scheme
+    sys.modules[module.__name__] = module
+    try:
+        wrap(
+            module.__name__, {"scheme": lambda call: (call["folder"], call["strict"], call.run(strict=False, more={}))}
+        )
+    finally:
+        del sys.modules[module.__name__], WRAPPERS["tests.of_others.scheme"]
+    assert inspect.signature(module.scheme) == inspect.signature(outer)
+    for found in (module.scheme(3, "a"), module.scheme(3, folder="a"), module.scheme(3, "a", another=1)):
+        assert found == ("a", True, (3, "a", False, {}))
 
 
 def test_a_function_that_is_missing_stops_the_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -170,6 +170,19 @@ class TestWhatWouldBeTrained:
             with pytest.raises(UnsupportedError, match=message):
                 wrapped.add_adapter("second", config())
 
+    @pytest.mark.parametrize("case", [case for case in WITHOUT_EFFECT if case != "parameter"])
+    def test_an_adapter_of_what_a_scheme_discards_is_removed_before_it_is_placed(self, case: str) -> None:
+        kind, scheme, config, message = WITHOUT_EFFECT[case]
+        if message == "add_lora":
+            pytest.skip("the stock model has no such module")
+        model = get_peft_model(tiny(kind), config())
+        names = [name for name, _ in model.named_modules()]
+        for wanted in (scheme, "native"):
+            with pytest.raises(UnsupportedError, match=r"holds a part of an adapter.*model.unload\(\)"):
+                patch_model(model, wanted)
+            assert names == [name for name, _ in model.named_modules()]
+        patch_model(model.unload(), scheme)
+
     def test_what_acts_is_not(self) -> None:
         for kind, scheme in (("BertForMaskedLM", "alibi"), ("GPT2LMHeadModel", "native")):
             model = tiny(kind)

@@ -62,7 +62,10 @@ def _assert_stock(model: Any, stock: Tensor) -> None:
         ("alibi", {"layers": []}, "contains no layer"),
         ("alibi", {"layers": [-1]}, "layers with self-attention are"),
         *(("alibi", {"layers": mask}, "For a mask, pass") for mask in ([True, False], torch.tensor([False, True]))),
-        *(("alibi", {"layers": one}, "must be a collection") for one in (1, True, "01", torch.tensor(1), np.int64(0))),
+        *(
+            ("alibi", {"layers": one}, "must be a collection")
+            for one in (1, True, "01", torch.tensor(1), np.int64(0), {0: False}, b"\0")
+        ),
         *(("alibi", {"layers": [one]}, "not the index of a layer") for one in (0.0, "0", None)),
         ("alibi", {"elsewhere": "none"}, "Pass `layers` as well"),
         (ScheduleConfig(layers=(SinusoidalConfig(), NoneConfig())), {}, "acts once, before the first layer"),

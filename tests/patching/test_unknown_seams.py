@@ -105,6 +105,51 @@ def test_a_table_that_is_no_rotation_is_refused_with_the_version(row: int) -> No
     assert not torch.equal(patch_model(model, "alibi")(tokens(1, 4)).logits, before)
 
 
+class OwnRotary(nn.Module):
+    """Stores the frequencies that stock stores, and may compute other phases."""
+
+    def __init__(self, inner: nn.Module, angle: Any, factor: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inner.inv_freq.clone(), persistent=False)
+        self.angle, self.factor = angle, factor
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (self.angle(position_ids.float()).unsqueeze(-1) * self.inv_freq).repeat(1, 1, 2)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("right", "angle", "factor"), [
+    (True, lambda ids: ids, 1.3),
+    (True, lambda ids: ids + 3, 1.0),
+    (False, lambda ids: ids / 2, 1.0),
+    (False, lambda ids: -ids, 1.0),
+    (False, lambda ids: ids.clamp(max=500), 1.0),
+    (False, lambda ids: (ids + 1).log(), 1.0),
+])  # fmt: skip
+def test_native_is_what_a_rotary_module_computes_and_not_what_it_stores(right: bool, angle: Any, factor: float) -> None:
+    model, ids = patched("llama_gqa", None), tokens(1, 12)
+    model.model.rotary_emb = OwnRotary(model.model.rotary_emb, angle, factor)
+    expected = model(ids).logits
+    if right:
+        torch.testing.assert_close(patch_model(model, "native")(ids).logits, expected, rtol=0, atol=1e-4)
+        return
+    with pytest.raises(UnsupportedError, match=f"OwnRotary stores other inverse freq.*{transformers.__version__}"):
+        patch_model(model, "native")
+
+
+class TripledTable(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return 3 * super().forward(ids)
+
+
+def test_native_is_what_a_table_returns_and_not_what_it_stores() -> None:
+    model = patched("gpt2", None)
+    model.transformer.wpe.__class__ = TripledTable
+    with pytest.raises(UnsupportedError, match="A table or a setting of the mechanism is unusual"):
+        patch_model(model, "native")
+
+
 def test_a_rotary_function_that_cannot_be_read_is_refused_with_the_version() -> None:
     def rotate(numbers: Tensor, angle: Tensor) -> Tensor:
         return numbers * angle

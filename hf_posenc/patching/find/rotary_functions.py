@@ -214,11 +214,28 @@ def frequencies_of(module: nn.Module, angles: Tensor) -> Tensor:
     Raises:
         UnsupportedError: if some angle is not the product of position and frequency.
     """
-    ids = torch.arange(len(angles), device=angles.device).unsqueeze(-1)
-    difference = torch.polar(torch.ones_like(angles), angles - ids * angles[1]).angle()
-    if (difference.abs() > _ERROR + _ERROR_PER_POSITION * ids).any():
+    refuse_other_angles(module, angles, torch.arange(len(angles), device=angles.device), None)
+    return (angles[1] - angles[0]).float()
+
+
+def refuse_other_angles(module: nn.Module, angles: Tensor, ids: Tensor, stored: Tensor | None) -> None:
+    """Refuses a rotary module whose angles do not grow by a frequency with each position.
+
+    Args:
+        module: the module.
+        angles: `(length, pairs)` float64.
+        ids: `(length,)`, the positions of the angles, from 0 and 1 on.
+        stored: the inverse frequencies in the module; `None` if it stores none.
+
+    Raises:
+        UnsupportedError: if some angle is not the product of position and frequency, up to a constant.
+    """
+    frequencies = angles[1] - angles[0] if stored is None else stored.double()
+    grown = angles - angles[0] - ids.unsqueeze(-1) * frequencies
+    difference = torch.polar(torch.ones_like(grown), grown).angle()
+    if (difference.abs() > _ERROR + _ERROR_PER_POSITION * ids.unsqueeze(-1)).any():
+        stores, of = ("no", "fixed") if stored is None else ("other", "its")
         raise unknown_seam(
-            f"{type(module).__name__} stores no inverse frequencies, and its phases are not those of a rotation with "
-            "fixed frequencies, in float32."
+            f"{type(module).__name__} stores {stores} inverse frequencies: its phases are not those of a rotation with "
+            f"{of} frequencies, in float32."
         )
-    return angles[1].float()

@@ -10,10 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.find.rotary_functions import call_rotary, cosines_in, has_layer_types, inverse_frequencies_of
+from hf_posenc.patching.find.rotary_functions import (
+    angles_in,
+    call_rotary,
+    cosines_in,
+    has_layer_types,
+    inverse_frequencies_of,
+    refuse_other_angles,
+)
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 AXES = 3
+#: Number of positions up to which the phases of a module with fixed frequencies are compared.
+_FAR = 5000
 
 
 @dataclass
@@ -56,29 +65,38 @@ def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_typ
     return phases[0] if phases.dim() == 4 else phases
 
 
-def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any, hidden: Tensor) -> list[Spectrum]:
+def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any, device: torch.device) -> list[Spectrum]:
     """The frequencies of a rotary module at several lengths.
 
     Transformers' modules recompute their frequencies in the forward pass, from their config, their buffers and the
-    largest position. A copy of the module is therefore called with single positions.
+    largest position. A copy of the module is therefore called with a few positions.
 
     Args:
         rotary: the module, which is not changed.
         layer_type: the layer type, if the module has separate frequencies for several.
         parameters: its `rope_parameters`, which may contain a length too.
-        hidden: any tensor with the dtype and device of the hidden states.
+        device: the device of the hidden states.
 
     Returns:
         One entry for each length. A module that does not store its original frequencies never changes them, and has a
         single entry.
+
+    Raises:
+        UnsupportedError: if its phases are not the products of positions and frequencies.
     """
     clone = scratch_copy(rotary)
     found = []
-    for length in _lengths(rotary, layer_type, parameters):
-        position_ids = torch.tensor([[length - 1]], device=hidden.device)
-        phases_of(clone, hidden.new_zeros(1, 1, 1), position_ids, layer_type)
-        frequencies = inverse_frequencies_of(clone, layer_type).detach().float().cpu().clone()
-        found.append(Spectrum(length, frequencies, float(_of_layer_type(clone, "attention_scaling", layer_type, 1.0))))
+    lengths = _lengths(rotary, layer_type, parameters)
+    typed = (layer_type,) if has_layer_types(rotary) else ()
+    rows = max((size for buffer in rotary.buffers() for size in buffer.shape[:-1]), default=_FAR)
+    for length in lengths:
+        ids = torch.tensor([0, 1, (length if len(lengths) > 1 else rows) - 1], device=device)
+        output = call_rotary(clone, torch.zeros(1, 3, 1, device=device), ids.unsqueeze(0), *typed)
+        stored = inverse_frequencies_of(clone, layer_type).detach()
+        if stored.dtype == torch.float32:
+            refuse_other_angles(rotary, angles_in(output)[1], ids, stored)
+        sizes = output.abs() if isinstance(output, Tensor) else torch.hypot(*output[:2])
+        found.append(Spectrum(length, stored.float().cpu().clone(), float(sizes.flatten()[0])))
     return found
 
 

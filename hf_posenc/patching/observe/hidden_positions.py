@@ -67,7 +67,7 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
                     _refuse_order_of_tokens(transaction, text)
                 except NotRunnableError:
                     # What other inputs a stock model needs is unknown. Its positions were found in its code.
-                    if any(_nothing_found(stack) or _is_silenced(stack) or _has_other_code(stack) for stack in text):
+                    if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in text):
                         raise
 
 
@@ -118,7 +118,7 @@ def _seen(transaction: Transaction, stacks: list[Stack], watch: Callable[[Stack]
     return seen
 
 
-def _has_other_code(stack: Stack) -> bool:
+def has_other_code(stack: Stack) -> bool:
     """Whether a module of a stack runs code from outside transformers."""
     return any(not is_of_transformers(type(module).forward.__module__) for module in stack.module.modules())
 

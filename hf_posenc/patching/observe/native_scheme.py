@@ -18,7 +18,7 @@ from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.fixed_tables import check_fixed_tables, sinusoids_like
-from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
+from hf_posenc.patching.observe.hidden_positions import has_other_code, refuse_hidden_positions
 from hf_posenc.patching.observe.native_grids import grid_bias_scheme, grid_rotation_scheme, grid_table_scheme
 from hf_posenc.patching.observe.rotations import Rotation, observe_rotations
 from hf_posenc.patching.observe.verify_native import verify_native
@@ -48,9 +48,10 @@ def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeC
     """The scheme of a stock model, or of one part of a composite model, with its parameters.
 
     `patch_model(model, native_scheme(model))` reproduces the stock outputs. To verify this, a rotary model is run once
-    on three tokens, and a model with a declared mechanism twice on eight tokens: unchanged, and with the scheme in
-    place. Every row of a sinusoidal table is compared with its formula. A stack in which no mechanism is found is run
-    twice on three tokens, in two orders. For a patched model, the scheme of the underlying stock model is returned.
+    on three tokens, and a model with a declared mechanism, or with code of somebody's own, twice on eight tokens:
+    unchanged, and with the scheme in place. Every row of a sinusoidal table is compared with its formula. A stack in
+    which no mechanism is found is run twice on three tokens, in two orders. For a patched model, the scheme of the
+    underlying stock model is returned.
 
     Args:
         model: a transformers model, or a PEFT model around one.
@@ -79,8 +80,9 @@ def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeC
             )
         observed = any(stack.architecture.native or stack.grid or stack.mechanism for stack in stacks)
         looked_up = any(looks_phases_up(one.module) for stack in stacks for one in stack.rotaries)
-        if observed or looked_up:
-            # Phases and tables were compared by value, but a declaration depends only on the name of the architecture.
+        if observed or looked_up or any(map(has_other_code, stacks)):
+            # Phases and tables were compared by value, but a declaration depends only on the name of the architecture,
+            # and somebody's own code may use a table in another way.
             verify_native(transaction, schemes[0], stacks)
         for stack in stacks:
             if stack.architecture.fixed_tables is not None:
@@ -248,7 +250,7 @@ def _rotary_config(
     by_axis = frequencies_by_axis(rotary, layer_type, layout)
     if by_axis is not None:
         return _multimodal_scheme(by_axis, parameters, layout, stack)
-    spectra = spectra_of(rotary, layer_type, parameters, rotation.phases.real)
+    spectra = spectra_of(rotary, layer_type, parameters, rotation.phases.device)
     config = _from_parameters(source, parameters, width, layout)
     if config is not None and describes(config, spectra, context):
         return config

@@ -22,7 +22,6 @@ from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
 from hf_posenc.patching.find.architectures import Architecture
-from hf_posenc.patching.find.architectures.silencers import freeze_all
 from hf_posenc.patching.find.grids import FoundBias
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.find.tables import OwnedTable
@@ -80,8 +79,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         owner = stack.module.get_submodule(table.path.rpartition(".")[0])
         if owner is not stack.module and TableOwner.reads_rows(owner):
             journal.set_forward(owner, TableOwner(owner, table.path.rpartition(".")[2]))
-        for name in table.module._parameters:
-            journal.freeze(table.module, name)
+        journal.freeze_all(table.module)
         report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")
         if encoding.additive is not None:
             report.placed.append(f"additive: {table.path}")
@@ -118,7 +116,7 @@ def _silence_relative(attention: FoundAttention, journal: Journal) -> None:
         if name in attention.module._parameters:
             journal.freeze(attention.module, name)
         else:
-            freeze_all(journal, getattr(attention.module, name))
+            journal.freeze_all(getattr(attention.module, name))
 
 
 def _has_place_for_vectors(stack: Stack) -> bool:
@@ -201,11 +199,11 @@ def _silence_bias(bias: FoundBias, journal: Journal) -> None:
     module, name = bias.module, bias.name
     if bias.kind == "module":
         journal.set(module, "forward", functools.partial(zero_bias_of, module))
-        freeze_all(journal, module)
+        journal.freeze_all(module)
     elif bias.kind == "network":
         network = getattr(module, name)
         journal.set_forward(network, ZeroOutput(network))
-        freeze_all(journal, network)
+        journal.freeze_all(network)
     elif bias.kind == "flag":
         journal.set(module, name, False)
         for own in module._parameters:
@@ -222,7 +220,7 @@ def _silence_bias(bias: FoundBias, journal: Journal) -> None:
 
 def _freeze_table(table: OwnedTable, journal: Journal) -> None:
     if isinstance(table.value, nn.Module):
-        freeze_all(journal, table.value)
+        journal.freeze_all(table.value)
     elif table.name in table.module._parameters:
         journal.freeze(table.module, table.name)
 
@@ -237,7 +235,7 @@ def _install_series(stack: Stack, encoding: StackEncoding, journal: Journal, rep
     for found in series.vectors:
         site = ConvolutionSite if found.kind == "convolution" else LengthSite
         journal.set_forward(found.module, site(found, runtime, additive))
-        freeze_all(journal, found.module)
+        journal.freeze_all(found.module)
         report.replaced.append(f"{found.path}: {_DESCRIPTIONS[found.kind]} ({type(found.module).__name__})")
         if additive is not None:
             report.placed.append(f"additive: {found.path}")

@@ -141,6 +141,22 @@ class Journal:
             self.changes.append(_Change(module, name, True, parameter.requires_grad, "frozen"))
             parameter.requires_grad_(False)
 
+    def freeze_all(self, module: nn.Module) -> None:
+        """Freezes all native weights in a module that has no effect under the new scheme.
+
+        Raises:
+            UnsupportedError: if an adapter changes them.
+        """
+        for one in module.modules():
+            if type(one).__module__.startswith("peft."):
+                raise UnsupportedError(
+                    f"A scheme would replace the {type(module).__name__} of PEFT, which holds a part of an adapter. "
+                    "That part would be lost, and training it would change nothing. Remove the adapter first "
+                    "(model.unload()), and leave positions out of its config."
+                )
+            for name in one._parameters:
+                self.freeze(one, name)
+
     def undo(self) -> None:
         """Restores everything in reverse order, except attributes that were set again since.
 

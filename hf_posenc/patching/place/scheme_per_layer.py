@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_posenc.patching.find.sites import Stack
@@ -64,7 +64,7 @@ def schedule(
 def _indices(layers: Any) -> list[int]:
     """The indices in `layers`, sorted. Numbers of NumPy and torch count as indices; a mask does not."""
     given = layers.tolist() if hasattr(layers, "tolist") else layers
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise TypeError(f"`layers` must be a collection of layer indices, for example layers=[0, 1]; got {layers!r}.")
     values = [value.item() if hasattr(value, "item") else value for value in given]
     for wrong in [value for value in values if isinstance(value, bool) or not isinstance(value, int)]:

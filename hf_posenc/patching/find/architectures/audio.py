@@ -15,7 +15,7 @@ from hf_posenc.patching.find.architectures.declaration import (
     register_architecture,
     undescribed,
 )
-from hf_posenc.patching.find.architectures.silencers import freeze_all, zero_bias
+from hf_posenc.patching.find.architectures.silencers import zero_bias
 from hf_posenc.patching.find.sites import Stack
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ def _silence_wavlm(stack: Stack, patches: Journal) -> None:
         module = attention.module
         patches.replace(module, "torch_multi_head_self_attention", functools.partial(plain_heads, module))
         patches.freeze(module, "gru_rel_pos_const")
-        freeze_all(patches, module.gru_rel_pos_linear)
+        patches.freeze_all(module.gru_rel_pos_linear)
         if hasattr(module, "rel_attn_embed"):
             patches.replace(module, "compute_bias", functools.partial(no_head_bias, module))
-            patches.freeze(module.rel_attn_embed, "weight")
+            patches.freeze_all(module.rel_attn_embed)
 
 
 def _silence_canary(stack: Stack, patches: Journal) -> None:
@@ -82,7 +82,7 @@ def _silence_vits(stack: Stack, patches: Journal) -> None:
 def _silence_phi4(stack: Stack, patches: Journal) -> None:
     layer = stack.module.relative_attention_bias_layer
     patches.set_forward(layer, zero_bias)
-    patches.freeze(layer.bias_values, "weight")
+    patches.freeze_all(layer.bias_values)
 
 
 def declare_audio_architectures() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
-from hf_posenc.patching.find.architectures.silencers import freeze_all, no_bias
+from hf_posenc.patching.find.architectures.silencers import no_bias
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.find.tables import table_origin
@@ -41,7 +41,7 @@ def _silence(stack: Stack, patches: Journal) -> None:
 
 def _freeze(owner: nn.Module, names: tuple[str, ...], patches: Journal) -> None:
     for unused in filter(None, (getattr(owner, name, None) for name in names)):
-        freeze_all(patches, unused)
+        patches.freeze_all(unused)
 
 
 def _terms(module: Any) -> list[str]:

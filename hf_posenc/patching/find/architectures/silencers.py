@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from hf_posenc.patching.place.journal import Journal
+from torch import Tensor
 
 
 def zero_bias(*args: Any, **kwargs: Any) -> Tensor:
@@ -26,10 +23,3 @@ def no_bias(*args: Any, **kwargs: Any) -> None:
 def zero_relative_shift(scores: Tensor, klen: int = -1) -> Tensor:
     """Replaces XLNet's `rel_shift_bnij`: the position term of the scores is zeros `(batch, heads, query_len, klen)`."""
     return scores.new_zeros(*scores.shape[:3], klen)
-
-
-def freeze_all(patches: Journal, unused: nn.Module) -> None:
-    """Freezes all weights of a module."""
-    for module in unused.modules():
-        for name in module._parameters:
-            patches.freeze(module, name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, refused_if, register_architecture
-from hf_posenc.patching.find.architectures.silencers import freeze_all, zero_bias, zero_relative_shift
+from hf_posenc.patching.find.architectures.silencers import zero_bias, zero_relative_shift
 from hf_posenc.patching.find.sites import FixedTable, FoundAttention, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
@@ -28,13 +28,13 @@ def _silence_relative_table(stack: Stack, patches: Journal) -> None:
         table = getattr(attention.module, "relative_attention_bias", None)
         if table is not None:
             patches.replace(attention.module, "compute_bias", zero_bias)
-            patches.freeze(table, "weight")
+            patches.freeze_all(table)
 
 
 def _silence_mpnet(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
     patches.replace(encoder, "compute_position_bias", zero_bias)
-    patches.freeze(encoder.relative_attention_bias, "weight")
+    patches.freeze_all(encoder.relative_attention_bias)
 
 
 def _silence_ctrl(stack: Stack, patches: Journal) -> None:
@@ -111,7 +111,7 @@ def _silence_inkling(stack: Stack, patches: Journal) -> None:
     """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
     biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
     for bias in biases:
-        freeze_all(patches, bias)
+        patches.freeze_all(bias)
 
 
 def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
