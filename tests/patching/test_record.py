@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -25,7 +25,15 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from hf_posenc import CheckpointError, UnsupportedError, inspect_model, list_schemes, patch_model, unpatch_model
+from hf_posenc import (
+    CheckpointError,
+    UnsupportedError,
+    inspect_model,
+    list_schemes,
+    native_scheme,
+    patch_model,
+    unpatch_model,
+)
 from tests.matrix.running import patched, tokens
 from tests.patching.audio.families import WHISPER
 from tests.patching.composites.models import llava
@@ -484,3 +492,64 @@ def test_a_backend_chosen_while_patched_stays() -> None:
     stock = patched("llama_gqa", None)
     stock.set_attn_implementation(chosen)
     assert torch.equal(model(ids).logits, stock(ids).logits)
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "the first layer is dropped": lambda layers: layers.pop(0),
+    "the last layer is dropped": lambda layers: layers.pop(-1),
+    "a layer is repeated": lambda layers: layers.append(layers[0]),
+    "a layer is copied": lambda layers: layers.append(copy.deepcopy(layers[0])),
+    "layers are exchanged": lambda layers: layers.insert(0, layers.pop(-1)),
+}
+
+
+@pytest.mark.parametrize("read", [inspect_model, native_scheme])
+@pytest.mark.parametrize("scheme", ["sinusoidal", "learned", "t5"])
+@pytest.mark.parametrize("change", _CHANGES)
+@torch.no_grad()
+def test_reading_a_model_whose_layers_changed_leaves_it_as_it_is(change: str, scheme: str, read: Any) -> None:
+    def outcome() -> Any:
+        try:
+            return model(ids, use_cache=False).logits
+        except UnsupportedError as error:
+            return str(error)
+
+    model, ids = patched("llama_gqa", scheme), tokens(1, 8)
+    _CHANGES[change](model.model.layers)
+    before = outcome()
+    once = change == "a layer is repeated" and scheme == "t5"  # The layers are the same ones.
+    if read is inspect_model:
+        assert bool(inspect_model(model).disagreement) != once
+    elif not once:
+        with pytest.raises(UnsupportedError, match="is not as it was patched"):
+            read(model)
+    after = outcome()
+    assert torch.equal(after, before) if isinstance(before, Tensor) else after == before
+    if change != "a layer is repeated":  # Positions cannot be added at the first use of a layer only.
+        patch_model(model, scheme)
+        assert not inspect_model(model).disagreement
+
+
+@pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
+@torch.no_grad()
+def test_a_copy_of_the_first_layer_adds_no_positions(scheme: str) -> None:
+    ids, logits = tokens(1, 8), []
+    for source in (0, 1):
+        model = patched("llama_gqa", scheme)
+        layers = model.model.layers
+        layers.append(copy.deepcopy(layers[source]))
+        layers[-1].load_state_dict(layers[1].state_dict())
+        logits.append(model(ids, use_cache=False).logits)
+        unpatch_model(model)
+        assert not any(layer._forward_pre_hooks for layer in layers)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
+@torch.no_grad()
+def test_positions_that_went_with_the_first_layer_are_missed(scheme: str, tmp_path: Path) -> None:
+    model = patched("llama_gqa", scheme)
+    model.model.layers.pop(0)
+    for action in (lambda: model(tokens(1, 8), use_cache=False), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(UnsupportedError, match="no longer the first layer"):
+            action()

@@ -10,11 +10,12 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.grid_sites import numbers_in
 from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_negative
+from hf_posenc.patching.call.placed_forward import OfStack
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 
-class AddToHiddenStates:
+class AddToHiddenStates(OfStack):
     """Forward pre-hook (with kwargs) of a stack's first layer.
 
     At this point the embeddings have been scaled, normalised and dropped out, and it no longer matters whether the

@@ -13,7 +13,23 @@ if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
 
 
-class PlacedForward:
+class OfStack:
+    """What a scheme places in one module of a stack."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OfStack:
+        """Copies it with its module. In the copy of a single layer, it shares the scheme of its stack."""
+        watch = getattr(getattr(self, "runtime", None), "watch", None)
+        if watch is not None and id(watch.stack) not in memo:
+            shared = (getattr(self, name, None) for name in ("runtime", "encoding", "additive"))
+            memo.update({id(value): value for value in shared if value is not None})
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        state: Any = copy.deepcopy(self.__getstate__(), memo)
+        getattr(clone, "__setstate__", clone.__dict__.update)(state)
+        return clone
+
+
+class PlacedForward(OfStack):
     """Stands in for the `forward` of one module instance while a scheme is in place.
 
     A tool that wraps the forward of a patched module keeps a reference to this object. Removing the scheme marks the
@@ -35,18 +51,6 @@ class PlacedForward:
     def __init__(self, module: Any, runtime: Any = None) -> None:
         self.module = module
         self.runtime = runtime
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedForward:
-        """Copies the forward with its module. In the copy of a single layer, it shares the scheme of its stack."""
-        watch = getattr(self.runtime, "watch", None)
-        if watch is not None and id(watch.stack) not in memo:
-            shared = (getattr(self, name, None) for name in ("runtime", "encoding", "additive"))
-            memo.update({id(value): value for value in shared if value is not None})
-        clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
-        state: Any = copy.deepcopy(self.__getstate__(), memo)
-        getattr(clone, "__setstate__", clone.__dict__.update)(state)
-        return clone
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import copy
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -112,6 +113,12 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     transaction = Transaction(model)
     encoding = transaction.encoding
     in_force = None if encoding is None else encoding.config.to_dict()
+    change = transaction.change()
+    if change:
+        # In this model, the scheme could not be placed again as it was.
+        stock = copy.deepcopy(transaction.model)
+        Transaction(stock).undo()
+        return replace(inspect_model(stock), in_force=in_force, disagreement=change)
     problem = difference(transaction.model)
     with transaction.suspended() as target:
         found = find_stacks(target)

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.additive_site import AddToHiddenStates
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
@@ -192,12 +193,19 @@ class StackRecord:
         return ""
 
     def adopt_copies(self) -> None:
-        """Adds the forwards of layers that were copied inside the model to the journal, which removes them again."""
+        """Adds the forwards of layers that were copied inside the model to the journal, which removes them again.
+
+        A copy of the first layer would add the positions again, so it loses that hook.
+        """
         known = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
         for module in self.stack.modules():
             forward = forward_on_instance(module)
             if isinstance(forward, PlacedForward) and id(module) not in known and self._is_ours(forward):
                 self.journal.adopt_forward(module, forward)
+            for key, hook in [*module._forward_pre_hooks.items()]:
+                if isinstance(hook, AddToHiddenStates) and module is not self.first_layer and self._is_ours(hook):
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def _is_ours(self, forward: Any) -> bool:
         """Whether a forward on a module does not belong to another patched model."""
@@ -266,7 +274,9 @@ class StackRecord:
                     change.value = False
 
     def _begins_with(self, layer: nn.Module) -> bool:
-        """Whether a layer holds the first attention of the stack, and is used once."""
+        """Whether a layer of the stack holds its first attention, and is used once."""
+        if all(module is not layer for module in self.stack.modules()):
+            return False
         inside = {id(module) for module in layer.modules()}
         found = [id(module) in inside for module in self._attentions_in_use()]
         return sorted(found, reverse=True) == found and sum(found) <= sum(map(_is_attention_site, layer.modules()))

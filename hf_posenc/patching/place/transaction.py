@@ -145,10 +145,12 @@ class Transaction:
         refuse_late_parameters(self.model, encoding)
         before = self.encoding
         self._refuse_foreign_forwards(encoding)
+        # Layers may have been moved or dropped since.
+        restored = before if before is None or self._holds(before) else self.plan(before.config, kept=before.stacks)
         try:
             self._replace_encoding(encoding)
         except BaseException:
-            self._replace_encoding(before)
+            self._replace_encoding(restored)
             raise
         _refuse_caches_of([] if before is None else [before])
 
@@ -172,13 +174,16 @@ class Transaction:
         """Context manager in which the model has another encoding, or none. On exit, the previous one is restored.
 
         Raises:
-            UnsupportedError: if the encoding cannot be placed, if the one in force cannot be removed and restored, or
-                while continuous batching runs on the model.
+            UnsupportedError: if the encoding cannot be placed, if the one in force cannot be removed and restored,
+                because the model was changed since, or while continuous batching runs on the model.
         """
         before = self.encoding
         if before is encoding:
             yield
             return
+        problem = "" if before is None else self.change()
+        if problem:
+            raise UnsupportedError(f"This {type(self.model).__name__} is not as it was patched: {problem}")
         self.refuse_running()
         self._refuse_foreign_forwards(before if encoding is None else encoding)
         try:
@@ -217,6 +222,22 @@ class Transaction:
                     "line (a hook). It would run some layers with the old scheme and some with the new one. Change "
                     "the scheme between calls."
                 )
+
+    def _holds(self, encoding: PositionEncoding) -> bool:
+        """Whether the layers in which an encoding was placed are still those of the model."""
+        stacks = self.stacks(parts_named(encoding.config))
+        return all(encoding.record.stacks[stack.name].holds(stack) for stack in stacks)
+
+    def change(self) -> str:
+        """What has changed since the model was patched, so that the encoding could not be placed again as it was."""
+        encoding = self.encoding
+        problem = "" if encoding is None else encoding.record.agrees(self.model)
+        if encoding is None or problem or self._holds(encoding):
+            return problem
+        return (
+            "layers were added, dropped or moved after patch_model. Call patch_model again with the same scheme, which "
+            "keeps the parameters of the layers that are still there."
+        )
 
     def _refuse_foreign_forwards(self, encoding: PositionEncoding | None) -> None:
         """Refuses a model in which another library has replaced a forward that an encoding has to replace.
