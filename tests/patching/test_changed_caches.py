@@ -206,6 +206,9 @@ def test_accepted_keys_have_the_positions_that_were_stated() -> None:
         model(ids[:, CACHED:], past_key_values=rebuilt, **given)
     with pytest.raises(ValueError, match="holds 7 tokens"):
         accept_cache(rebuilt, torch.arange(CACHED)[None])
+    for wrong in (kept, torch.tensor([kept]).float()):
+        with pytest.raises(TypeError, match="a tensor of integers"):
+            accept_cache(rebuilt, wrong)  # type: ignore[arg-type]
     cache = filled(model, ids=ids[:, kept], position_ids=torch.tensor([kept]))
     rebuilt = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     accept_cache(rebuilt, torch.tensor([kept]))

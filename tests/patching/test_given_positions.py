@@ -268,13 +268,16 @@ def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(sch
         model(ids[:, :6], position_ids=torch.tensor([[0, 1, 2, 20, 21, 22]]), past_key_values=cache)
         return cache
 
-    expected = model(ids[:, 6:], past_key_values=filled()).logits
+    given = {"position_ids": torch.tensor([[23, 24]])}
+    with pytest.raises(UnsupportedError, match=r"reach 22.*would stand at 6.*Pass position_ids to every call"):
+        model(ids[:, 6:], past_key_values=filled())
+    expected = model(ids[:, 6:], past_key_values=filled(), **given).logits
     torch._dynamo.reset()
-    found = torch.compile(model, backend="eager")(ids[:, 6:], past_key_values=filled()).logits
+    found = torch.compile(model, backend="eager")(ids[:, 6:], past_key_values=filled(), **given).logits
     assert distance(found, expected) <= 1e-5
     torch._dynamo.reset()
     with pytest.raises(Exception, match="a compiled graph cannot read"):
-        torch.compile(model, backend="eager", fullgraph=True)(ids[:, 6:], past_key_values=filled())
+        torch.compile(model, backend="eager", fullgraph=True)(ids[:, 6:], past_key_values=filled(), **given)
 
 
 @torch.no_grad()

@@ -35,10 +35,11 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     Args:
         cache: the cache, in its present state.
         position_ids: `(batch or 1, length)`, the position of each cached token; `None` if they are 0, 1, 2, ... (or
-            counted over the attention mask).
+            counted over the attention mask). Calls that continue the cache must then pass `position_ids` too.
 
     Raises:
         ValueError: if the cache holds another number of tokens.
+        TypeError: if the positions are not a tensor of integers.
         UnsupportedError: for a cache without a length, or whose type does not allow attributes.
     """
     keeper = self_attention_cache(cache)
@@ -48,6 +49,8 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
             f"A {type(cache).__name__} does not state its length, or cannot keep a remark about its keys. Use one of "
             "transformers' cache classes."
         )
+    if position_ids is not None and (not isinstance(position_ids, Tensor) or position_ids.is_floating_point()):
+        raise TypeError("position_ids must be a tensor of integers: (batch or 1, length).")
     if position_ids is not None and position_ids.shape[-1:] != (int(length),):
         raise ValueError(
             f"position_ids have the shape {tuple(position_ids.shape)}, but the cache holds {int(length)} tokens. Give "

@@ -176,6 +176,10 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
             record(state.cache_object, CachedPositions(offset + state.query_length))
         return Regularity(irregular=False, even=holes is None or not next(found))
     cached = _recorded_length(state, known)
+    if state.position_ids is None and known is not None and known.ids is not None and cached:
+        farthest = known.ids[:, :cached].amax(-1)
+        if bool((own[:, 0] <= farthest).any()):
+            raise UnsupportedError(_NOT_CONTINUED.format(int(farthest.max()), int(own[:, 0].min())))
     slots = torch.arange(cached + state.query_length, device=device)
     ids = _ids_at(state, slots, own, irregular=True)
     record(state.cache_object, CachedPositions(len(slots), ids))
@@ -213,11 +217,18 @@ _UNKNOWN_POSITIONS = (
 )
 
 
+_NOT_CONTINUED = (
+    "The positions that were given for the cached tokens reach {}, but this call has no position_ids, so its first "
+    "token would stand at {}, which is counted over the attention mask or the cached tokens. Pass position_ids to every "
+    "call that continues this cache."
+)
+
+
 _CHANGED_CACHE = (
     "The keys in this cache are not those that the model left in it: tokens were dropped, moved, added or overwritten, "
     "so their positions are unknown, and this scheme needs them. Rows may be reordered, selected, repeated and cropped "
     "at the end. After any other change, say which position each cached token has: hf_posenc.accept_cache(cache, "
-    "position_ids). Or start with a new cache."
+    "position_ids), and pass position_ids to every later call. Or start with a new cache."
 )
 
 
