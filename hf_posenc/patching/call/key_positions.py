@@ -219,8 +219,8 @@ _UNKNOWN_POSITIONS = (
 
 _NOT_CONTINUED = (
     "The positions that were given for the cached tokens reach {}, but this call has no position_ids, so its first "
-    "token would stand at {}, which is counted over the attention mask or the cached tokens. Pass position_ids to every "
-    "call that continues this cache."
+    "token would stand at {}, which is counted over the attention mask or the cached tokens. Pass position_ids to "
+    "every call that continues this cache."
 )
 
 
