@@ -356,3 +356,44 @@ def test_generate_of_a_model_whose_table_begins_at_a_later_row(scheme: str) -> N
     for end in range(7, 10):
         logits = model(found[:, :end], attention_mask=torch.ones_like(found[:, :end])).logits
         assert torch.equal(logits[:, -1].argmax(-1), found[:, end])
+
+
+@pytest.mark.parametrize("kind", ["padding", "bool", "float"])
+@pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *PAIRWISE, "rope", "none"], ids=str)
+@torch.no_grad()
+def test_tokens_that_a_later_mask_hides_keep_their_positions(scheme: Any, kind: str) -> None:
+    """The positions of cached tokens were counted over the mask with which they were cached."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
+    cached, hidden = LENGTH - 3, slice(5, 9)
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
+    padding[1, :2] = 0
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    seen = (padding.bool()[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()).clone()
+    seen |= torch.eye(LENGTH, dtype=torch.bool)
+    seen[..., cached:, hidden] = False
+    additive = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = model(ids, position_ids=positions, attention_mask=additive, use_cache=False).logits[:, cached:]
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :cached], attention_mask=padding[:, :cached], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    later = padding.clone()
+    later[:, hidden] = 0
+    masks = {"padding": later, "bool": seen[..., cached:, :], "float": additive[..., cached:, :]}
+    found = model(
+        ids.flip(0)[:, cached:],
+        position_ids=positions.flip(0)[:, cached:],
+        attention_mask=masks[kind].flip(0),
+        past_key_values=cache,
+    ).logits
+    assert distance(found.flip(0), expected) <= CLOSE
+
+
+@torch.no_grad()
+def test_a_mask_that_hides_cached_tokens_does_not_move_the_next_one_back() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, LENGTH)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :-1], past_key_values=cache)
+    mask = torch.ones_like(ids)
+    mask[:, 4:10] = 0
+    with pytest.raises(UnsupportedError, match=r"reach 18.*would stand at 13"):
+        model(ids[:, -1:], attention_mask=mask, past_key_values=cache)

@@ -57,7 +57,7 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
             "one position for each of them: (batch or 1, length)."
         )
     ids = None if position_ids is None else position_ids.long().view(-1, int(length))
-    record(keeper, CachedPositions(length, ids))
+    record(keeper, CachedPositions(length, ids, by_next_mask=ids is None))
     remember_keys(keeper)
     set_note(keeper, _NAME, _ACCEPTED)
 

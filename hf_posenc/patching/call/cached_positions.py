@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.caches import self_attention_cache
+from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import traced
 
 _NAME = "_hf_posenc_positions"
@@ -39,12 +40,24 @@ class CachedPositions:
         unknown: 0-dim bool tensor, true if positions differ but were not recorded. Set by compiled graphs, which cannot
             inspect position values.
         keys: the cached keys at the end of the last complete call; `None` after a compiled call.
+        mask: `(batch, length)`, the padding mask over which the positions were counted, if `ids` is `None`; `None` if
+            they follow from the slots.
+        by_next_mask: whether they are counted over the mask of the next call instead.
     """
 
     length: int | Tensor
     ids: Tensor | None = None
     unknown: Tensor | None = None
     keys: SeenKeys | None = None
+    mask: Tensor | None = None
+    by_next_mask: bool = False
+
+    def counted(self, slots: Tensor) -> Tensor:
+        """`(batch or 1, slots)`: the positions implied when the tokens in these slots were cached; -1 at padding."""
+        if self.mask is None:
+            return slots.unsqueeze(0)
+        counted = counted_tokens(self.mask.to(slots.device))
+        return counted.index_select(1, slots.clamp(max=counted.shape[1] - 1))
 
 
 class SeenKeys:
@@ -170,7 +183,10 @@ def _followed(
         # Rows with equal keys may have had different positions.
         if bool((same.to(ids.device).unsqueeze(-1) & (ids.unsqueeze(1) != others)).any()):
             return None
-    return dataclasses.replace(known, length=length, ids=ids, keys=seen)
+    mask = known.mask
+    if mask is not None and mask.shape[0] > 1:
+        mask = mask.index_select(0, rows.flatten().to(mask.device))
+    return dataclasses.replace(known, length=length, ids=ids, keys=seen, mask=mask)
 
 
 def _seen(cache: Any) -> SeenKeys | None:

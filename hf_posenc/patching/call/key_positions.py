@@ -152,10 +152,10 @@ def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: i
 def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity:
     own, offset, mask = state.positions(device).ids, state.offset, _usable_mask(state)
     differs = None if state.position_ids is None else _differs_from_expected(state, own)
+    known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
     holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)))
     if device.type == "meta":
         return Regularity(irregular=False, even=True)
-    known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
     if state.cache_changed and known is not None and int(offset or 0) > 0:
         raise UnsupportedError(_CHANGED_CACHE)
     doubt = None if known is None else known.unknown
@@ -166,18 +166,21 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
     if doubt is not None and bool(doubt):
         raise UnsupportedError(_UNKNOWN_POSITIONS)
     negative = None if differs is None else negative_positions(state, own)
-    flags = [flag for flag in (negative, differs, holes) if flag is not None]
+    counted_anew = None if known is None else _counted_anew(known, mask, offset)
+    flags = [flag.to(device) for flag in (negative, differs, counted_anew, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())
     if negative is not None and next(found):
         raise SequenceLengthError(NEGATIVE)
     irregular = differs is not None and next(found)
+    irregular |= counted_anew is not None and next(found)
     if not irregular and (known is None or known.ids is None):
         if state.cache_object is not None and offset is not None and (known is not None or int(offset) == 0):
-            record(state.cache_object, CachedPositions(offset + state.query_length))
+            record(state.cache_object, CachedPositions(offset + state.query_length, mask=mask))
         return Regularity(irregular=False, even=holes is None or not next(found))
     cached = _recorded_length(state, known)
-    if state.position_ids is None and known is not None and known.ids is not None and cached:
-        farthest = known.ids[:, :cached].amax(-1)
+    if state.position_ids is None and known is not None and not known.by_next_mask and cached:
+        before = known.counted(torch.arange(cached, device=device)) if known.ids is None else known.ids[:, :cached]
+        farthest = before.to(device).amax(-1)
         if bool((own[:, 0] <= farthest).any()):
             raise UnsupportedError(_NOT_CONTINUED.format(int(farthest.max()), int(own[:, 0].min())))
     slots = torch.arange(cached + state.query_length, device=device)
@@ -186,11 +189,26 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
     return Regularity(irregular=True, even=bool(_has_even_spacing(ids, _real_at(state, slots, ids))))
 
 
+def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Tensor | None) -> Tensor | None:
+    """0-dim bool: whether a mask shows other cached tokens than when they were cached; `None` if there is no doubt.
+
+    Their positions are those of that time.
+    """
+    if known.ids is not None or known.by_next_mask or offset is None:
+        return None
+    masks = [one.bool() for one in (known.mask, mask) if one is not None]
+    if not masks or len({one.shape[0] for one in masks} - {1}) > 1:
+        return None
+    length, device = min(one.shape[1] for one in masks), masks[-1].device
+    changed = masks[0].to(device)[:, :length] != masks[1][:, :length] if len(masks) > 1 else ~masks[0]
+    return (changed & (torch.arange(length, device=device) < offset)).any()
+
+
 def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: Tensor | None) -> Regularity:
     if differs is None:
         return Regularity(irregular=False, even=True if holes is None else ~holes)
     if _cache_is_empty(state):
-        record(state.cache_object, CachedPositions(state.query_length, unknown=differs))
+        record(state.cache_object, CachedPositions(state.query_length, unknown=differs, mask=_usable_mask(state)))
         slots = torch.arange(state.query_length, device=own.device)
         return Regularity(irregular=True, even=_has_even_spacing(own, _real_at(state, slots, own)))
     torch._assert_async(~differs, _UNKNOWN_POSITIONS)
@@ -278,6 +296,8 @@ def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) ->
     known = recorded(state.cache_object)
     offset = 0 if state.offset is None else state.offset
     cached = None if known is None else known.ids
+    if known is not None and cached is None and not known.by_next_mask:
+        cached = known.counted(slots)
     rows = {one.shape[0] for one in (ids, own, cached) if one is not None} - {1}
     if len(rows) > 1:
         raise UnsupportedError(
