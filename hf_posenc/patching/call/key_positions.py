@@ -171,14 +171,14 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
     found = iter(torch.stack(flags).tolist() if flags else ())
     if negative is not None and next(found):
         raise SequenceLengthError(NEGATIVE)
-    irregular = differs is not None and next(found)
-    irregular |= counted_anew is not None and next(found)
-    if not irregular and (known is None or known.ids is None):
+    stated = differs is not None and next(found)
+    recounted = counted_anew is not None and next(found)
+    if not (stated or recounted) and (known is None or known.ids is None):
         if state.cache_object is not None and offset is not None and (known is not None or int(offset) == 0):
             record(state.cache_object, CachedPositions(offset + state.query_length, mask=mask))
         return Regularity(irregular=False, even=holes is None or not next(found))
     cached = _recorded_length(state, known)
-    if state.position_ids is None and known is not None and not known.by_next_mask and cached:
+    if not stated and known is not None and not known.by_next_mask and cached:
         before = known.counted(torch.arange(cached, device=device)) if known.ids is None else known.ids[:, :cached]
         farthest = before.to(device).amax(-1)
         if bool((own[:, 0] <= farthest).any()):
@@ -236,9 +236,9 @@ _UNKNOWN_POSITIONS = (
 
 
 _NOT_CONTINUED = (
-    "The positions that were given for the cached tokens reach {}, but this call has no position_ids, so its first "
-    "token would stand at {}, which is counted over the attention mask or the cached tokens. Pass position_ids to "
-    "every call that continues this cache."
+    "The positions of the cached tokens reach {}, but the first token of this call would stand at {}, which is counted "
+    "over the attention mask or the cached tokens. Pass position_ids to every call that continues this cache, also to "
+    "`generate`, which counts from 0 otherwise."
 )
 
 
