@@ -114,11 +114,9 @@ def test_the_code_of_the_page_on_context_length_runs() -> None:
 def test_the_code_of_the_page_of_limits_runs_and_the_next_call_needs_positions(generates: bool) -> None:
     scope = run("docs/reference/limits.md", {}, section="Changed caches")
     model, cache, kept = scope["model"], scope["cache"], [0, 1, 6, 7, 8, 9, 10]
-    with pytest.raises(hf_posenc.UnsupportedError, match="Pass position_ids to every call.*also to `generate`"):
-        if generates:
-            model.generate(torch.tensor([[*kept, 11]]), past_key_values=cache, max_new_tokens=1)
-        else:
-            model(torch.tensor([[11]]), past_key_values=cache)
+    call, ids = (model.generate, [*kept, 11]) if generates else (model, [11])
+    with pytest.raises(hf_posenc.UnsupportedError, match=r"Pass position_ids to every call.*also to `generate`"):
+        call(torch.tensor([ids]), past_key_values=cache)
 
 
 def test_what_the_page_of_wrong_claims_prints_is_what_its_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
