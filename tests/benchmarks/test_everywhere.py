@@ -25,6 +25,7 @@ from benchmarks.machine import describe_machine
 from hf_posenc.export.gguf.run import predict
 from hf_posenc.report import Record, Result
 from tests.export.gguf_cases import byte_tokenizer, tiny_llama
+from tests.versions import EXPORTER, since
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "everywhere.md"
 TINY = Plan(
@@ -72,6 +73,7 @@ SMALL = dataclasses.replace(TINY, decoders=TINY.decoders[1:], encoders=(), long=
 
 @pytest.fixture(scope="module", params=[SMALL, pytest.param(TINY, marks=pytest.mark.slow)], ids=["small", "all"])
 def result(request: pytest.FixtureRequest, bases: dict[str, Path], work: Steps) -> Result:
+    since(*EXPORTER)
     return measure(request.param, work, bases, "command")
 
 

@@ -31,6 +31,7 @@ from tests.export.gguf_cases import (
     with_strong_weights,
     word_piece_tokenizer,
 )
+from tests.versions import since
 
 pytest.importorskip("xllamacpp")
 
@@ -97,6 +98,8 @@ def with_slow(cases: list[tuple[Any, ...]], more: list[tuple[Any, ...]]) -> list
 
 @pytest.mark.parametrize(("scheme", "name", "options"), with_slow(T5_CASES, MORE_T5_CASES), ids=str)
 def test_t5_gives_the_same_numbers(scheme: Any, name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if name == "UMT5ForConditionalGeneration":
+        since("5.18", "its decoder loses its mask, and is refused")
     model = t5(scheme, name, **options)
     report = exported(model, tmp_path / "out")
     decoder = name != "T5EncoderModel"

@@ -253,14 +253,15 @@ def test_a_refused_upload_leaves_a_whole_folder_and_says_how_to_go_on(
 
 CARDS = """
 import hf_posenc
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, upload_file
 from tests.models import tiny
 def push(scheme):
     model = hf_posenc.patch_model(tiny("LlamaForCausalLM", vocab_size=64), scheme)
     model.push_to_hub("someone/cards")
     return ModelCard.load("someone/cards").content
 cards = [push("alibi"), push("t5")]
-ModelCard("---\\nlicense: mit\\n---\\n\\n# By hand").push_to_hub("someone/cards")
+by_hand = b"---\\nlicense: mit\\n---\\n\\n# By hand"
+upload_file(path_or_fileobj=by_hand, path_in_repo="README.md", repo_id="someone/cards")
 cards.append(push("kerple"))
 reloaded = AutoModelForCausalLM.from_pretrained("someone/cards")
 hf_posenc.export_model(hf_posenc.patch_model(reloaded, "rope"), folder / "stock", push_to_hub="someone/exported")

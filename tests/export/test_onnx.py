@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import onnx
@@ -20,6 +22,7 @@ from hf_posenc.export.onnx import program, write
 from hf_posenc.export.onnx.program import save_program
 from hf_posenc.export.onnx.verify import TOLERANCE, Session, compare
 from tests.thinning import mostly_slow
+from tests.versions import EXPORTER, since
 
 from .models import visible
 
@@ -41,11 +44,17 @@ CASES = [
 QUICK = {("forget_gate", LLAMA), ("normalized_integer", LLAMA), ("string", BERT)}
 
 
+def to_onnx(model: Any, folder: Path, **options: Any) -> Any:
+    """The export, where transformers can be used for it."""
+    since(*EXPORTER)
+    return export_model(model, folder, to="onnx", **options)
+
+
 @pytest.fixture(scope="module")
 def alibi(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A Llama with ALiBi, and its export."""
     model, folder = visible(LLAMA, "alibi"), tmp_path_factory.mktemp("onnx") / "alibi"
-    return model, folder, export_model(model, folder, to="onnx", quantize=True)
+    return model, folder, to_onnx(model, folder, quantize=True)
 
 
 @pytest.mark.parametrize(("scheme", "name"), mostly_slow(CASES, QUICK.__contains__))
@@ -53,10 +62,10 @@ def test_every_scheme_gives_equal_numbers_or_is_refused(scheme: str, name: str, 
     model = visible(name, scheme)
     if (scheme, name) in REFUSED:
         with pytest.raises(UnsupportedError, match=REFUSED[scheme, name]):
-            export_model(model, tmp_path / "out", to="onnx")
+            to_onnx(model, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         return
-    report = export_model(model, tmp_path / "out", to="onnx")
+    report = to_onnx(model, tmp_path / "out")
     assert all(check.difference <= CLOSE for check in report.checks)
     operators = {node.domain for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node}
     assert operators <= {"", "ai.onnx"}
@@ -109,7 +118,7 @@ def test_outliers_in_a_matrix_do_not_round_its_other_int8_weights(tmp_path: Path
             linear = layer.intermediate.dense
             linear.weight[0] = 100 * linear.weight.abs().max()
             linear.bias[0] = -1e5
-    report = export_model(model, tmp_path / "out", to="onnx", quantize=True)
+    report = to_onnx(model, tmp_path / "out", quantize=True)
     rounded = [check for check in report.checks if check.runtime.endswith("int8")]
     # Measured: 0.044, and 1.7 with one scale for a matrix.
     assert 0 < max(check.difference for check in rounded) < 0.1
@@ -124,7 +133,7 @@ def test_the_check_finds_a_lost_bias(alibi: Any) -> None:
 
 def test_an_encoder_beyond_its_native_length(tmp_path: Path) -> None:
     model = visible(BERT, "alibi")
-    export_model(model, tmp_path / "alibi", to="onnx")
+    to_onnx(model, tmp_path / "alibi")
     ids = torch.randint(3, 40, (1, 150), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     found = Session(tmp_path / "alibi" / "model.onnx")(inputs, [])["last_hidden_state"]
@@ -133,6 +142,7 @@ def test_an_encoder_beyond_its_native_length(tmp_path: Path) -> None:
 
 
 def test_the_check_finds_a_fixed_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    since(*EXPORTER)
     monkeypatch.setattr(program, "_open", lambda axes: dict.fromkeys(axes))
     model = visible(BERT, "alibi")
     save_program(program.export_program(model, None), tmp_path / "model.onnx")
@@ -155,14 +165,14 @@ def test_padding_between_real_tokens_counts_as_in_torch(alibi: Any) -> None:
 @pytest.mark.slow
 def test_a_scaling_past_its_original_length(tmp_path: Path) -> None:
     yarn = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=64))
-    report = export_model(visible(LLAMA, yarn, max_position_embeddings=256), tmp_path / "yarn", to="onnx")
+    report = to_onnx(visible(LLAMA, yarn, max_position_embeddings=256), tmp_path / "yarn")
     assert all(check.difference <= CLOSE for check in report.checks)
 
 
 def test_a_scaling_that_changes_cached_keys_is_refused(tmp_path: Path) -> None:
     model = visible(LLAMA, RopeConfig(scaling=DynamicScaling(factor=4.0, original_max_positions=64)))
     with pytest.raises(UnsupportedError, match="does not check the length of its cache"):
-        export_model(model, tmp_path / "dynamic", to="onnx")
+        to_onnx(model, tmp_path / "dynamic")
 
 
 @pytest.mark.slow
@@ -183,20 +193,27 @@ def test_a_scaling_that_changes_cached_keys_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_other_architectures_stock_and_patched(name: str, options: Any, scheme: str | None, tmp_path: Path) -> None:
-    report = export_model(visible(name, scheme, **options), tmp_path / "out", to="onnx")
+    report = to_onnx(visible(name, scheme, **options), tmp_path / "out")
     assert report.checks
     assert all(check.difference <= CLOSE for check in report.checks)
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"has an encoder and a decoder, .*T5EncoderModel"):
-        export_model(visible("T5ForConditionalGeneration"), tmp_path / "t5", to="onnx")
+        to_onnx(visible("T5ForConditionalGeneration"), tmp_path / "t5")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install onnx onnxruntime onnxscript"):
         export_model(visible(BERT), tmp_path / "out", to="onnx")
+
+
+def test_an_exporter_that_returns_other_programs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.exporters", ModuleType("exporters of an older transformers"))
+    with pytest.raises(UsageError, match=r"newer exporters than those of .*pip install 'transformers>=5\.23'"):
+        export_model(visible(BERT), tmp_path / "out", to="onnx")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
@@ -214,7 +231,7 @@ def test_values_of_options_are_checked(options: dict[str, Any], message: str, tm
 
 def test_a_version_of_operators_that_is_not_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="opset_version=5; the exporter wrote version"):
-        export_model(visible(BERT), tmp_path / "out", to="onnx", opset_version=5)
+        to_onnx(visible(BERT), tmp_path / "out", opset_version=5)
 
 
 def test_the_quantizer_leaves_logging_as_it_is(caplog: pytest.LogCaptureFixture, alibi: Any, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 
 from tests.models import tiny_config
+from tests.versions import before
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
         position_ids=False,
         sdpa=False,
         # Before transformers 5.21 its own bias is as long as the input, not as the cache.
-        static_cache=Version(transformers.__version__) >= Version("5.21"),
+        static_cache=not before("5.21"),
     ),
     "cohere2_interleaved": ArchitectureRow(
         _builder("Cohere2ForCausalLM", sliding_window=6, layer_types=["sliding_attention", "full_attention"])

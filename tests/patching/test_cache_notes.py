@@ -18,6 +18,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.patching.call import cache_notes
 from tests.models import tiny
+from tests.versions import before
 
 IDS = torch.arange(1, 13)[None]
 GAPPED = torch.tensor([[0, 1, 2, 3, 40, 41, 42, 43, 90, 91, 92, 93]])
@@ -148,10 +149,13 @@ def test_transformers_exports_prefill_and_decoding(scheme: str) -> None:
     model = made(scheme)
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     exported = exporters.DynamoExporter().export_for_generation(model, inputs, config)
-    decode = exported.components["decode"].program
+    # Before transformers 5.23 the programs are returned alone, and take a mask.
+    decode = exported["decode"] if before("5.23") else exported.components["decode"].program
+    names = set(decode.call_spec.in_spec.child(1).context)
     cache, twin = filled(model), filled(model)
-    (name,) = {"cache", "past_key_values"} & set(exported.runners["decode"].traced_kwarg_order)
+    (name,) = {"cache", "past_key_values"} & names
     step = {"input_ids": IDS[:, 8:9], "position_ids": torch.tensor([[8]])}
-    found = decode.module()(**step, **{name: cache}).logits
+    mask = {"attention_mask": torch.ones_like(IDS[:, :9])} if "attention_mask" in names else {}
+    found = decode.module()(**step, **mask, **{name: cache}).logits
     expected = model(**step, past_key_values=twin).logits
     assert (found - expected).abs().max() < 1e-4

@@ -5,6 +5,7 @@ Right is what the same rows give without a cache.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posenc import UnsupportedError, accept_cache, patch_model, unpatch_model
+from tests import versions
 from tests.matrix.running import distance, patched, tokens
 
 ROWS, CACHED, LENGTH = 3, 10, 14
@@ -179,7 +181,9 @@ def test_a_cache_belongs_to_the_scheme_that_filled_it(kind: str) -> None:
     goes_on(of_alibi)
     unpatch_model(model)
     of_alibi.reset()
-    goes_on(of_alibi)
+    # Before transformers 5.18, a dynamic cache is then full of zeros.
+    with pytest.raises(UnsupportedError) if kind == "dynamic" and versions.before("5.18") else contextlib.nullcontext():
+        goes_on(of_alibi)
 
 
 @pytest.mark.parametrize("scheme", ["none", "rope", "alibi", "sinusoidal"])

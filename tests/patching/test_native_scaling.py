@@ -25,6 +25,7 @@ from hf_posenc.recipes import SchemePhases
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.labels import scheme_label
 from tests.models import tiny
+from tests.versions import ONE_AXIS, since
 
 YARN = YarnScaling(factor=4.0, original_max_positions=32)
 IN_TRANSFORMERS = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -163,6 +164,8 @@ LATENT = {
 def test_a_model_that_cannot_have_it_is_refused_and_left_alone(
     name: str, options: dict[str, Any], scaling: YarnScaling, message: str
 ) -> None:
+    if options is MROPE:
+        since(*ONE_AXIS)
     model = built(name, **options)
     with pytest.raises(ValueError, match=message):
         patch_model(model, NativeConfig(scaling))

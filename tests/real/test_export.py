@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import hf_posenc
 from hf_posenc import InterleavedConfig, PRopeConfig, RopeConfig, YarnScaling
+from tests.versions import EXPORTER, since
 
 pytestmark = pytest.mark.assets
 
@@ -49,6 +50,7 @@ def test_minilm_runs_in_plain_transformers(name: str, minilm_folder: str, tmp_pa
 @pytest.mark.parametrize("name", ["alibi", "rope"])
 def test_embeddings_of_minilm_in_onnxruntime(name: str, minilm_folder: str, tmp_path) -> None:
     pytest.importorskip("onnxruntime")
+    since(*EXPORTER)
     model = BertModel.from_pretrained(minilm_folder, dtype=torch.float32)
     report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
     assert {check.mode for check in report.checks} == {"embedding", "prefill"}
@@ -59,6 +61,7 @@ def test_embeddings_of_minilm_in_onnxruntime(name: str, minilm_folder: str, tmp_
 @pytest.mark.parametrize("name", ["none", "alibi"])
 def test_smollm2_in_onnxruntime(name: str, smollm2_folder: str, tmp_path) -> None:
     pytest.importorskip("onnxruntime")
+    since(*EXPORTER)
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
     assert max(check.difference for check in report.checks) <= 5e-5

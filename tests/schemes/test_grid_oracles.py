@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import types
 from typing import Any
 
@@ -46,6 +47,7 @@ from hf_posenc.schemes import (
     T5Config,
 )
 from hf_posenc.schemes.rotary.mrope import reset_images
+from tests.versions import before, must_have, since
 
 from .coordinate_cases import HEADS, at, map_of, mapped, query_and_key
 from .grid_cases import image
@@ -69,7 +71,8 @@ TOWERS = [
     ("glm4v", "Glm4vVisionRotaryEmbedding", half, BLOCK),
     ("sam3", "Sam3ViTRotaryEmbedding", interleaved, RopeNdConfig(10_000.0, layout="interleaved")),
     ("muse_spark", "MuseSparkVisionRotaryEmbedding", half, BLOCK),
-    ("step3p7", "Step3p7VisionRotaryEmbedding", half, dataclasses.replace(BLOCK, columns_first=True)),
+    # Before transformers 5.23, its rows come first.
+    ("step3p7", "Step3p7VisionRotaryEmbedding", half, dataclasses.replace(BLOCK, columns_first=not before("5.23"))),
     ("inkling2", "Inkling2VisionRotaryEmbedding", interleaved,
      dataclasses.replace(BLOCK, columns_first=True, layout="interleaved")),
     ("kimi_k25", "Kimi_K25VisionRotaryEmbedding", half,
@@ -84,6 +87,7 @@ def axial_config(**options: Any) -> Any:
 
 @pytest.mark.parametrize(("model", "name", "rotate", "config"), TOWERS, ids=[row[0] for row in TOWERS])
 def test_rotations_equal_the_vision_tower(model, name, rotate, config):
+    must_have(model, importlib.util.find_spec(f"transformers.models.{model}") is not None)
     module = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
     positions = image(ROWS, COLUMNS)
     query, key = query_and_key(HEAD_DIM, length=LENGTH)
@@ -95,6 +99,7 @@ def test_rotations_equal_the_vision_tower(model, name, rotate, config):
 
 def test_rotations_over_frames_equal_minimax_m3():
     """Its rotated width is the largest that three axes share evenly."""
+    since("5.18", "this tower rotates two axes")
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLVisionRotaryEmbedding
 
     positions = image(2, 3, 4)

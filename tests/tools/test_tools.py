@@ -12,6 +12,7 @@ import torch
 from tests.tools.adapting import METHODS, PROMPTS, WITHOUT_ROW
 from tests.tools.table import SLOW, TOOLS
 from tests.tools.tool import EQUAL, SCHEMES, Tool, outcome
+from tests.versions import INSTALLED, TESTED
 
 _SPEC = importlib.util.spec_from_file_location(
     "generate_tools", Path(__file__).resolve().parents[2] / "docs" / "generate" / "tools.py"
@@ -51,7 +52,10 @@ def test_a_cell_says_what_happens(tool: Tool, name: str) -> None:
         pytest.skip(f"needs {', '.join(missing)}: pip install '.[tools]'")
     torch.set_num_threads(1)
     recorded = RECORD["cells"][f"{tool.group} / {tool.name}"][name]
-    assert outcome(tool, SCHEMES[name]) == recorded
+    found = outcome(tool, SCHEMES[name])
+    if INSTALLED < TESTED and found not in (recorded, EQUAL):
+        pytest.skip(f"recorded with transformers {TESTED}; with {INSTALLED} this is refused: {found}")
+    assert found == recorded or (INSTALLED < TESTED and found == EQUAL)
 
 
 def test_the_page_is_made_of_the_record() -> None:

@@ -27,6 +27,7 @@ from tests.training.run_cases import (
     words,
     write_texts,
 )
+from tests.versions import since
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,7 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
     if not causal:
         return
     before = curve(tmp_path / "both")
+    since("5.18", "the trainer cannot read an optimizer's state in several processes on CPUs")
     # Half a last checkpoint: the run goes on from step 13, which lies within its second epoch.
     (tmp_path / "both/checkpoint-16/rng_state_1.pth").unlink()
     said = launch(CONFIGS / "ddp_cpu.yaml", script, both)

@@ -76,9 +76,7 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         SettingsError: if there is no such architecture for the task, or it cannot have these sizes.
     """
     model_type = task.settings.model_type or ("llama" if task.causal else "bert")
-    if model_type not in CONFIG_MAPPING:
-        raise SettingsError(f"--model_type: {UnknownNameError('architecture', model_type, CONFIG_MAPPING)}")
-    stock: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    stock = _stock_config(model_type)
     padding = tokenizer.pad_token_id or 0
     inner = 2 * settings.hidden_size
     wanted: dict[str, Any] = {
@@ -126,9 +124,7 @@ def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -
         SettingsError: if there is no such architecture, or it cannot have these sizes.
     """
     model_type = task.settings.model_type or "vit"
-    if model_type not in CONFIG_MAPPING:
-        raise SettingsError(f"--model_type: {UnknownNameError('architecture', model_type, CONFIG_MAPPING)}")
-    stock: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    stock = _stock_config(model_type)
     wanted: dict[str, Any] = {
         "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers,
@@ -145,6 +141,16 @@ def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
     fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
     return _built(task, stock, fields, classes)
+
+
+def _stock_config(model_type: str) -> PreTrainedConfig:
+    if model_type not in CONFIG_MAPPING:
+        raise SettingsError(f"--model_type: {UnknownNameError('architecture', model_type, CONFIG_MAPPING)}")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    except _NOT_BUILT as error:
+        raise SettingsError(f"--model_type {model_type} has no default config to start from: {error}") from error
+    return config
 
 
 def _built(task: StudyTask, stock: PreTrainedConfig, fields: dict[str, Any], classes: int | None = None) -> Any:

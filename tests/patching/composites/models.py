@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from tests.versions import ONE_AXIS, since
 
 IMAGE = 3
 WORDS = 99
@@ -102,13 +102,8 @@ def _gemma3() -> PreTrainedModel:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _refuse_old_rotary_modules() -> None:
-    if Version(transformers.__version__) < Version("5.19"):
-        pytest.skip("before transformers 5.19, these rotary modules cannot be called with positions on one axis")
-
-
 def _qwen2() -> PreTrainedModel:
-    _refuse_old_rotary_modules()
+    since(*ONE_AXIS)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
     config = transformers.Qwen2VLConfig(
         text_config=_TEXT | {"rope_parameters": rope},
@@ -122,7 +117,7 @@ def _qwen2() -> PreTrainedModel:
 
 
 def _qwen3() -> PreTrainedModel:
-    _refuse_old_rotary_modules()
+    since(*ONE_AXIS)
     rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 100.0}
     vision = {"intermediate_size": 48, "out_hidden_size": 32, "num_position_embeddings": 16}
     config = transformers.Qwen3VLConfig(

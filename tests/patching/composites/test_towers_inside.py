@@ -10,12 +10,14 @@ from hf_posenc.patching.find.discovery import find_stacks
 from tests.architectures.part_calling import PartCaller
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.versions import since
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["none", "alibi", "rope"])
 def test_git_decodes_and_is_padded_after_a_patch(scheme: str) -> None:
     """The buffers of position ids of the text grow. Those of the vision tower are as long as its patches."""
+    since("5.18", "GIT adds the length of its cache to positions that it was not given")
     caller = PartCaller(pair_named("image-text-git"))
     embeddings = caller.model.git.image_encoder.vision_model.embeddings
     before = embeddings.position_ids.clone()
