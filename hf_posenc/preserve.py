@@ -7,7 +7,7 @@ import logging
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -40,6 +40,26 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def attention_implementation(model: Any, name: str, unless: Sequence[str] = ()) -> Iterator[None]:
+    """Another implementation of attention; afterwards the one that the model had.
+
+    Args:
+        model: a transformers model.
+        name: as in `attn_implementation`, such as "eager".
+        unless: implementations that stay.
+    """
+    before = model.config._attn_implementation
+    if before in (name, *unless):
+        yield
+        return
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 @contextmanager

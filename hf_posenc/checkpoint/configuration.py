@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
-from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, native_fields, without_sentence
+from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, changed_fields, native_fields, without_sentence
 from hf_posenc.patching.place.config_lengths import (
     NAMES,
     NATIVE_LENGTHS,
@@ -17,7 +17,6 @@ from hf_posenc.patching.place.config_lengths import (
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
 from hf_posenc.patching.place.record import described
-from hf_posenc.patching.place.stack_record import changed_fields
 from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.onnx.graphs import Plain, plain_inputs, run_plain
-from hf_posenc.export.onnx.program import prepare_for_tracing, quiet, traceable_attention
+from hf_posenc.export.onnx.program import prepare_for_tracing, quiet
 from hf_posenc.export.onnx.verify import compare_plain
 from hf_posenc.export.onnx.write import save_configs
 from hf_posenc.export.records import Check, Written, checked
 from hf_posenc.export.request import Request, refuse_encoder_decoder
 from hf_posenc.patching.place.config_lengths import find_lengths
 from hf_posenc.patching.place.encoding import current_encoding
+from hf_posenc.preserve import attention_implementation
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. XNNPACK sums in
 #: another order.
@@ -78,7 +79,7 @@ def _save_program(model: PreTrainedModel, path: Path, max_length: int) -> None:
         ) from error
     prepare_for_tracing(model, max_length)
     length = torch.export.Dim("length", min=2, max=max_length)
-    with traceable_attention(model), quiet():
+    with attention_implementation(model, "sdpa", unless=["eager"]), quiet():
         inputs = _example(model, _LENGTH)
         shapes = {name: {1: length} for name in inputs}
         config = ExecutorchConfig(dynamic=True, dynamic_shapes=shapes)

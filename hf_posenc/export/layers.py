@@ -25,6 +25,9 @@ from hf_posenc.schemes.rotary.string import RotationInBasis
 _ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
 
 
+#: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
+STOPPED = 1e30
+
 #: An entry of `rope_parameters` that is no part of a rotation: the attention of Ministral 3 reads it, and multiplies
 #: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
 QUERY_FACTOR = "llama_4_scaling_beta"

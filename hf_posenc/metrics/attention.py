@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from hf_posenc.metrics.forward import check_vocabulary, run
 from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import text_windows
-from hf_posenc.preserve import evaluation_mode
+from hf_posenc.preserve import attention_implementation, evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -59,7 +58,8 @@ def attention_test(
             for quantity, value in zip(("distance", "entropy"), values, strict=True)
         ]
 
-    with _eager(model), evaluation_mode(model):
+    # Fused kernels keep the weights to themselves.
+    with attention_implementation(model, "eager"), evaluation_mode(model):
         subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
     name = type(model).__name__
     return Result(
@@ -86,14 +86,3 @@ def _means(model: Any, ids: Tensor) -> Tensor:
         [[(one * distance).sum(-1).mean(), torch.special.entr(one).sum(-1).mean()] for one in layers],
         dtype=torch.float64,
     )
-
-
-@contextmanager
-def _eager(model: Any) -> Iterator[None]:
-    """Fused kernels keep the weights to themselves."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,12 @@ def test_an_encoder_of_another_model_is_not_saved_with_the_scheme_of_this_one(
     model = patched("bart", "alibi")
     model.model.encoder = patched("bart", scheme).model.encoder
     message = "its BartEncoder was exchanged after patch_model"
-    with pytest.raises(UnsupportedError, match=message):
-        model.save_pretrained(tmp_path)
+    for action in (
+        lambda: model(tokens(1, 4), decoder_input_ids=tokens(1, 4)),
+        lambda: model.save_pretrained(tmp_path),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            action()
     if scheme is None:
         assert message in inspect_model(model).disagreement
 
@@ -57,6 +62,47 @@ def test_a_stock_base_under_the_config_of_a_patched_model_is_named(tmp_path: Pat
     with pytest.raises(UnsupportedError, match=message):
         model.save_pretrained(tmp_path)
     assert message in inspect_model(model).disagreement
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scheme", [None, "t5"])
+@torch.no_grad()
+def test_a_base_that_was_exchanged_is_noticed_at_the_next_call(scheme: str | None, compiled: bool) -> None:
+    model, other, ids = patched("llama_gqa", "alibi"), patched("llama_gqa", scheme), tokens(1, 4)
+    run = torch.compile(model, backend="eager") if compiled else model
+    expected, own = run(ids).logits, model.model
+    model.model = other.model
+    with pytest.raises(UnsupportedError, match="its LlamaModel was exchanged after patch_model"):
+        run(ids)
+    other(ids)
+    model.model = own
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(ids).logits, expected)
+    twin.model = other.model
+    with pytest.raises(UnsupportedError, match="its LlamaModel was exchanged"):
+        pickle.loads(pickle.dumps(twin))(ids)
+    unpatch_model(model)
+    model.model = patched("llama_gqa", None).model
+    model(ids)
+
+
+class Wrapper(nn.Module):
+    """Around a module, as FSDP puts one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@torch.no_grad()
+def test_a_wrapper_around_a_base_is_no_exchange() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 4)
+    expected = model(ids).logits
+    model.model = Wrapper(model.model)
+    assert torch.equal(model(ids).logits, expected)
 
 
 def _moved(model: Any, order: list[int]) -> None:

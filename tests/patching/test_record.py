@@ -119,6 +119,12 @@ def _with_attribute(inner: Any, module: Any) -> Any:
     return forward.__get__(module)
 
 
+def _with_global(inner: Any, module: Any) -> Any:
+    script = {"inner": inner, "__name__": "a_script"}
+    exec("def forward(*args, **kwargs):\n    return inner(*args, **kwargs)", script)
+    return script["forward"]
+
+
 class _Timed:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -127,7 +133,7 @@ class _Timed:
         return self.inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize("wrapper", [_with_wraps, _with_attribute, lambda inner, _: _Timed(inner)])
+@pytest.mark.parametrize("wrapper", [_with_wraps, _with_attribute, _with_global, lambda inner, _: _Timed(inner)])
 @torch.no_grad()
 def test_a_wrapper_that_calls_the_placed_forward_is_accepted(wrapper: Any, tmp_path: Path) -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)

@@ -25,10 +25,8 @@ from hf_posenc.export.gguf.parts import (
     rotations_of,
     scaled_rotations,
 )
-from hf_posenc.export.layers import rows_of
+from hf_posenc.export.layers import STOPPED, rows_of
 
-#: Divides positions if nothing rotates.
-_STOPPED = 1e30
 #: The slope of the last of 2^n heads is 2^-8 (arXiv:2108.12409).
 _ALIBI = 8.0
 
@@ -102,7 +100,7 @@ def geometric_rotation(parts: ModelParts) -> GgufForm:
     turning = rotations[0].frequencies.abs()
     turning = turning[turning > 0].sort(descending=True).values
     if len(turning) == 0:
-        stopped: Metadata = {"rope.scaling.type": "linear", "rope.scaling.factor": _STOPPED}
+        stopped: Metadata = {"rope.scaling.type": "linear", "rope.scaling.factor": STOPPED}
         return _rotated(parts, rotations, {"rope.freq_base": 10000.0, **stopped}, "'gptneox' with stopped positions")
     entries = geometric_entries(turning)
     if entries is None:

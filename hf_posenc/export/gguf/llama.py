@@ -25,12 +25,10 @@ from hf_posenc.export.gguf.parts import (
     rotations_of,
     scaled_rotations,
 )
-from hf_posenc.export.layers import QUERY_FACTOR
+from hf_posenc.export.layers import QUERY_FACTOR, STOPPED
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
-#: Divides the frequency of a pair that does not turn.
-_STOPPED = 1e30
 #: llama.cpp's smollm3 does not rotate in every fourth layer.
 _SMOLLM3_STEP = 4
 _REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
@@ -118,7 +116,7 @@ def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufFor
     rope = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     if torch.allclose(frequencies, rope, rtol=EQUAL, atol=0):
         return form
-    factors = torch.where(frequencies == 0, _STOPPED, rope / frequencies)
+    factors = torch.where(frequencies == 0, STOPPED, rope / frequencies)
     tensors = {**form.tensors, "rope_freqs.weight": factors.float()}
     return GgufForm(form.architecture, form.metadata, tensors, f"{form.carrier} and rope_freqs.weight")
 

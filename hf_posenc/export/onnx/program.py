@@ -18,12 +18,12 @@ from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.onnx.graphs import Graph, graph_of
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
+from hf_posenc.preserve import attention_implementation
 from hf_posenc.schemes.parts import QueryKeyMap
 
 #: Protobuf limits a file to 2 GB. Larger weights go to a file of their own.
 LARGEST_FILE = int(1.5 * 2**30)
 _WEIGHTS = "model.onnx_data"
-_TRACEABLE = ("eager", "sdpa")
 
 
 def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
@@ -47,7 +47,7 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
             "pip install 'transformers>=5.23'"
         ) from error
     prepare_for_tracing(model)
-    with traceable_attention(model), quiet():
+    with attention_implementation(model, "sdpa", unless=["eager"]), quiet():
         graph = graph_of(model)
         shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset_version)
@@ -132,20 +132,6 @@ def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -
         forward = module.__dict__.get("forward")
         if isinstance(forward, StackForward):
             forward.runtime.slots.reach(module, length)
-
-
-@contextlib.contextmanager
-def traceable_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Replaces attention kernels that cannot be traced."""
-    before = model.config._attn_implementation
-    if before in _TRACEABLE:
-        yield
-        return
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import (
     QUERY_FACTOR,
+    STOPPED,
     PlacedLayer,
     Spectrum,
     placed_additives,
@@ -30,9 +31,6 @@ from hf_posenc.export.stock.form import (
 from hf_posenc.patching.find.layer_context import build_context, native_pairing
 from hf_posenc.patching.find.rotary_spectra import reads_axes
 from hf_posenc.schemes import BuildContext
-
-#: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
-_STOPPED = 1e30
 
 
 def own_spectrum(model: PreTrainedModel) -> StockForm:
@@ -121,7 +119,7 @@ def stated_head_dim(config: Any, context: BuildContext) -> int:
 def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:
     """The float32 factor f for which `1 / (f * theta ** (2 * index / rotary_dim))` is closest to a frequency."""
     if wanted == 0.0:
-        return _STOPPED
+        return STOPPED
     power = torch.tensor(theta) ** (torch.tensor([2.0 * index]) / rotary_dim)
     guess = 1.0 / (torch.tensor([wanted]) * power)
     infinity = torch.tensor(float("inf"))

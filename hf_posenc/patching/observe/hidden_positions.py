@@ -192,7 +192,7 @@ def _own_message(stack: Stack, what: str) -> str:
     own = f" The attention function {function!r} was registered by other code." if function else ""
     return (
         f"The positions of this {type(stack.module).__name__} ({stack.config.model_type}, transformers "
-        f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, which would "
-        f"remain active next to any scheme.{own} Use the class and the attention function of transformers, or take "
-        "positions out of your own; a scheme then provides them."
+        f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, or wraps "
+        f"code that has, and they would remain active next to any scheme.{own} Use the class and the attention "
+        "function of transformers, or take positions out of your own, and set a wrapper after patch_model."
     )

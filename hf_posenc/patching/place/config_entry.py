@@ -21,18 +21,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
-from hf_posenc.patching.place.config_lengths import native_lengths, write_lengths
+from hf_posenc.patching.place.config_lengths import NAMES, SOURCE_NAMES, native_lengths, write_lengths
 from hf_posenc.version import __version__
 
 ARCHITECTURE_PREFIX = "hf_posenc."
 #: The field of an entry with the position fields of the stock config.
 NATIVE_FIELDS = "native_fields"
+#: Fields of a config that describe a position mechanism.
+_POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
+#: Fields with such a name that state a length, or that belong to this package.
+_OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
 WEIGHTS_KEY = "transformers_weights"
 _WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"
 WEIGHTS_SENTENCE = (
@@ -61,6 +66,37 @@ def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
         )
     setattr(config, ATTRIBUTE, {**(fields or {}), "format": FORMAT, "scheme": scheme})
     carry_entry(config)
+
+
+def position_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a config that describe its native position mechanism, JSON-ready, without lengths."""
+    names = (name for name in config.__dict__ if _POSITION_FIELD.search(name) and not name.startswith("_"))
+    found = {name: config.__dict__[name] for name in names if name not in _OTHER_FIELDS}
+    return {name: json.loads(json.dumps(value)) for name, value in found.items() if _is_plain(value)}
+
+
+def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    """Describes the first position field of a config that differs from a record; empty if none does.
+
+    A field that one side lacks counts as the default of the config's class, because another version of transformers
+    may add or drop it.
+    """
+    now = position_fields(config)
+    for name in sorted({*before, *now}):
+        default = getattr(type(config), name, None)
+        if before.get(name, default) != now.get(name, default):
+            return f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
+    return ""
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
+    )
 
 
 def remember_fields(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:

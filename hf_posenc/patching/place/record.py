@@ -24,7 +24,7 @@ from hf_posenc.entry import FORMAT, is_entry, read_entry
 from hf_posenc.patching.find.fingerprint import Sample
 from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.journal import Journal
-from hf_posenc.patching.place.stack_record import StackRecord
+from hf_posenc.patching.place.stack_record import StackRecord, exchanged
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import scheme_from_dict
 
@@ -79,14 +79,8 @@ class SchemeRecord:
                 "patched. Restore the config, or call unpatch_model on the model that was patched, and patch_model on "
                 "this one."
             )
-        inside = {id(module) for module in model.modules()}
-        lost = next((stack.stack for stack in self.stacks.values() if id(stack.stack) not in inside), None)
-        if lost is not None:
-            return (
-                f"its {type(lost).__name__} was exchanged after patch_model, and the new one lacks this scheme. "
-                "Call unpatch_model on the model that the new one was taken from, and patch_model on this one."
-            )
-        return next(filter(None, (stack.problem() or stack.moved() for stack in self.stacks.values())), "")
+        lost = exchanged(model, self.stacks.values())
+        return lost or next(filter(None, (stack.problem() or stack.moved() for stack in self.stacks.values())), "")
 
 
 class OwnConfig:

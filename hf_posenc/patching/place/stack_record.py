@@ -10,13 +10,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 import math
 import operator
-import re
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,16 +29,12 @@ from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
 from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.discovery import grid_table_owners, natural_order, self_attentions, tables
-from hf_posenc.patching.find.forward_code import names_in
+from hf_posenc.patching.find.forward_code import is_of_transformers, names_in
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.place.config_lengths import NAMES, SOURCE_NAMES
+from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 
-#: Fields of a config that describe a position mechanism.
-_POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
-#: Fields with such a name that state a length, or that belong to this package.
-_OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
 #: The field of a config that names its attention function.
 _BACKEND = "_attn_implementation_internal"
 #: Depth to which a wrapper is searched for the forward inside it.
@@ -83,9 +77,7 @@ class StackRecord:
         #: Of the stack's config. Never equal before the first check.
         self._number_of_fields = -1
         self._class_forwards = {}
-        #: Key in `_records`. A compiler reads only this number.
-        self.number = next(_numbers)
-        _records[self.number] = self
+        self.number = number_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
@@ -101,7 +93,7 @@ class StackRecord:
             UnsupportedError: naming the first difference.
         """
         if torch.compiler.is_compiling():
-            problem = _problem_of(self.number)
+            problem = problem_of(self.number)
         elif self._is_unchanged():
             return
         else:
@@ -165,7 +157,8 @@ class StackRecord:
             if self._class_forwards.get(id(module), type(module).forward) is not type(module).forward:
                 return (
                     f"{type(module).__name__}.forward was replaced after patch_model, and the scheme was placed in the "
-                    f"code that it had before. Restore it. Or call patch_model again: it examines the new code."
+                    "code that it had before. Restore it. Or call patch_model again, which examines the new code, and "
+                    "refuses it if a scheme would bypass it."
                 )
         if self.first_layer is not None and not self._begins_with(self.first_layer):
             return (
@@ -313,23 +306,91 @@ class StackRecord:
         self._number_of_fields = len(own)
 
 
+class StacksInside:
+    """A forward pre-hook of a patched model that refuses a call if one of its stacks was exchanged.
+
+    The stacks are searched again only if another module is on the way to one of them, such as a wrapper around it.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.__setstate__({"model": model})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model: Any = state["model"]
+        self.way: list[tuple[nn.Module, str, nn.Module]] = []
+        self.number = number_of(self)
+
+    def problem(self) -> str:
+        """Describes what was exchanged; empty if nothing was."""
+        stacks = self.model.position_encoding.record.stacks.values()
+        lost = exchanged(self.model, stacks)
+        self.way = [] if lost else [*_way_to([one.stack for one in stacks], self.model)]
+        return f"This {type(self.model).__name__} is not as it was patched: {lost}" if lost else ""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Called before each forward.
+
+        Raises:
+            UnsupportedError: naming the stack.
+        """
+        if self.way:
+            for parent, name, child in self.way:
+                if parent._modules.get(name) is not child:
+                    break
+            else:
+                return
+        problem = problem_of(self.number)
+        if problem:
+            raise UnsupportedError(problem)
+
+
+def exchanged(model: nn.Module, stacks: Iterable[StackRecord]) -> str:
+    """Describes the first patched stack that is no longer inside a model, and what to do; empty if all are."""
+    inside = {id(module) for module in model.modules()}
+    lost = next((one.stack for one in stacks if id(one.stack) not in inside), None)
+    if lost is None:
+        return ""
+    return (
+        f"its {type(lost).__name__} was exchanged after patch_model, and the new one lacks this scheme. "
+        "Call unpatch_model on the model that the new one was taken from, and patch_model on this one."
+    )
+
+
+def _way_to(wanted: list[nn.Module], model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """The children, each after its parent and name, on the way from a model to modules inside it."""
+    ids = {*map(id, wanted)}
+    for path in [path for path, module in model.named_modules() if path and id(module) in ids]:
+        parent = model
+        for name in path.split("."):
+            child: Any = parent._modules[name]
+            yield parent, name, child
+            parent = child
+
+
 #: The attributes of a `LayerEncoding` that hold parts.
 _KINDS_IN_LAYERS = ("query_key_map", "logit_bias", "logit_scale")
 _numbers = itertools.count()
-_records: weakref.WeakValueDictionary[int, StackRecord] = weakref.WeakValueDictionary()
+_records: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(record: Any) -> int:
+    """A number for a record, the only part of it that a compiler reads."""
+    number = next(_numbers)
+    _records[number] = record
+    return number
 
 
 @torch.compiler.assume_constant_result
-def _problem_of(number: int) -> str:
+def problem_of(number: int) -> str:
     """Runs while a graph is traced, without becoming part of it. The graph is retraced if the modules change."""
-    return _records[number].problem()
-
-
-def position_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a config that describe its native position mechanism, JSON-ready, without lengths."""
-    names = (name for name in config.__dict__ if _POSITION_FIELD.search(name) and not name.startswith("_"))
-    found = {name: config.__dict__[name] for name in names if name not in _OTHER_FIELDS}
-    return {name: json.loads(json.dumps(value)) for name, value in found.items() if _is_plain(value)}
+    problem: str = _records[number].problem()
+    return problem
 
 
 def registered_function(config: PreTrainedConfig) -> Any:
@@ -353,30 +414,6 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
         function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
     )
     return not torch.allclose(one[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return (
-        value is None
-        or isinstance(value, (bool, int, float, str))
-        or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
-    )
-
-
-def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """Describes the first position field of a config that differs from a record; empty if none does.
-
-    A field that one side lacks counts as the default of the config's class, because another version of transformers
-    may add or drop it.
-    """
-    now = position_fields(config)
-    for name in sorted({*before, *now}):
-        default = getattr(type(config), name, None)
-        if before.get(name, default) != now.get(name, default):
-            return f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
-    return ""
 
 
 def _above(module: nn.Module, sited: set[int]) -> Iterator[nn.Module]:
@@ -406,8 +443,8 @@ def _has_forward(module: nn.Module) -> bool:
 def _leads_to(found: Any, ours: Any, module: nn.Module, depth: int = _DEEPEST_WRAPPER) -> bool:
     """Whether a forward is `ours`, or a wrapper that holds it.
 
-    A wrapper holds the forward inside it as an argument, a default, a variable of its closure, an attribute, or under
-    another name on the module, as accelerate does.
+    A wrapper holds the forward inside it as an argument, a default, a variable of its closure or its module, an
+    attribute, or under another name on the module that it belongs to, as accelerate does.
     """
     if found is ours:
         return True
@@ -419,7 +456,10 @@ def _leads_to(found: Any, ours: Any, module: nn.Module, depth: int = _DEEPEST_WR
     if isinstance(found, types.FunctionType):
         cells = (cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell))
         inside += [*cells, *(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
-        inside += [module.__dict__.get(name) for name in names_in(found.__code__) if name != "forward"]
+        names = names_in(found.__code__) - {"forward"}
+        # A script holds the forward that it wraps under a global name.
+        known = {} if is_of_transformers(found.__module__ or "") else found.__globals__
+        inside += [holder.get(name) for holder in (module.__dict__, known) for name in names]
     elif not isinstance(found, types.MethodType):
         inside += getattr(found, "__dict__", {}).values()
     return any(_leads_to(one, ours, module, depth - 1) for one in inside)

@@ -46,6 +46,7 @@ from hf_posenc.patching.place.record import OwnConfig
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig
@@ -290,6 +291,8 @@ class Transaction:
             report = install_stack(stack, placed, record)
             report.adopted = placed.adopted
             reports.append(report)
+        if any(stack.module is not model for stack in stacks):
+            journal.add_forward_pre_hook(model, StacksInside(model))
         untouched = [part for part in self.parts() if part not in {stack.part for stack in stacks}]
         encoding.report = PatchReport(
             _report_name(encoding.config), type(model).__name__, parameter_count(encoding), reports, untouched
