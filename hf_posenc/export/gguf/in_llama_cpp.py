@@ -4,6 +4,7 @@ It reads a task (JSON) from the standard input and writes the results (JSON) to 
 """
 
 import json
+import os
 import sys
 import urllib.request
 from typing import Any
@@ -98,6 +99,8 @@ def main() -> None:
     }
     with open(task["results"], "w", encoding="utf-8") as file:
         json.dump(results, file)
+    # The destructor of the server can wait for its HTTP thread forever, if that thread accepts connections too late.
+    os._exit(0)
 
 
 if __name__ == "__main__":

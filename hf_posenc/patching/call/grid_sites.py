@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.placed_forward import PlacedForward
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.view import Viewed
+from hf_posenc.patching.find.forward_code import names_used
+
+#: An argument without which a module refuses pictures of another size than its table has.
+OTHER_SIZES = "interpolate_pos_encoding"
+#: The attribute with that size, in pixels.
+_SIZE = "image_size"
 
 
 class ProjectionSite(PlacedForward):
@@ -22,6 +30,38 @@ class ProjectionSite(PlacedForward):
             # Patches that were cut out before are projected one by one, which shows no grid.
             state.grid = tuple(output.shape[2:]) if output.shape[2:].numel() > 1 else None
         return output
+
+
+class PictureSite(Viewed, PlacedForward):
+    """Stands in for the `forward` of a module that would refuse pictures of another size than its config states."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward as if its size were that of the pictures of the call."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        return type(self.module).forward(self.view, *args, **kwargs)
+
+    def replaced(self) -> dict[str, Any]:
+        """The size."""
+        return size_of_call(self.module, self.runtime)
+
+
+def refuses_other_sizes(module: nn.Module) -> bool:
+    """Whether a module compares the sizes of pictures with those of its config, to suit a position table."""
+    size = module.__dict__.get(_SIZE)
+    own: Any = type(module).forward
+    return isinstance(size, tuple | list) and _SIZE in names_used(own) and OTHER_SIZES not in names_used(own)
+
+
+def size_of_call(module: nn.Module, runtime: StackRuntime) -> dict[str, Any]:
+    """A property of a view of such a module: `(height, width)` of the pictures of the call, in pixels."""
+
+    def size(view: Any) -> Any:
+        state = runtime.state
+        known = isinstance(state, GridState) and state.pixels is not None
+        return state.pixels if known else module.__dict__[_SIZE]  # type: ignore[union-attr]
+
+    return {_SIZE: property(size)}
 
 
 class GridRotarySite(PlacedForward):

@@ -54,6 +54,7 @@ class GridState(ForwardState):
         grid: sizes of the grid of every image, `(rows, columns)` or `(frames, rows, columns)`; set when the patches are
             projected.
         suffix_tokens: number of tokens without a place that follow the patches.
+        pixels: `(height, width)` of the pictures of the call.
         sizes: `(batch, axes)` int64, if the images of a padded batch have grids of different sizes.
         shown_patches: `(batch, rows, columns)` bool, the patches of each image in a padded batch, from the first row
             and column on.
@@ -65,6 +66,7 @@ class GridState(ForwardState):
 
     grid: Sizes | None = None
     suffix_tokens: int = 0
+    pixels: Sizes | None = None
     sizes: Tensor | None = None
     shown_patches: Tensor | None = None
     hidden_patches: Tensor | None = None
@@ -182,7 +184,10 @@ def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) 
     """The state of a call, as far as its arguments show the grids."""
     state = GridState(-1, suffix_tokens=grid.suffix_tokens)
     given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    state.grid = _of_pixels(stack.config, given)
+    pixels = next((value for value in given.values() if value.dim() in (4, 5)), None)
+    if pixels is not None:
+        state.pixels = tuple(pixels.shape[-2:])
+        state.grid = _of_pixels(stack.config, state.pixels)
     if _SIZES in given:
         state.sizes = given[_SIZES].long()
     if _SHOWN in given and given[_SHOWN].dim() == 3 and not given[_SHOWN].all():
@@ -198,12 +203,11 @@ def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) 
     return state
 
 
-def _of_pixels(config: Any, given: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+def _of_pixels(config: Any, pixels: Sizes) -> Sizes | None:
     """The grid of whole images, until the projection shows it, and for stacks without a known projection."""
-    pixels = next((value for value in given.values() if value.dim() in (4, 5)), None)
     patch = getattr(config, "patch_size", None)
-    if pixels is None or patch is None:
+    if patch is None:
         return None
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
-    rows, columns = (int(size) // int(side) for size, side in zip(pixels.shape[-2:], sides, strict=True))
+    rows, columns = (int(size) // int(side) for size, side in zip(pixels, sides, strict=True))
     return (rows, columns) if rows and columns else None

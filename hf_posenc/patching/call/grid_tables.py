@@ -8,13 +8,15 @@ follows the table (norms, dropout, masking of patches) is therefore as in the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.grid_sites import OTHER_SIZES, refuses_other_sizes, size_of_call
 from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
@@ -26,9 +28,11 @@ from hf_posenc.patching.find.tables import OwnedTable
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 #: Methods that return the table for the grid of a call.
-_INTERPOLATIONS = ("interpolate_pos_encoding", "_resize_pos_embed", "interpolation")
-#: An argument without which a module refuses pictures of another size than its table has.
-_OTHER_SIZES = "interpolate_pos_encoding"
+_INTERPOLATIONS = (
+    "interpolate_pos_encoding", "_resize_pos_embed", "interpolation", "_interpolate_position_embedding",
+)  # fmt: skip
+#: Methods that return it as `(1, rows, columns, hidden)`, without prefix rows.
+_MAPS = ("get_absolute_positions", "_get_pos_embed")
 #: Functions with which a module reads its table at the places of patches, whatever their number. Such a module adds the
 #: result to the patches and returns the sum.
 _RESAMPLING = frozenset(("grid_sample", "embedding_bag", "get_vision_nearest_position_ids", "bucketize"))
@@ -59,6 +63,7 @@ class GridTableSite(Viewed, PlacedForward):
     ) -> None:
         super().__init__(module, runtime)
         self.prefix_rows = {table.name: table.prefix_rows for table in tables}
+        self.hidden_size = main.weight.shape[-1]
         self.main = main.name if main.module is module else None
         self.additive = additive
         #: Whether the module reads its table at other places than the patches, and adds the result last.
@@ -69,8 +74,8 @@ class GridTableSite(Viewed, PlacedForward):
         if self.retired or self.inner is not None:
             return self.stock(*args, **kwargs)
         names = list(forward_parameters(type(self.module)))[1:]
-        if _OTHER_SIZES in names:
-            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs | {_OTHER_SIZES: True}
+        if OTHER_SIZES in names:
+            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs | {OTHER_SIZES: True}
         output = type(self.module).forward(self.view, *args, **kwargs)
         return self._with_vectors(output) if self.resamples and self.main is not None else output
 
@@ -85,22 +90,37 @@ class GridTableSite(Viewed, PlacedForward):
         """The tables, and the methods that resize them or drop patches."""
         module, main = self.module, self.main
         replaced: dict[str, Any] = {name: self._in_place_of(name) for name in self.prefix_rows}
-        if main is not None and self.stands_in(main):
-            for name in _INTERPOLATIONS:
-                if hasattr(module, name):
-                    replaced[name] = lambda view, *args, **kwargs: self.vectors(main)
+        if refuses_other_sizes(module):
+            replaced |= size_of_call(module, self.runtime)
+        if main is not None:
+            for name in filter(functools.partial(hasattr, module), _INTERPOLATIONS):
+                replaced[name] = self._instead(main, name, lambda *args, **kwargs: self.vectors(main))
+            for name in filter(functools.partial(hasattr, module), _MAPS):
+                replaced[name] = self._instead(main, name, lambda *args, **kwargs: self._map(main))
             if hasattr(module, _RESIZING):
-                replaced[_RESIZING] = lambda view, *sizes, max_length=None: self._resized(main, max_length)
+                replaced[_RESIZING] = self._instead(main, _RESIZING, functools.partial(self._resized, main))
         if hasattr(module, _MASKING):
             replaced[_MASKING] = lambda view, *args, **kwargs: self._noting_kept(*args, **kwargs)
         return replaced
+
+    def _instead(self, table: str, name: str, vectors: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A method of the view that returns vectors of the scheme if they stand in for a table."""
+        module, of_class = self.module, getattr(type(self.module), name, None)
+
+        def method(view: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if self.stands_in(table):
+                return vectors(*args, **kwargs)
+            stock: Any = getattr(module, name) if of_class is None else of_class.__get__(view)
+            return stock(*args, **kwargs)
+
+        return method
 
     def _in_place_of(self, name: str) -> property:
         if isinstance(getattr(self.module, name), nn.Module):
             return property(lambda view: _EmbeddingView(self, name))
         return property(lambda view: self._in_shape_of(name))
 
-    def _resized(self, name: str, max_length: int | None) -> Tensor:
+    def _resized(self, name: str, *sizes: Any, max_length: int | None = None) -> Tensor:
         """The vectors in place of a resized table: padded to `max_length`, or `(tokens, hidden)` of packed images."""
         vectors = self.vectors(name, max_length)
         return vectors.squeeze(0) if max_length is None else vectors
@@ -119,11 +139,15 @@ class GridTableSite(Viewed, PlacedForward):
         if not self.stands_in(name):
             return vectors
         if table.dim() == 4:
-            state = self.runtime.state
-            assert isinstance(state, GridState)
-            assert state.grid is not None
-            return vectors.reshape(1, *state.grid[-2:], -1)
+            return self._map(name)
         return vectors if table.dim() == 3 else vectors.squeeze(0)
+
+    def _map(self, name: str) -> Tensor:
+        """`(1, rows, columns, hidden)`: the vectors of the patches."""
+        state = self.runtime.state
+        assert isinstance(state, GridState)
+        assert state.grid is not None
+        return self.vectors(name)[:, self.prefix_rows[name] :].reshape(1, *state.grid[-2:], -1)
 
     def vectors(self, name: str, length: int | None = None) -> Tensor:
         """`(batch or 1, prefix rows + patches, hidden)`: what stands in for a table in this call.
@@ -145,11 +169,18 @@ class GridTableSite(Viewed, PlacedForward):
                 "outside its model, so the grid of the image is unknown. Call the whole model."
             )
         length = state.table_length(self.prefix_rows[name]) if length is None else length
+        if self.additive is None:
+            return table.new_zeros(1, length, self.hidden_size)
         return self._encoded(length, table.device).to(table.dtype)
 
     def stands_in(self, name: str) -> bool:
-        """Whether vectors of the scheme stand in for a table. Otherwise it is zero, and the stock code resizes it."""
-        return self.additive is not None and name == self.main and not self.resamples
+        """Whether vectors of the scheme stand in for a table, or zeros if it adds none, in the size of the call.
+
+        Otherwise the table is zero, and the stock code resizes it.
+        """
+        state = self.runtime.state
+        known = self.additive is not None or (isinstance(state, GridState) and state.is_known)
+        return known and name == self.main and not self.resamples
 
     def _encoded(self, length: int, device: torch.device) -> Tensor:
         """`(batch or 1, length, hidden)`: the vectors of the scheme."""
@@ -177,9 +208,12 @@ class _EmbeddingView:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The vectors, in the shape of the looked up rows, which may be several for each patch."""
-        if not self.site.stands_in(self.name):
+        if self.site.additive is None or not self.site.stands_in(self.name):
             table = self.site.native(self.name)
-            return table.new_zeros(*rows.shape, table.shape[-1])
+            looked_up: tuple[int, ...] = rows.shape
+            if looked_up[-1] == table.shape[0] and self.site.stands_in(self.name):
+                looked_up = (*rows.shape[:-1], self.site.vectors(self.name).shape[1])
+            return table.new_zeros(*looked_up, table.shape[-1])
         vectors = self.site.vectors(self.name)
         length = vectors.shape[1]
         if rows.shape[-1] != length and rows.shape[0] == length and rows.dim() == 2:

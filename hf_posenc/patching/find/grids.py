@@ -24,6 +24,10 @@ _TABLE = re.compile(
 #: - "rotation": a method of the attention module that rotates one tensor at a time (V-JEPA 2).
 BiasKind = Literal["module", "table", "network", "flag", "rotation"]
 
+#: The method with which a module reads a table `(1, hidden, rows, columns)`.
+_READS_CHANNELS_FIRST = "_get_pos_embed"
+#: Rows of a table for class tokens and registers, at most.
+_MOST_PREFIX_ROWS = 16
 _BIAS_TABLE = "relative_position_bias_table"
 _ATTRIBUTES: dict[str, BiasKind] = {
     _BIAS_TABLE: "table",
@@ -205,7 +209,9 @@ def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
         if not _TABLE.match(name):
             continue
         if isinstance(value, nn.Embedding) or (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
-            table = OwnedTable(path, module, name, 0)
-            table.prefix_rows = max(table.weight.shape[0] - others, 0) if others else 0
+            table = OwnedTable(path, module, name, 0, hasattr(module, _READS_CHANNELS_FIRST))
+            more = table.weight.shape[0] - others if others else 0
+            # A table that is much longer is that of a larger grid.
+            table.prefix_rows = more if 0 < more <= _MOST_PREFIX_ROWS else 0
             found.append(table)
     return found

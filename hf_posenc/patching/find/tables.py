@@ -42,12 +42,14 @@ class OwnedTable:
         module: the module that owns the table and adds it.
         name: attribute that holds the table.
         prefix_rows: number of rows before those of the input, for class tokens.
+        channels_first: whether the table is `(1, hidden, rows, columns)`.
     """
 
     path: str
     module: Any
     name: str
     prefix_rows: int
+    channels_first: bool = False
 
     @property
     def full_name(self) -> str:
@@ -64,6 +66,8 @@ class OwnedTable:
         """The table, `(rows, hidden)`."""
         weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
         assert isinstance(weight, Tensor)
+        if self.channels_first:
+            return weight[0].flatten(1).T
         return weight.reshape(-1, weight.shape[-1])
 
     def in_order_of_tokens(self, others: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.additive_site import AddToHiddenStates
 from hf_posenc.patching.call.attention_site import AttentionSite
-from hf_posenc.patching.call.grid_sites import GridRotarySite, ProjectionSite
+from hf_posenc.patching.call.grid_sites import GridRotarySite, PictureSite, ProjectionSite, refuses_other_sizes
 from hf_posenc.patching.call.grid_tables import GridTableSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
@@ -165,6 +165,11 @@ def _install_grid(stack: Stack, encoding: StackEncoding, journal: Journal, repor
     assert grid is not None
     if grid.projection is not None:
         journal.set_forward(grid.projection, ProjectionSite(grid.projection, runtime))
+        owners = {id(stack.module), *(id(table.module) for table in grid.tables)}
+        for module in stack.module.modules():
+            inside = any(child is grid.projection for child in module.children())
+            if inside and id(module) not in owners and refuses_other_sizes(module):
+                journal.set_forward(module, PictureSite(module, runtime))
     for first in grid.sites():
         own = [table for table in grid.tables if table.module is first.module]
         site = GridTableSite(first.module, own, grid.tables[0], runtime, encoding.additive)
