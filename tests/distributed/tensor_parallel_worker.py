@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
@@ -37,13 +37,15 @@ SAVED = ("native", "rope", "forget_gate", "pope", "composed")
 #: Numbers of query heads and of key heads: one key head per process, and one head per process.
 HEADS = {"grouped": (4, 2), "single": (2, 2), "one_head": (1, 1), "one_key": (4, 1)}
 _KEYS_WHOLE = {f"model.layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "kv"}
+#: The plan of a Llama, which early versions of transformers leave out if another is given.
+_OF_LLAMA = {f"model.{name}": way for name, way in (LlamaConfig.base_model_tp_plan or {}).items()}
 #: Plans by name: numbers of heads, and the rules.
 PLANS: dict[str, tuple[str, Any]] = {
     "one head for two": ("one_head", "auto"),
     "one key head for two": ("one_key", "auto"),
-    "one key head in both": ("one_key", _KEYS_WHOLE),
-    "two key heads in both": ("grouped", _KEYS_WHOLE),
-    "sequences": ("grouped", {"model.layers.*.input_layernorm": "sequence_parallel"}),
+    "one key head in both": ("one_key", _OF_LLAMA | _KEYS_WHOLE),
+    "two key heads in both": ("grouped", _OF_LLAMA | _KEYS_WHOLE),
+    "sequences": ("grouped", _OF_LLAMA | {"model.layers.*.input_layernorm": "sequence_parallel"}),
 }
 #: One scheme for each place from which a decoding step reads what earlier ones left.
 GENERATED = COMPILED = ("alibi", "t5", "forget_gate", "pope")
@@ -66,12 +68,15 @@ ARRANGED = (None, "alibi", "forget_gate", "pope")
 #: Those of them that are run by default.
 QUICK_PLANNED, QUICK_ARRANGED = ("alibi", "pope"), ("forget_gate", "pope")
 TENSORS, EXPERTS = {"tp_size": 2, "tp_plan": "auto"}, {"ep_size": 2}
+#: Whether processes can share experts, which versions of transformers before 5.20 cannot say.
+SHARES_EXPERTS = hasattr(DistributedConfig, "ep_size")
 #: Architectures, and how two processes share them.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, TENSORS) for name in (*BUILDS, "gemma3_two_rotaries", "gpt_neox_partial", "deepseek_v3_mla")},
-    "heads and experts": ("mixtral", TENSORS | EXPERTS),
-    "experts": ("mixtral", {"fsdp_size": 2} | EXPERTS),
-}
+    **({
+        "heads and experts": ("mixtral", TENSORS | EXPERTS), "experts": ("mixtral", {"fsdp_size": 2} | EXPERTS)
+    } if SHARES_EXPERTS else {}),
+}  # fmt: skip
 
 
 def loaded(folder: Path, plan: Any = "auto") -> Any:
@@ -301,7 +306,8 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
     for name, (build, shares) in ARCHITECTURES.items():
         path = written(folder, name, lambda build=build: stock(build))
         found["architectures"][name] = compared(path, shares, ARRANGED if everything else QUICK_ARRANGED)
-    found["experts"] = loaded_patched(folder / "experts", {"fsdp_size": 2} | EXPERTS, ("forget_gate", "pope"))
+    if SHARES_EXPERTS:
+        found["experts"] = loaded_patched(folder / "experts", {"fsdp_size": 2} | EXPERTS, ("forget_gate", "pope"))
     ways = WAYS if everything else {way: WAYS[way] for way in QUICK_WAYS}
     generating = GENERATED if everything else (QUICK_SCHEME,)
     found["generated"] = {scheme: generated(folder / "grouped", scheme, ways) for scheme in generating}
