@@ -148,9 +148,6 @@ def _plain_rope(model: PreTrainedModel) -> RopeConfig:
             f"{type(model).__name__} is no decoder that predicts the next token, whose loss the search lowers. "
             "Load the model with AutoModelForCausalLM."
         )
-    fixed = [stack.architecture.fixed_length for stack in find_stacks(model, [TEXT]) if stack.architecture.fixed_length]
-    if fixed:
-        raise UnsupportedError(f"{type(model).__name__} cannot read longer texts with any scheme: {fixed[0]}.")
     encoding = current_encoding(model)
     scheme: SchemeConfig = native_scheme(model) if encoding is None else encoding.config
     if not isinstance(scheme, RopeConfig) or scheme.scaling is not None:

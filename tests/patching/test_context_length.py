@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import hf_posenc
 from hf_posenc import (
@@ -153,7 +152,6 @@ def test_a_look_at_the_stock_model_keeps_the_length() -> None:
         ("bert", LearnedConfig(num_positions=100), 100, "larger num_positions"),
         ("llama_gqa", BinaryConfig(bits=5), 32, "bits=6 or more"),
         ("llama_gqa", RandomizedConfig(AlibiConfig(), max_position=80), 80, "max_position=160 or more"),
-        ("gptj", "alibi", NATIVE, "No scheme changes that"),
     ],
 )
 def test_a_scheme_that_does_not_reach_the_length_refuses(
@@ -261,16 +259,39 @@ def test_a_rotation_past_its_lengths_is_warned_of_and_others_are_not(recwarn: py
     assert not [warning for warning in recwarn if "was not trained on" in str(warning.message)]
 
 
-def test_an_architecture_that_ends_at_its_native_length_says_so() -> None:
-    config = GPTNeoConfig(
-        hidden_size=32, num_layers=2, num_heads=4, vocab_size=96, max_position_embeddings=16,
-        attention_types=[[["global", "local"], 1]], window_size=8, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    model = patch_model(GPTNeoForCausalLM(config), "alibi")
-    with pytest.raises(SequenceLengthError, match="gpt_neo: its causal mask is a buffer of that size"):
-        extend_context(model, length=17)
-    with pytest.raises(RuntimeError, match="must match"):
-        model(tokens(1, 17))
+@pytest.mark.parametrize(("name", "field"), [
+    ("GPTJForCausalLM", "max_position_embeddings"),
+    ("CodeGenForCausalLM", "max_position_embeddings"),
+    ("GPTNeoForCausalLM", "max_position_embeddings"),
+    ("OpenAIGPTLMHeadModel", "max_position_embeddings"),
+    ("RoFormerForCausalLM", "max_position_embeddings"),
+    ("MptForCausalLM", "max_seq_len"),
+])  # fmt: skip
+@torch.no_grad()
+def test_a_model_is_not_limited_by_what_it_builds_for_its_native_length(name: str, field: str) -> None:
+    """Causal masks, rotary tables and a native ALiBi, against the same weights in a model that is built longer."""
+    options: dict[str, Any] = {"rotary_dim": 8} if name in ("GPTJForCausalLM", "CodeGenForCausalLM") else {}
+    if name == "GPTNeoForCausalLM":
+        options = {"attention_types": [[["global", "local"], 1]], "window_size": 8}
+    model, longer = (tiny(name, **options, **{field: length}).eval() for length in (16, 64))
+    given = model.state_dict()
+    longer.load_state_dict({key: given[key] if given[key].shape == own.shape else own
+                            for key, own in longer.state_dict().items()})  # fmt: skip
+    before = {key: buffer.shape for key, buffer in model.named_buffers()}
+    ids = tokens(1, 40)
+    for scheme in ("alibi", "rope"):
+        patch_model(model, scheme)
+        expected = patch_model(longer, scheme)(ids).logits
+        assert distance(model(ids).logits, expected) <= 1e-5
+        found = model(ids[:, :30])
+        cached = {"past_key_values": found.past_key_values} if "past_key_values" in found else {}
+        if cached:
+            assert distance(model(ids[:, 30:], **cached).logits, expected[:, 30:]) <= 1e-5
+    extend_context(model, length=40)
+    unpatch_model(model)
+    assert {key: buffer.shape for key, buffer in model.named_buffers()} == before
+    with pytest.raises((IndexError, RuntimeError)):
+        model(ids)
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])

@@ -120,7 +120,7 @@ def _reason(model: PreTrainedModel, error: Exception) -> str:
 
 
 def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -> None:
-    """Prepares a copy of a model. Its weights become constants, and no length is limited by a buffer.
+    """Prepares a copy of a model. Its weights become constants, and no length is limited by a buffer, except a mask.
 
     Args:
         model: the copy.
@@ -131,7 +131,7 @@ def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -
             module.fix_weights()
         forward = module.__dict__.get("forward")
         if isinstance(forward, StackForward):
-            forward.runtime.slots.reach(module, length)
+            forward.runtime.slots.reach(module, length, masks=False)
 
 
 @contextlib.contextmanager

@@ -110,7 +110,9 @@ class ScoresAttention(AttentionSite):
         return args, {name: self._silenced(name, value) for name, value in kwargs.items()}
 
     def _silenced(self, name: str, value: Any) -> Any:
-        return torch.zeros_like(value) if name in self.bias_arguments and isinstance(value, Tensor) else value
+        silenced = name in self.bias_arguments and isinstance(value, Tensor)
+        # One number, which fits any scores: some models build a bias for their native length.
+        return value.new_zeros((1,) * value.dim()) if silenced else value
 
     def _as_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Reshapes query and key to `(batch, heads, length, width)`; the module may merge batch and heads."""

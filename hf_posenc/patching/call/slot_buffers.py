@@ -1,10 +1,12 @@
-"""Extending the index buffers of BERT-style embeddings for longer inputs.
+"""Extending buffers that are as long as the native position table, and are sliced to the length of the input.
 
-`position_ids` and `token_type_ids` are as long as the native position table and are sliced to the length of the input.
+They are the `position_ids` and `token_type_ids` of BERT-style embeddings, and the causal masks of GPT and GPT-Neo.
 Without longer buffers, even a scheme without a table would be limited to the length of the native one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 from hf_posenc.patching.find.discovery import own_modules
 
 _BUFFERS = ("position_ids", "token_type_ids")
-
-
+#: A causal mask `(1, 1, length, length)`.
+_MASK = "bias"
+#: The length of a mask grows to a multiple of this, because its size is the square.
+_MASK_STEP = 256
 #: Length of the buffers in an exported program, which cannot extend them.
 EXPORTED_LENGTH = 2**15
 
 
 class SlotBuffers:
-    """The index buffers of one stack, none of them part of its state dict."""
+    """The buffers of one stack, none of them part of its state dict."""
 
     def __init__(self) -> None:
         self.native_lengths: list[tuple[nn.Module, str, int]] = []
@@ -27,18 +31,27 @@ class SlotBuffers:
         #: Number of rows before that of the first token in the position table; RoBERTa indexes its buffers by row.
         self.rows_before = 0
 
-    def reach(self, stack: nn.Module, length: int) -> None:
-        """Extends every buffer to at least `length` tokens; existing slots keep their values."""
+    def reach(self, stack: nn.Module, length: int, *, masks: bool = True) -> None:
+        """Extends every buffer to at least `length` tokens; existing slots keep their values.
+
+        Args:
+            stack: the stack.
+            length: number of tokens.
+            masks: whether to extend masks too.
+        """
         length += self.rows_before
         if self.shortest is None:
-            lengths = [buffer.shape[1] for _, _, buffer in _slot_buffers(stack)]
+            lengths = [buffer.shape[-1] for _, _, buffer in _slot_buffers(stack)]
             self.shortest = min(lengths) if lengths else 0
         if not 0 < self.shortest < length:
             return
         for module, name, buffer in _slot_buffers(stack):
-            if buffer.shape[1] >= length:
+            if buffer.shape[-1] >= length or (name == _MASK and not masks):
                 continue
-            self.native_lengths.append((module, name, buffer.shape[1]))
+            self.native_lengths.append((module, name, buffer.shape[-1]))
+            if name == _MASK:
+                module._buffers[name] = _longer_mask(module, buffer, length)
+                continue
             rows = buffer.new_zeros(1, max(length, 2 * buffer.shape[1]))
             if name == "position_ids":
                 rows = buffer[:, :1] + arange_like(rows)
@@ -56,7 +69,8 @@ class SlotBuffers:
         for module, name, length in reversed(self.native_lengths):
             buffer = module._buffers[name]
             assert buffer is not None
-            module._buffers[name] = buffer[:, :length].clone()
+            within = buffer[:, :length] if name != _MASK else buffer[..., :length, :length]
+            module._buffers[name] = within.clone()
         self.native_lengths.clear()
         self.shortest = None
 
@@ -70,7 +84,21 @@ def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
             transient = name in module._non_persistent_buffers_set
             if isinstance(buffer, Tensor) and buffer.dim() == 2 and buffer.shape[0] == 1 and transient:
                 found.append((module, name, buffer))
+        mask = module._buffers.get(_MASK)
+        transient = _MASK in module._non_persistent_buffers_set
+        if mask is not None and transient and mask.dim() == 4 and mask.shape[-1] == mask.shape[-2]:
+            found.append((module, _MASK, mask))
     return found
+
+
+def _longer_mask(module: nn.Module, mask: Tensor, length: int) -> Tensor:
+    """A causal mask for at least `length` tokens, with the window of a local layer of GPT-Neo."""
+    length = -(-length // _MASK_STEP) * _MASK_STEP
+    longer = mask.new_ones(1, 1, length, length).tril()
+    config: Any = getattr(module, "config", None)
+    if getattr(module, "attention_type", None) == "local":
+        longer = longer ^ longer.tril(-config.window_size)
+    return longer
 
 
 def arange_like(rows: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from hf_posenc.patching.place.journal import is_set
 from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.schemes import from_rope_parameters
 from hf_posenc.schemes.config import SchemeConfig, walk
-from hf_posenc.schemes.reach import Reach, shortest
+from hf_posenc.schemes.reach import Reach
 
 #: Lengths of which modules keep a copy.
 _COPIED = ("max_source_positions", "max_target_positions")
@@ -87,9 +87,6 @@ def _initialize(
     stated = _stated(model, stacks)
     native = native_length(model, stacks)
     reach = encoding.reach([stack.name for stack in stacks])
-    reason = next((stack.architecture.fixed_length for stack in stacks if stack.architecture.fixed_length), None)
-    if reason is not None and native is not None:
-        reach = shortest((reach, Reach(native, f"of {model.config.model_type}: {reason}. No scheme changes that.")))
     lengths = Lengths(native, native, reach, _rows_before(stacks, stated), names=tuple(stated))
     wanted = native
     if before is not None and before.chosen is not None:

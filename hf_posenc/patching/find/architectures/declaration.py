@@ -55,7 +55,6 @@ class Architecture:
         suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
             function of the config.
         additive_only: why a scheme can have no part in its attention layers; `None` if it can.
-        fixed_length: why it accepts no sequence beyond its native length under any scheme; `None` if it does.
         example_inputs: `(stack or model, tokens) -> arguments` of its forward for a short run, if tokens, an image or
             features of the usual shape are not enough. Text has that number of tokens; images and sound have their own.
     """
@@ -81,7 +80,6 @@ class Architecture:
     logit_terms: Callable[[nn.Module], int] | None = None
     operand_factors: Callable[[Any], tuple[float, float]] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
-    fixed_length: str | None = None
     suffix_tokens: int | Callable[[Any], int] = 0
     additive_only: str | None = None
     example_inputs: Callable[[Any, int], dict[str, Any]] | None = None

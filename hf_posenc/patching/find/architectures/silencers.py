@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def zero_bias(*args: Any, **kwargs: Any) -> Tensor:
@@ -18,6 +18,12 @@ def zero_bias(*args: Any, **kwargs: Any) -> Tensor:
 
 def no_bias(*args: Any, **kwargs: Any) -> None:
     """Replaces a method whose result is added to the scores only if it is not `None`."""
+
+
+def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:
+    """Replaces the forward of a table of rotary phases: zeros `(length, width)` for tokens `(batch, length)`."""
+    length = shape[1] if position_ids is None else position_ids.shape[-1]
+    return table.weight.new_zeros(length, table.embedding_dim)
 
 
 def zero_relative_shift(scores: Tensor, klen: int = -1) -> Tensor:

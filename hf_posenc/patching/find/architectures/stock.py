@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, refused_if, register_architecture
-from hf_posenc.patching.find.architectures.silencers import zero_bias, zero_relative_shift
+from hf_posenc.patching.find.architectures.silencers import zero_bias, zero_phases, zero_relative_shift
 from hf_posenc.patching.find.sites import FixedTable, FoundAttention, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
@@ -86,6 +87,17 @@ def _gptj_tables(stack: Stack) -> list[FixedTable]:
     return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
 
 
+def _silence_gptj(stack: Stack, patches: Journal) -> None:
+    # No scheme uses the phases, which the model looks up for every token: enough rows for any sequence.
+    for module, name in _gptj_tables(stack):
+        patches.set_buffer(module, name, getattr(module, name).new_zeros(1 << 17, 2))
+
+
+def _silence_roformer(stack: Stack, patches: Journal) -> None:
+    table = stack.module.encoder.embed_positions
+    patches.replace(table, "forward", functools.partial(zero_phases, table))
+
+
 def _silence_falcon(stack: Stack, patches: Journal) -> None:
     if stack.module.use_alibi:
         # With `use_alibi` off, the model calls its rotary function, which the scheme replaces.
@@ -153,16 +165,7 @@ def declare_stock_architectures() -> None:
     alibi = Architecture(
         mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
     )
-    register_architecture("bloom", architecture=alibi)
-    register_architecture(
-        "mpt",
-        architecture=dataclasses.replace(
-            alibi, fixed_length="every forward builds its native ALiBi for this number of keys"
-        ),
-    )
-    register_architecture(
-        "gpt_neo", "openai-gpt", architecture=Architecture(fixed_length="its causal mask is a buffer of that size")
-    )
+    register_architecture("bloom", "mpt", architecture=alibi)
     register_architecture(
         "mpnet",
         architecture=Architecture(
@@ -184,11 +187,7 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "gptj",
         "codegen",
-        architecture=Architecture(
-            native=_gptj_native,
-            fixed_tables=_gptj_tables,
-            fixed_length="every forward looks up its positions in a sinusoidal table of this length",
-        ),
+        architecture=Architecture(silence=_silence_gptj, native=_gptj_native, fixed_tables=_gptj_tables),
     )
     register_architecture(
         "roformer",
@@ -200,9 +199,9 @@ def declare_stock_architectures() -> None:
             table_is_rotary=True,
             rotary_method="apply_rotary_position_embeddings",
             pairing="interleaved",
+            silence=_silence_roformer,
             native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
             fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
-            fixed_length="every forward looks up its positions in a sinusoidal table of this length",
         ),
     )
     register_architecture(
