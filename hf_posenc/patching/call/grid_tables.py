@@ -9,6 +9,7 @@ follows the table (norms, dropout, masking of patches) is therefore as in the st
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class GridTableSite(Viewed, PlacedForward):
         main: the table of the stack that becomes the vectors of the scheme, if it is among them; others become zeros.
         runtime: the runtime of its stack.
         additive: the scheme's part, or `None` for no position encoding.
+        alone: whether the stack has no other table. The rows of several may be those of frames, or of a frame.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class GridTableSite(Viewed, PlacedForward):
         main: OwnedTable,
         runtime: StackRuntime,
         additive: AdditiveEncoding | None,
+        *,
+        alone: bool,
     ) -> None:
         super().__init__(module, runtime)
         self.prefix_rows = {table.name: table.prefix_rows for table in tables}
         self.hidden_size = main.weight.shape[-1]
         self.main = main.name if main.module is module else None
         self.additive = additive
+        self.alone = alone
         #: Whether the module reads its table at other places than the patches, and adds the result last.
         self.resamples = bool(_RESAMPLING & names_used(type(module).forward)) and len(self.prefix_rows) == 1
 
@@ -94,7 +99,7 @@ class GridTableSite(Viewed, PlacedForward):
             replaced |= size_of_call(module, self.runtime)
         if main is not None:
             for name in filter(functools.partial(hasattr, module), _INTERPOLATIONS):
-                replaced[name] = self._instead(main, name, lambda *args, **kwargs: self.vectors(main))
+                replaced[name] = self._instead(main, name, lambda *args, **kwargs: self._as_table(main))
             for name in filter(functools.partial(hasattr, module), _MAPS):
                 replaced[name] = self._instead(main, name, lambda *args, **kwargs: self._map(main))
             if hasattr(module, _RESIZING):
@@ -105,12 +110,12 @@ class GridTableSite(Viewed, PlacedForward):
 
     def _instead(self, table: str, name: str, vectors: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A method of the view that returns vectors of the scheme if they stand in for a table."""
-        module, of_class = self.module, getattr(type(self.module), name, None)
+        module, of_class = self.module, inspect.getattr_static(type(self.module), name, None)
 
         def method(view: Any, *args: Any, **kwargs: Any) -> Tensor:
             if self.stands_in(table):
                 return vectors(*args, **kwargs)
-            stock: Any = getattr(module, name) if of_class is None else of_class.__get__(view)
+            stock: Any = getattr(module, name) if of_class is None else of_class.__get__(view, type(view))
             return stock(*args, **kwargs)
 
         return method
@@ -119,6 +124,10 @@ class GridTableSite(Viewed, PlacedForward):
         if isinstance(getattr(self.module, name), nn.Module):
             return property(lambda view: _EmbeddingView(self, name))
         return property(lambda view: self._in_shape_of(name))
+
+    def _as_table(self, name: str) -> Tensor:
+        """The vectors in place of an interpolated table: a map if the table is one."""
+        return self._map(name) if self.native(name).dim() == 4 else self.vectors(name)
 
     def _resized(self, name: str, *sizes: Any, max_length: int | None = None) -> Tensor:
         """The vectors in place of a resized table: padded to `max_length`, or `(tokens, hidden)` of packed images."""
@@ -179,7 +188,7 @@ class GridTableSite(Viewed, PlacedForward):
         Otherwise the table is zero, and the stock code resizes it.
         """
         state = self.runtime.state
-        known = self.additive is not None or (isinstance(state, GridState) and state.is_known)
+        known = self.additive is not None or (self.alone and isinstance(state, GridState) and state.is_known)
         return known and name == self.main and not self.resamples
 
     def _encoded(self, length: int, device: torch.device) -> Tensor:

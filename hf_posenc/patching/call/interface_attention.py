@@ -42,6 +42,7 @@ from hf_posenc.patching.find.forward_code import (
     rebind,
     relative_names,
     rotary_names,
+    unknown_seam,
 )
 from hf_posenc.patching.find.rotary_call import rotary_call
 
@@ -58,6 +59,8 @@ class InterfaceAttention(AttentionSite):
         runtime: the runtime of its stack.
         encoding: the scheme's parts at this layer.
         operand_factors: of `Architecture`.
+        native_bias: what happens to a bias that the model passes to the attention function: it is "dropped" if the
+            scheme replaces it, "kept" if it is about something else, and refused if it is "unknown".
     """
 
     def __init__(
@@ -66,9 +69,11 @@ class InterfaceAttention(AttentionSite):
         runtime: StackRuntime,
         encoding: LayerEncoding,
         operand_factors: Callable[[nn.Module], tuple[float, float]] | None = None,
+        native_bias: str = "unknown",
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.operand_factors = None if operand_factors is None else operand_factors(module)
+        self.native_bias = native_bias
         self.may_only_rotate = _POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
         #: Number of rotations so far in the rotary-only forward.
@@ -180,12 +185,25 @@ class InterfaceAttention(AttentionSite):
             self.require_mapped_pages(call)
         query, key = self.map_before_kernel(call, query, key)
         call.writes_pages = paged
-        kwargs.pop(_POSITION_BIAS, None)
+        attention_mask = self._with_native_bias(attention_mask, kwargs.pop(_POSITION_BIAS, None))
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel derives its default scaling from their width.
             kwargs["scaling"] = self._scaling
         one_call = self._attend_pages if paged and self.encoding.reads_pages else self._attend
         return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
+
+    def _with_native_bias(self, mask: Any, bias: Tensor | None) -> Any:
+        """The mask, with a bias of the model that stays."""
+        if bias is None or self.native_bias == "dropped":
+            return mask
+        if self.native_bias == "unknown":
+            raise unknown_seam(
+                f"{type(self.module).__name__} passes a `position_bias` to its attention function, and it is not known "
+                "whether a scheme replaces it."
+            )
+        if mask is None or mask.dtype != torch.bool:
+            return bias if mask is None else mask + bias
+        return bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
 
     def _attend(
         self,

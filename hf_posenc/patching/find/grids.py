@@ -210,8 +210,13 @@ def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
             continue
         if isinstance(value, nn.Embedding) or (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
             table = OwnedTable(path, module, name, 0, hasattr(module, _READS_CHANNELS_FIRST))
-            more = table.weight.shape[0] - others if others else 0
-            # A table that is much longer is that of a larger grid.
-            table.prefix_rows = more if 0 < more <= _MOST_PREFIX_ROWS else 0
+            rows = table.weight.shape[0]
+            more = max(rows - others, 0) if others else 0
+            table.prefix_rows = more if more <= _MOST_PREFIX_ROWS else _rows_before_square(rows)
             found.append(table)
     return found
+
+
+def _rows_before_square(rows: int) -> int:
+    """The rows before the patches in a table for another grid than that of the config, which is a square."""
+    return next((more for more in range(_MOST_PREFIX_ROWS) if math.isqrt(rows - more) ** 2 == rows - more), 0)

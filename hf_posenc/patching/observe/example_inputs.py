@@ -28,6 +28,10 @@ _USUAL_BINS = 80
 _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "input_feat_size")
 
 
+class NotRunnableError(UnsupportedError):
+    """A model cannot be run on inputs of our own."""
+
+
 def pixels(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
     """The arguments of a model for one image, or one video, of the size in its config.
 
@@ -84,7 +88,7 @@ def _name(model: PreTrainedModel) -> str:
     name = pixel_argument(model)
     if name is None:
         parameters = list(forward_parameters(type(model)))[1:8]
-        raise UnsupportedError(
+        raise NotRunnableError(
             f"{type(model).__name__} takes images in an unknown form, so it cannot be run to find out how it uses "
             f"positions, and the places of its patches are unknown (its arguments: {', '.join(parameters)})."
         )
@@ -101,7 +105,7 @@ def series(model: PreTrainedModel, device: torch.device, *, constant: bool = Fal
             so that the caller's random generator is not used.
 
     Raises:
-        UnsupportedError: if the stack needs an argument that is not known.
+        NotRunnableError: if the stack needs an argument that is not known.
     """
     parameters = forward_parameters(type(model))
     given: dict[str, Any] = {}
@@ -118,7 +122,7 @@ def series(model: PreTrainedModel, device: torch.device, *, constant: bool = Fal
         and name not in given
     ]
     if needed:
-        raise UnsupportedError(
+        raise NotRunnableError(
             f"{type(model).__name__} needs {' and '.join(needed)}, which is not known, so it cannot be run to find out "
             f"how it uses positions (its arguments: {', '.join(list(parameters)[1:8])})."
         )

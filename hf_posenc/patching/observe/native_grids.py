@@ -70,8 +70,8 @@ def grid_table_scheme(table: OwnedTable, grid: FoundGrid) -> SchemeConfig:
 
 def _places(table: OwnedTable, grid: FoundGrid) -> tuple[int, ...]:
     """The sizes of the grid that a table is for: that of the config, or else a square."""
-    rows = table.weight.shape[0]
-    if grid.native is not None:
+    rows = table.weight.shape[0] - table.prefix_rows
+    if grid.native is not None and rows - math.prod(grid.native) in (0, grid.suffix_tokens):
         return grid.native
     side = math.isqrt(rows)
     if side * side != rows:

@@ -12,12 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
-from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.find.architectures.declaration import architecture_of
 from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.model_parts import reads_features, reads_pixels
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.example_inputs import cross_attention_width, embeddings, pixels, series
+from hf_posenc.patching.observe.example_inputs import (
+    NotRunnableError,
+    cross_attention_width,
+    embeddings,
+    pixels,
+    series,
+)
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import without_trace
 
@@ -25,10 +31,6 @@ from hf_posenc.preserve import without_trace
 _FIRST_WORD, _LAST_WORD = 5, 64
 #: Tolerance for a different order of summation, in units of the dtype's precision.
 _ROUNDING, _HALF_ROUNDING = 16.0, 4.0
-
-
-class NotRunnableError(UnsupportedError):
-    """A model cannot be run on inputs of our own."""
 
 
 def is_runnable(model: nn.Module) -> bool:

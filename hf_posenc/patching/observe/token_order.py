@@ -45,14 +45,13 @@ class TokenOrder:
     def observed(self) -> Iterator[None]:
         """Context manager in which the layers of the stack are observed."""
         with ExitStack() as handles:
-            first, stack = self.stack.first_layer, self.stack
-            layers = {_layer_path(attention.path): None for attention in stack.attentions}
-            for path in layers:
-                layer = stack.module.get_submodule(path) if path else None
-                if layer is not None and layer is not first:
-                    self._hook(handles, layer, self._reorder_layer)
-            if first is not None:
-                self._hook(handles, first, self._check_embeddings)
+            stack = self.stack
+            paths = filter(None, (_layer_path(attention.path) for attention in stack.attentions))
+            layers = {id(layer): layer for layer in map(stack.module.get_submodule, paths)}
+            if stack.first_layer is not None:
+                layers[id(stack.first_layer)] = stack.first_layer
+            for layer in layers.values():
+                self._hook(handles, layer, self._enter_layer)
             for attention in stack.attentions:
                 self._hook(handles, attention.module, functools.partial(self._reorder_attention, attention))
                 handle = attention.module.register_forward_hook(functools.partial(self._check_output, attention))
@@ -62,15 +61,13 @@ class TokenOrder:
     def _hook(self, handles: ExitStack, module: nn.Module, hook: Any) -> None:
         handles.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    def _check_embeddings(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _enter_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         rows = self._rows((*args, *kwargs.values()))
+        # Only the layer that runs first gets embeddings. In a model that loops, it need not be the first of the list.
         if rows is not None and not self._embedded and self._is_positional(rows, self.strict):
             self._note("the input of its first layer depends on the position of tokens")
-        self._embedded = True  # Looped layers get their own output in later calls.
-        return self._reorder_layer(layer, args, kwargs)
-
-    def _reorder_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._in_order = self._rows((*args, *kwargs.values())) is not None
+        self._embedded = True
+        self._in_order = rows is not None
         return self._reordered(args, kwargs)
 
     def _reorder_attention(self, attention: FoundAttention, module: nn.Module, args: Any, kwargs: Any) -> Any:

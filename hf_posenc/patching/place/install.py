@@ -143,7 +143,9 @@ def _install_attention(
 ) -> None:
     module, runtime = attention.module, encoding.runtime
     if attention.uses_interface:
-        site: AttentionSite = InterfaceAttention(module, runtime, layer, architecture.operand_factors)
+        known = architecture.mechanism is not None or attention.relative is not None
+        bias = "kept" if architecture.keeps_bias else "dropped" if known else "unknown"
+        site: AttentionSite = InterfaceAttention(module, runtime, layer, architecture.operand_factors, bias)
     else:
         site = scores = ScoresAttention(module, runtime, layer, architecture.bias_arguments)
         if architecture.rotary_method:
@@ -172,7 +174,8 @@ def _install_grid(stack: Stack, encoding: StackEncoding, journal: Journal, repor
                 journal.set_forward(module, PictureSite(module, runtime))
     for first in grid.sites():
         own = [table for table in grid.tables if table.module is first.module]
-        site = GridTableSite(first.module, own, grid.tables[0], runtime, encoding.additive)
+        alone = len(grid.tables) == 1
+        site = GridTableSite(first.module, own, grid.tables[0], runtime, encoding.additive, alone=alone)
         if first.module is stack.module:
             runtime.tables = site
         else:

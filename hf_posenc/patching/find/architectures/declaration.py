@@ -41,6 +41,8 @@ class Architecture:
         time_major: whether hidden states are `(time, batch, hidden)`.
         channels_first: whether its attention layers receive `(batch, hidden, time)`.
         bias_arguments: arguments of its attention forward that carry a native bias; they are replaced by zeros.
+        keeps_bias: whether what its attention passes as `position_bias` to an attention function stays, because the
+            mechanism that a scheme replaces is not in it.
         silence: disables native mechanisms that the fields above do not cover.
         native: the scheme that is equivalent to those mechanisms, `(stack) -> config`; `None` if discovery finds it.
         fixed_tables: tables that `native` describes. Row p must hold the sines and cosines of p (base 10000, sines
@@ -73,6 +75,7 @@ class Architecture:
     time_major: bool = False
     channels_first: bool = False
     bias_arguments: tuple[str, ...] = ()
+    keeps_bias: bool = False
     silence: Silencer | None = None
     native: Callable[[Stack], SchemeConfig | None] | None = None
     fixed_tables: Callable[[Stack], list[FixedTable]] | None = None

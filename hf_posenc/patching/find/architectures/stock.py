@@ -126,6 +126,22 @@ def _silence_inkling(stack: Stack, patches: Journal) -> None:
         patches.freeze_all(bias)
 
 
+def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
+    encoder = stack.module.encoder
+    if encoder.has_relative_attention_bias:
+        patches.replace(encoder, "_cal_1d_pos_emb", zero_bias)
+        patches.freeze_all(encoder.rel_pos_bias)
+
+
+def _layoutlmv3_native(stack: Stack) -> SchemeConfig | None:
+    if not stack.module.encoder.has_relative_attention_bias:
+        return None
+    raise UnsupportedError(
+        "LayoutLMv3 adds learned positions and a relative bias, and counts both again from 0 at the first patch of a "
+        "picture. No scheme describes this. Any scheme can replace it, and unpatch_model restores it."
+    )
+
+
 def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
     # Attention computes only some of the heads; a convolution replaces the others.
     return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
@@ -266,6 +282,16 @@ def declare_stock_architectures() -> None:
         architecture=Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
     )
     register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
+    register_architecture(
+        "layoutlmv3",
+        architecture=Architecture(
+            mechanism="relative bias",
+            silence=_silence_layoutlmv3,
+            native=_layoutlmv3_native,
+            keeps_bias=True,
+            kept=("the bias of places on the page",),
+        ),
+    )
     register_architecture("squeezebert", architecture=Architecture(channels_first=True))
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))
     register_architecture("idefics", architecture=Architecture(example_inputs=example_inputs.tokens_about_an_image))
