@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
 
 import transformers
@@ -28,6 +27,8 @@ from hf_posenc.patching.place.stack_record import registered_function
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig
 
+#: A module that makes several tokens of each repeats itself after so many.
+_LONGEST_PERIOD = 8
 #: Of fewer patches of an image, all may be at its edges.
 _FEWEST_PATCHES = 16
 
@@ -40,9 +41,9 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
     embeddings, in the forward of an attention class and in an attention function, whoever has written them.
 
     Features and pixels: in stacks in which nothing was found, or whose mechanism is disabled by a declaration, some
-    neighbours must be equal at the input of the first layer if all frames of a series or pixels of an image are, and
-    the first attention must not depend on the order of its keys. The latter is not compared for attention with a
-    convolution over its keys.
+    tokens close to each other must be equal at the input of the first layer if all frames of a series or pixels of an
+    image are, and the first attention must not depend on the order of its keys. The latter is not compared for
+    attention with a convolution over its keys.
 
     Models on the meta device and patched models are not checked.
 
@@ -95,7 +96,9 @@ def _refuse_positions_of_features(transaction: Transaction, stacks: list[Stack])
         # Convolutions see the edges, so not all tokens are equal.
         if found and found[0].shape[1] >= (_FEWEST_PATCHES if stack.series is None else len(ORDER)):
             tokens = found[0][0]
-            if all(distance(one, other) > 0 for one, other in pairwise(tokens)):
+            periods = range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1)
+            pairs = (pair for period in periods for pair in zip(tokens[:-period], tokens[period:], strict=True))
+            if all(distance(one, other) > 0 for one, other in pairs):
                 raise UnsupportedError(
                     _message(stack, "the input of its first layer depends on the position of tokens")
                 )

@@ -54,7 +54,8 @@ class TokenOrder:
                 self._hook(handles, layer, self._enter_layer)
             for attention in stack.attentions:
                 self._hook(handles, attention.module, functools.partial(self._reorder_attention, attention))
-                handle = attention.module.register_forward_hook(functools.partial(self._check_output, attention))
+                check = functools.partial(self._check_output, attention)
+                handle = attention.module.register_forward_hook(check, with_kwargs=True)
                 handles.callback(handle.remove)
             yield
 
@@ -77,18 +78,25 @@ class TokenOrder:
         self._in_order = False  # Another attention of the same layer gets what this one has seen.
         return self._reordered(args, kwargs, _AMPLIFICATION)
 
-    def _check_output(self, attention: FoundAttention, module: nn.Module, args: Any, output: Any) -> None:
+    def _check_output(
+        self, attention: FoundAttention, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
         rows = self._rows(output)
         if rows is None or has_convolution(module) or not sees_all(attention, self.stack):
             return
-        first = rows[0, -1:] if attention.causal else rows[0, -_LENGTH:][ORDER]
+        # A model may run the layers of a decoder in both directions, and say so in their attributes.
+        causal = attention.causal or bool(kwargs.get("is_causal"))
+        causal = causal or any(map(_hides_later_keys, (*args, *kwargs.values())))
+        first = rows[0, -1:] if causal else rows[0, -_LENGTH:][ORDER]
         if _differ(first, rows[1, -first.shape[0] :]):
             self._note(f"the output of {attention.path} ({_code_of(module)}) depends on the order of tokens")
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
         """Whether the vectors of the same tokens differ between the rows, and not because they saw other tokens."""
-        own = rows[:, -_LENGTH:]
-        return _differ(own[0][ORDER], own[1]) and (strict or not _differ(own[0, -1], own[1, -1]))
+        several, rest = divmod(rows.shape[1], _LENGTH)
+        # A module may have made several vectors of each token.
+        ways = [rows[:, -_LENGTH:]] + ([] if rest else [rows.unflatten(1, (_LENGTH, several)).flatten(2)])
+        return all(_differ(own[0][ORDER], own[1]) and (strict or not _differ(own[0, -1], own[1, -1])) for own in ways)
 
     def _note(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -142,6 +150,14 @@ def has_convolution(attention: nn.Module) -> bool:
         one.kernel_size[0] > 1 if isinstance(one, nn.Conv1d | nn.Conv2d) else "Convolution" in type(one).__name__
         for one in attention.modules()
     )
+
+
+def _hides_later_keys(mask: Any) -> bool:
+    """Whether an argument is a mask `(batch, heads, queries, keys)` in which the first query does not see the last key."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < _LENGTH:
+        return False
+    last = mask[..., 0, -1]
+    return bool((~last).all() if mask.dtype == torch.bool else (last < -1.0).all())
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
