@@ -153,7 +153,7 @@ def has_convolution(attention: nn.Module) -> bool:
 
 
 def _hides_later_keys(mask: Any) -> bool:
-    """Whether an argument is a mask `(batch, heads, queries, keys)` in which the first query does not see the last key."""
+    """Whether an argument is a mask `(batch, heads, queries, keys)` that hides the last key from the first query."""
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < _LENGTH:
         return False
     last = mask[..., 0, -1]
