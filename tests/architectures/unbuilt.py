@@ -19,6 +19,7 @@ UNBUILT: dict[str, str] = {
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
     "glm_image_vqmodel": _CONTAINER,
+    "llama4": "in transformers 5.24 each forward of the stock model fails (its text model returns no image_outputs)",
     "pp_ocrv5_server_det": _CONVOLUTION,
     "pp_ocrv6_medium_det": _CONVOLUTION,
     "qwen2_5_omni": f"{_CONTAINER} (qwen2_5_omni_thinker)",

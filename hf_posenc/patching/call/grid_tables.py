@@ -72,7 +72,7 @@ class GridTableSite(Viewed, PlacedForward):
         self.additive = additive
         self.alone = alone
         #: Whether the module reads its table at other places than the patches, and adds the result last.
-        self.resamples = bool(_RESAMPLING & names_used(type(module).forward)) and len(self.prefix_rows) == 1
+        self.resamples = bool(_RESAMPLING & names_used(type(module).forward))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the vectors of the scheme as its table."""
