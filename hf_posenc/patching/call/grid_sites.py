@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.patching.call.grid_state import GridState
+from hf_posenc.patching.call.grid_state import GridState, pixels_among
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import Viewed
@@ -39,6 +39,7 @@ class PictureSite(Viewed, PlacedForward):
         """Runs the module's own forward as if its size were that of the pictures of the call."""
         if self.retired:
             return self.stock(*args, **kwargs)
+        note_size(self.runtime, args, kwargs)
         return type(self.module).forward(self.view, *args, **kwargs)
 
     def replaced(self) -> dict[str, Any]:
@@ -53,8 +54,14 @@ def refuses_other_sizes(module: nn.Module) -> bool:
     return isinstance(size, tuple | list) and _SIZE in names_used(own) and OTHER_SIZES not in names_used(own)
 
 
+def note_size(runtime: StackRuntime, args: Any, kwargs: dict[str, Any]) -> None:
+    """Records the sizes of the pictures that such a module gets."""
+    if isinstance(runtime.state, GridState):
+        runtime.state.pixels = pixels_among((*args, *kwargs.values()))
+
+
 def size_of_call(module: nn.Module, runtime: StackRuntime) -> dict[str, Any]:
-    """A property of a view of such a module: `(height, width)` of the pictures of the call, in pixels."""
+    """A property of a view of such a module: the noted `(height, width)`, in pixels."""
 
     def size(view: Any) -> Any:
         state = runtime.state

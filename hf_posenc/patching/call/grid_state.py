@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class GridState(ForwardState):
         grid: sizes of the grid of every image, `(rows, columns)` or `(frames, rows, columns)`; set when the patches are
             projected.
         suffix_tokens: number of tokens without a place that follow the patches.
-        pixels: `(height, width)` of the pictures of the call.
+        pixels: `(height, width)` that a module which compares sizes has got.
         sizes: `(batch, axes)` int64, if the images of a padded batch have grids of different sizes.
         shown_patches: `(batch, rows, columns)` bool, the patches of each image in a padded batch, from the first row
             and column on.
@@ -184,10 +184,7 @@ def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) 
     """The state of a call, as far as its arguments show the grids."""
     state = GridState(-1, suffix_tokens=grid.suffix_tokens)
     given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    pixels = next((value for value in given.values() if value.dim() in (4, 5)), None)
-    if pixels is not None:
-        state.pixels = tuple(pixels.shape[-2:])
-        state.grid = _of_pixels(stack.config, state.pixels)
+    state.grid = _of_pixels(stack.config, pixels_among(given.values()))
     if _SIZES in given:
         state.sizes = given[_SIZES].long()
     if _SHOWN in given and given[_SHOWN].dim() == 3 and not given[_SHOWN].all():
@@ -203,10 +200,16 @@ def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) 
     return state
 
 
-def _of_pixels(config: Any, pixels: Sizes) -> Sizes | None:
+def pixels_among(values: Iterable[Any]) -> Sizes | None:
+    """`(height, width)` of the first pictures or videos among arguments."""
+    found = (value for value in values if isinstance(value, Tensor) and value.dim() in (4, 5))
+    return next((tuple(value.shape[-2:]) for value in found), None)
+
+
+def _of_pixels(config: Any, pixels: Sizes | None) -> Sizes | None:
     """The grid of whole images, until the projection shows it, and for stacks without a known projection."""
     patch = getattr(config, "patch_size", None)
-    if patch is None:
+    if pixels is None or patch is None:
         return None
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
     rows, columns = (int(size) // int(side) for size, side in zip(pixels, sides, strict=True))

@@ -8,6 +8,7 @@ follows the table (norms, dropout, masking of patches) is therefore as in the st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.grid_sites import OTHER_SIZES, refuses_other_sizes, size_of_call
+from hf_posenc.patching.call.grid_sites import OTHER_SIZES, note_size, refuses_other_sizes, size_of_call
 from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
@@ -71,6 +72,8 @@ class GridTableSite(Viewed, PlacedForward):
         self.main = main.name if main.module is module else None
         self.additive = additive
         self.alone = alone
+        self.compares_sizes = refuses_other_sizes(module)
+        self.resizes = any(hasattr(module, name) for name in (*_INTERPOLATIONS, *_MAPS, _RESIZING))
         #: Whether the module reads its table at other places than the patches, and adds the result last.
         self.resamples = bool(_RESAMPLING & names_used(type(module).forward))
 
@@ -81,6 +84,8 @@ class GridTableSite(Viewed, PlacedForward):
         names = list(forward_parameters(type(self.module)))[1:]
         if OTHER_SIZES in names:
             args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs | {OTHER_SIZES: True}
+        if self.compares_sizes:
+            note_size(self.runtime, args, kwargs)
         output = type(self.module).forward(self.view, *args, **kwargs)
         return self._with_vectors(output) if self.resamples and self.main is not None else output
 
@@ -95,7 +100,7 @@ class GridTableSite(Viewed, PlacedForward):
         """The tables, and the methods that resize them or drop patches."""
         module, main = self.module, self.main
         replaced: dict[str, Any] = {name: self._in_place_of(name) for name in self.prefix_rows}
-        if refuses_other_sizes(module):
+        if self.compares_sizes:
             replaced |= size_of_call(module, self.runtime)
         if main is not None:
             for name in filter(functools.partial(hasattr, module), _INTERPOLATIONS):
@@ -116,7 +121,16 @@ class GridTableSite(Viewed, PlacedForward):
             if self.stands_in(table):
                 return vectors(*args, **kwargs)
             stock: Any = getattr(module, name) if of_class is None else of_class.__get__(view, type(view))
-            return stock(*args, **kwargs)
+            zeros = self.zeros_like_call(table)
+            if zeros is None:
+                return stock(*args, **kwargs)
+            with contextlib.suppress(RuntimeError, ValueError):
+                resized: Tensor = stock(*args, **kwargs)
+                rows = self.native(table).shape[-2]
+                if resized.dim() != 3 or zeros.shape[1] == rows or resized.shape[1] != rows:
+                    return resized
+            # The method cannot resize the table to the call, whose numbers do not matter because all are zero.
+            return zeros
 
         return method
 
@@ -144,9 +158,10 @@ class GridTableSite(Viewed, PlacedForward):
 
     def _in_shape_of(self, name: str) -> Tensor:
         """The vectors in the number of dimensions of the table: some tables are `(1, rows, columns, hidden)`."""
-        vectors, table = self.vectors(name), self.native(name)
+        table = self.native(name)
         if not self.stands_in(name):
-            return vectors
+            return torch.zeros_like(table)
+        vectors = self.vectors(name)
         if table.dim() == 4:
             return self._map(name)
         return vectors if table.dim() == 3 else vectors.squeeze(0)
@@ -170,26 +185,31 @@ class GridTableSite(Viewed, PlacedForward):
         """
         state = self.runtime.state
         table = self.native(name)
-        if not self.stands_in(name):
-            return torch.zeros_like(table)
+        if self.additive is None or not self.stands_in(name):
+            zeros = self.zeros_like_call(name)
+            return torch.zeros_like(table) if zeros is None else zeros
         if not isinstance(state, GridState) or not state.is_known:
             raise UnsupportedError(
                 f"{type(self.module).__name__} read its position table {name!r} before its patches were projected, or "
                 "outside its model, so the grid of the image is unknown. Call the whole model."
             )
         length = state.table_length(self.prefix_rows[name]) if length is None else length
-        if self.additive is None:
-            return table.new_zeros(1, length, self.hidden_size)
         return self._encoded(length, table.device).to(table.dtype)
 
+    def zeros_like_call(self, name: str) -> Tensor | None:
+        """Zeros in the size of the call in place of a discarded table; `None` if it is not known, or vectors are."""
+        state = self.runtime.state
+        if self.additive is not None or not self.alone or not isinstance(state, GridState) or not state.is_known:
+            return None
+        return self.native(name).new_zeros(1, state.table_length(self.prefix_rows[name]), self.hidden_size)
+
     def stands_in(self, name: str) -> bool:
-        """Whether vectors of the scheme stand in for a table, or zeros if it adds none, in the size of the call.
+        """Whether something in the size of the call stands in for a table: vectors of the scheme, or zeros.
 
         Otherwise the table is zero, and the stock code resizes it.
         """
-        state = self.runtime.state
-        known = self.additive is not None or (self.alone and isinstance(state, GridState) and state.is_known)
-        return known and name == self.main and not self.resamples
+        acts = self.additive is not None or (not self.resizes and self.zeros_like_call(name) is not None)
+        return acts and name == self.main and not self.resamples
 
     def _encoded(self, length: int, device: torch.device) -> Tensor:
         """`(batch or 1, length, hidden)`: the vectors of the scheme."""

@@ -1,7 +1,8 @@
 """Extending buffers that are as long as the native position table, and are sliced to the length of the input.
 
-They are the `position_ids` and `token_type_ids` of BERT-style embeddings, and the causal masks of GPT and GPT-Neo.
-Without longer buffers, even a scheme without a table would be limited to the length of the native one.
+They are the `position_ids` and `token_type_ids` of BERT-style embeddings, the rotary tables of GPT-J and CodeGen, which
+no scheme reads, and the causal masks of GPT and GPT-Neo. Without longer buffers, even a scheme without a table would be
+limited to the length of the native one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from hf_posenc.patching.find.discovery import own_modules
 
 _BUFFERS = ("position_ids", "token_type_ids")
+#: Sines and cosines `(length, width)`.
+_PHASES = "embed_positions"
 #: A causal mask `(1, 1, length, length)`.
 _MASK = "bias"
 #: The length of a mask grows to a multiple of this, because its size is the square.
@@ -41,36 +44,38 @@ class SlotBuffers:
         """
         length += self.rows_before
         if self.shortest is None:
-            lengths = [buffer.shape[-1] for _, _, buffer in _slot_buffers(stack)]
+            lengths = [_length(name, buffer) for _, name, buffer in _slot_buffers(stack)]
             self.shortest = min(lengths) if lengths else 0
         if not 0 < self.shortest < length:
             return
         for module, name, buffer in _slot_buffers(stack):
-            if buffer.shape[-1] >= length or (name == _MASK and not masks):
+            native = _length(name, buffer)
+            if native >= length or (name == _MASK and not masks):
                 continue
-            self.native_lengths.append((module, name, buffer.shape[-1]))
+            self.native_lengths.append((module, name, native))
             if name == _MASK:
                 module._buffers[name] = _longer_mask(module, buffer, length)
-                continue
-            rows = buffer.new_zeros(1, max(length, 2 * buffer.shape[1]))
-            if name == "position_ids":
-                rows = buffer[:, :1] + arange_like(rows)
-            module._buffers[name] = rows
+            elif name == _PHASES:
+                more = buffer.new_zeros(max(length, 2 * native) - native, buffer.shape[1])
+                module._buffers[name] = torch.cat([buffer, more])
+            else:
+                rows = buffer.new_zeros(1, max(length, 2 * native))
+                module._buffers[name] = buffer[:, :1] + arange_like(rows) if name == "position_ids" else rows
         self.shortest = None
 
     def reach_positions(self, stack: nn.Module, position_ids: Tensor | None) -> None:
-        """Same as `reach` for positions passed by the caller, because BERT indexes its token types by position."""
+        """Same as `reach` for positions passed by the caller, by which BERT indexes its token types, but not masks."""
         if self.shortest == 0 or position_ids is None or position_ids.is_meta or torch.compiler.is_compiling():
             return
-        self.reach(stack, int(position_ids.max()) + 1)
+        self.reach(stack, int(position_ids.max()) + 1, masks=False)
 
     def restore(self) -> None:
         """Restores the native length of every buffer, on its current device."""
         for module, name, length in reversed(self.native_lengths):
             buffer = module._buffers[name]
             assert buffer is not None
-            within = buffer[:, :length] if name != _MASK else buffer[..., :length, :length]
-            module._buffers[name] = within.clone()
+            within = buffer[:length] if name == _PHASES else buffer[..., :length]
+            module._buffers[name] = (within[..., :length, :] if name == _MASK else within).clone()
         self.native_lengths.clear()
         self.shortest = None
 
@@ -84,11 +89,16 @@ def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
             transient = name in module._non_persistent_buffers_set
             if isinstance(buffer, Tensor) and buffer.dim() == 2 and buffer.shape[0] == 1 and transient:
                 found.append((module, name, buffer))
-        mask = module._buffers.get(_MASK)
-        transient = _MASK in module._non_persistent_buffers_set
-        if mask is not None and transient and mask.dim() == 4 and mask.shape[-1] == mask.shape[-2]:
-            found.append((module, _MASK, mask))
+        for name, dimensions in ((_PHASES, 2), (_MASK, 4)):
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.dim() == dimensions and name in module._non_persistent_buffers_set:
+                found.append((module, name, buffer))
     return found
+
+
+def _length(name: str, buffer: Tensor) -> int:
+    """Number of tokens that a buffer is made for."""
+    return buffer.shape[0] if name == _PHASES else buffer.shape[-1]
 
 
 def _longer_mask(module: nn.Module, mask: Tensor, length: int) -> Tensor:

@@ -87,12 +87,6 @@ def _gptj_tables(stack: Stack) -> list[FixedTable]:
     return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
 
 
-def _silence_gptj(stack: Stack, patches: Journal) -> None:
-    # No scheme uses the phases, which the model looks up for every token: enough rows for any sequence.
-    for module, name in _gptj_tables(stack):
-        patches.set_buffer(module, name, getattr(module, name).new_zeros(1 << 17, 2))
-
-
 def _silence_roformer(stack: Stack, patches: Journal) -> None:
     table = stack.module.encoder.embed_positions
     patches.replace(table, "forward", functools.partial(zero_phases, table))
@@ -203,7 +197,7 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "gptj",
         "codegen",
-        architecture=Architecture(silence=_silence_gptj, native=_gptj_native, fixed_tables=_gptj_tables),
+        architecture=Architecture(native=_gptj_native, fixed_tables=_gptj_tables),
     )
     register_architecture(
         "roformer",
