@@ -126,8 +126,7 @@ class GridTableSite(Viewed, PlacedForward):
                 return stock(*args, **kwargs)
             with contextlib.suppress(RuntimeError, ValueError):
                 resized: Tensor = stock(*args, **kwargs)
-                rows = self.native(table).shape[-2]
-                if resized.dim() != 3 or zeros.shape[1] == rows or resized.shape[1] != rows:
+                if resized.dim() != 3 or resized.shape[1] in (zeros.shape[1], zeros.shape[1] - self.prefix_rows[table]):
                     return resized
             # The method cannot resize the table to the call, whose numbers do not matter because all are zero.
             return zeros
@@ -199,7 +198,9 @@ class GridTableSite(Viewed, PlacedForward):
     def zeros_like_call(self, name: str) -> Tensor | None:
         """Zeros in the size of the call in place of a discarded table; `None` if it is not known, or vectors are."""
         state = self.runtime.state
-        if self.additive is not None or not self.alone or not isinstance(state, GridState) or not state.is_known:
+        if self.additive is not None or not self.alone or not isinstance(state, GridState):
+            return None
+        if not state.is_known or state.sizes is not None:
             return None
         return self.native(name).new_zeros(1, state.table_length(self.prefix_rows[name]), self.hidden_size)
 
