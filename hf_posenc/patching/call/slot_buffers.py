@@ -1,6 +1,7 @@
 """Extending buffers that are as long as the native position table, and are sliced to the length of the input.
 
-They are the `position_ids` and `token_type_ids` of BERT-style embeddings, and the causal masks of GPT and GPT-Neo.
+They are the `position_ids` and `token_type_ids` of BERT-style embeddings, the causal masks of GPT and GPT-Neo, and the
+rotary phases of GPT-J and CodeGen, which no scheme uses.
 Without longer buffers, even a scheme without a table would be limited to the length of the native one.
 """
 
@@ -16,6 +17,8 @@ from hf_posenc.patching.find.discovery import own_modules
 _BUFFERS = ("position_ids", "token_type_ids")
 #: A causal mask `(1, 1, length, length)`.
 _MASK = "bias"
+#: Phases `(length, width)`.
+_PHASES = "embed_positions"
 #: The length of a mask grows to a multiple of this, because its size is the square.
 _MASK_STEP = 256
 #: Length of the buffers in an exported program, which cannot extend them.
@@ -41,18 +44,23 @@ class SlotBuffers:
         """
         length += self.rows_before
         if self.shortest is None:
-            lengths = [buffer.shape[-1] for _, _, buffer in _slot_buffers(stack)]
+            lengths = [_length(name, buffer) for _, name, buffer in _slot_buffers(stack)]
             self.shortest = min(lengths) if lengths else 0
         if not 0 < self.shortest < length:
             return
         for module, name, buffer in _slot_buffers(stack):
-            if buffer.shape[-1] >= length or (name == _MASK and not masks):
+            native = _length(name, buffer)
+            if native >= length or (name == _MASK and not masks):
                 continue
-            self.native_lengths.append((module, name, buffer.shape[-1]))
+            self.native_lengths.append((module, name, native))
             if name == _MASK:
                 module._buffers[name] = _longer_mask(module, buffer, length)
                 continue
-            rows = buffer.new_zeros(1, max(length, 2 * buffer.shape[1]))
+            longer = max(length, 2 * native)
+            if name == _PHASES:
+                module._buffers[name] = nn.functional.pad(buffer, (0, 0, 0, longer - native))
+                continue
+            rows = buffer.new_zeros(1, longer)
             if name == "position_ids":
                 rows = buffer[:, :1] + arange_like(rows)
             module._buffers[name] = rows
@@ -69,8 +77,8 @@ class SlotBuffers:
         for module, name, length in reversed(self.native_lengths):
             buffer = module._buffers[name]
             assert buffer is not None
-            within = buffer[:, :length] if name != _MASK else buffer[..., :length, :length]
-            module._buffers[name] = within.clone()
+            within = {_MASK: buffer[..., :length, :length], _PHASES: buffer[:length]}
+            module._buffers[name] = within.get(name, buffer[:, :length]).clone()
         self.native_lengths.clear()
         self.shortest = None
 
@@ -88,7 +96,14 @@ def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
         transient = _MASK in module._non_persistent_buffers_set
         if mask is not None and transient and mask.dim() == 4 and mask.shape[-1] == mask.shape[-2]:
             found.append((module, _MASK, mask))
+        phases = module._buffers.get(_PHASES)
+        if phases is not None:
+            found.append((module, _PHASES, phases))
     return found
+
+
+def _length(name: str, buffer: Tensor) -> int:
+    return buffer.shape[0 if name == _PHASES else -1]
 
 
 def _longer_mask(module: nn.Module, mask: Tensor, length: int) -> Tensor:
