@@ -193,18 +193,25 @@ def patching_proxy(
 class _Built:
     """Objects that a patch refers to and that transformers replaces while it loads the weights.
 
+    Until then, the config has its native lengths: transformers fills buffers that were built for them.
+
     Args:
         model: a patched model without weights.
         entry_format: format of the config it was built from.
     """
 
     def __init__(self, model: Any, entry_format: int) -> None:
+        from hf_posenc.patching.place.config_lengths import native_lengths, stated_lengths, write_lengths
+
         self.entry_format = entry_format
         self.generation_config = getattr(model, "generation_config", None)
+        self.lengths = stated_lengths(model.config)
+        write_lengths(model.config, native_lengths(model.config))
 
     def follow(self, model: Any) -> None:
         """Applies the patch to the new objects, and updates its journal so that it is undone there."""
         from hf_posenc.patching.find.fingerprint import samples
+        from hf_posenc.patching.place.config_lengths import write_lengths
         from hf_posenc.patching.place.lengths import record_generation_length
 
         # The weights did not exist when the model was patched.
@@ -215,6 +222,7 @@ class _Built:
             elif change.target is self.generation_config:
                 change.target = model.generation_config
                 change.target.__dict__[change.attribute] = self.generation_config.__dict__[change.attribute]
+        write_lengths(model.config, self.lengths)
         record_generation_length(model.position_encoding, model)
 
 

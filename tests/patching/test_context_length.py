@@ -266,9 +266,10 @@ def test_a_rotation_past_its_lengths_is_warned_of_and_others_are_not(recwarn: py
     ("OpenAIGPTLMHeadModel", "max_position_embeddings"),
     ("RoFormerForCausalLM", "max_position_embeddings"),
     ("MptForCausalLM", "max_seq_len"),
+    ("CTRLLMHeadModel", "n_positions"),
 ])  # fmt: skip
 @torch.no_grad()
-def test_a_model_is_not_limited_by_what_it_builds_for_its_native_length(name: str, field: str) -> None:
+def test_a_model_is_not_limited_by_what_it_builds_for_its_native_length(name: str, field: str, tmp_path: Path) -> None:
     """Causal masks, rotary tables and a native ALiBi, against the same weights in a model that is built longer."""
     options: dict[str, Any] = {"rotary_dim": 8} if name in ("GPTJForCausalLM", "CodeGenForCausalLM") else {}
     if name == "GPTNeoForCausalLM":
@@ -277,7 +278,7 @@ def test_a_model_is_not_limited_by_what_it_builds_for_its_native_length(name: st
     given = model.state_dict()
     longer.load_state_dict({key: given[key] if given[key].shape == own.shape else own
                             for key, own in longer.state_dict().items()})  # fmt: skip
-    before = {key: buffer.shape for key, buffer in model.named_buffers()}
+    before = {key: buffer.clone() for key, buffer in model.named_buffers()}
     ids = tokens(1, 40)
     for scheme in ("alibi", "rope"):
         patch_model(model, scheme)
@@ -288,8 +289,16 @@ def test_a_model_is_not_limited_by_what_it_builds_for_its_native_length(name: st
         if cached:
             assert distance(model(ids[:, 30:], **cached).logits, expected[:, 30:]) <= 1e-5
     extend_context(model, length=40)
-    unpatch_model(model)
-    assert {key: buffer.shape for key, buffer in model.named_buffers()} == before
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert distance(loaded(ids).logits, expected) <= 1e-5
+    loaded.to(torch.bfloat16).float()
+    for one in (model, loaded):
+        unpatch_model(one)
+        after = dict(one.named_buffers())
+        assert after.keys() == before.keys()
+        for key, buffer in before.items():
+            assert torch.equal(after[key], buffer if one is model else buffer.to(torch.bfloat16).to(buffer.dtype))
     with pytest.raises((IndexError, RuntimeError)):
         model(ids)
 

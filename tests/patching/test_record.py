@@ -145,6 +145,15 @@ def test_a_wrapper_that_calls_the_placed_forward_is_accepted(wrapper: Any, tmp_p
     assert_loads(tmp_path, expected, ids)
 
 
+def test_helpers_that_name_each_other_are_searched_once() -> None:
+    model, script = patched("llama_gqa", "alibi"), {"__name__": "a_script"}
+    names = [f"helper_{number}" for number in range(60)]
+    exec("\n".join(f"def {name}(*args, **kwargs):\n    return [{', '.join(names)}]" for name in names), script)
+    model.model.layers[0].self_attn.forward = script[names[0]]
+    with pytest.raises(UnsupportedError, match="was replaced after patch_model"):
+        model(tokens(1, 8))
+
+
 # Layers
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.patching.call.placed_forward import PlacedForward
 
@@ -19,12 +18,6 @@ class ZeroOutput(PlacedForward):
             return self.stock(inputs)
         width = getattr(self.module, "out_features", None) or [*self.module.parameters()][-1].shape[0]
         return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
-
-
-def zero_bias_of(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Stands in for the forward of a module whose output is a bias: a zero `(1, 1, 1, 1)`, which fits any scores."""
-    weight = next(module.parameters())
-    return torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
 
 
 def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
@@ -45,6 +46,36 @@ class Viewed:
     def replaced(self) -> dict[str, Any]:
         """Properties and methods of the view's class."""
         raise NotImplementedError
+
+
+class WithoutTable(Viewed):
+    """A stack that adds the rows of a buffer, as a view that adds zeros at any position. The buffer stays as it is.
+
+    Args:
+        module: the stack.
+        name: of the buffer.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def replaced(self) -> dict[str, Any]:
+        """The buffer."""
+        return {self.name: property(lambda view: _ZeroRows(self.module._buffers[self.name]))}
+
+
+class _ZeroRows:
+    def __init__(self, table: Tensor | None) -> None:
+        self.table = table
+
+    def to(self, **kwargs: Any) -> Tensor | None:
+        """What the stack assigns to its buffer, which it reads again afterwards."""
+        return self.table
+
+    def __getitem__(self, places: tuple[Tensor, slice]) -> Tensor:
+        """A single column, which broadcasts in the addition to embeddings of any dtype."""
+        return torch.zeros(*places[0].shape, 1, dtype=torch.bool, device=places[0].device)
 
 
 class WithOverrides:

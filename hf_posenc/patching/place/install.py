@@ -13,7 +13,7 @@ from hf_posenc.patching.call.grid_sites import GridRotarySite, PictureSite, Proj
 from hf_posenc.patching.call.grid_tables import GridTableSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.call.native_stand_ins import ZeroOutput, unrotated, zero_bias_of
+from hf_posenc.patching.call.native_stand_ins import ZeroOutput, unrotated
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
 from hf_posenc.patching.call.replicas import refuse_replicas
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
@@ -21,7 +21,9 @@ from hf_posenc.patching.call.runtime import StackForward, StackRuntime
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
+from hf_posenc.patching.call.view import WithoutTable
 from hf_posenc.patching.find.architectures import Architecture
+from hf_posenc.patching.find.architectures.silencers import zero_bias_of
 from hf_posenc.patching.find.grids import FoundBias
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.find.tables import OwnedTable
@@ -67,6 +69,9 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     journal.set(stack.module, "_replicate_for_data_parallel", refuse_replicas)
     if architecture.silence is not None:
         architecture.silence(stack, journal)
+    for module, name in architecture.fixed_tables(stack) if architecture.fixed_tables else ():
+        if module is stack.module:
+            runtime.tables = WithoutTable(module, name)
     if stack.mechanism:
         report.replaced.append(f"{stack.name}: {stack.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.placed_forward import (
@@ -28,7 +28,7 @@ class _Change:
     attribute: str
     had_value: bool
     value: Any
-    kind: Literal["attribute", "aside", "forward", "buffer", "frozen", "hook"] = "attribute"
+    kind: Literal["attribute", "aside", "forward", "frozen", "hook"] = "attribute"
     ours: Any = None
 
     def put(self, value: Any) -> None:
@@ -78,11 +78,6 @@ class Journal:
                 "any scheme. Use a version of transformers that hf_posenc was tested with."
             )
         self.set(module, attribute, value)
-
-    def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """Replaces a buffer. An attribute cannot hide a buffer that the module's forward assigns to."""
-        self.changes.append(_Change(module, name, True, module._buffers[name], "buffer"))
-        module._buffers[name] = value
 
     def set_forward(self, module: nn.Module, value: Any) -> None:
         """Replaces the module's forward, or the forward inside accelerate's hook where the module has one.
@@ -181,8 +176,6 @@ def _restore(change: _Change) -> None:
         # A weight that was made trainable while the patch was in place stays trainable.
         parameter = change.target._parameters[change.attribute]
         parameter.requires_grad_(change.value or parameter.requires_grad)
-    elif change.kind == "buffer":
-        change.target._buffers[change.attribute] = change.value
     elif change.kind != "aside" and not change.is_in_place:
         return
     elif change.had_value:

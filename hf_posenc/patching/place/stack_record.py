@@ -440,16 +440,25 @@ def _has_forward(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
-def _leads_to(found: Any, ours: Any, module: nn.Module, depth: int = _DEEPEST_WRAPPER) -> bool:
+def _leads_to(found: Any, ours: Any, module: nn.Module) -> bool:
     """Whether a forward is `ours`, or a wrapper that holds it.
 
     A wrapper holds the forward inside it as an argument, a default, a variable of its closure or its module, an
     attribute, or under another name on the module that it belongs to, as accelerate does.
     """
-    if found is ours:
-        return True
-    if found is None or depth == 0 or isinstance(found, nn.Module | torch.Tensor | type | types.ModuleType):
-        return False
+    seen: dict[int, Any] = {}
+    level = {id(found): found}
+    for _ in range(_DEEPEST_WRAPPER + 1):
+        seen |= level
+        inside = (inner for one in level.values() for inner in _held_by(one, module))
+        level = {id(inner): inner for inner in inside if id(inner) not in seen}
+    return id(ours) in seen
+
+
+def _held_by(found: Any, module: nn.Module) -> list[Any]:
+    """What a wrapper of a module's forward holds."""
+    if found is None or isinstance(found, nn.Module | torch.Tensor | type | types.ModuleType):
+        return []
     inside: list[Any] = [getattr(found, "__wrapped__", None), getattr(found, "__func__", None)]
     if isinstance(found, functools.partial):
         inside += [found.func, *found.args, *found.keywords.values()]
@@ -462,7 +471,7 @@ def _leads_to(found: Any, ours: Any, module: nn.Module, depth: int = _DEEPEST_WR
         inside += [holder.get(name) for holder in (module.__dict__, known) for name in names]
     elif not isinstance(found, types.MethodType):
         inside += getattr(found, "__dict__", {}).values()
-    return any(_leads_to(one, ours, module, depth - 1) for one in inside)
+    return inside
 
 
 def _is_filled(cell: types.CellType) -> bool:

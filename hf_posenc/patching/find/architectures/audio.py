@@ -15,7 +15,7 @@ from hf_posenc.patching.find.architectures.declaration import (
     register_architecture,
     undescribed,
 )
-from hf_posenc.patching.find.architectures.silencers import zero_bias
+from hf_posenc.patching.find.architectures.silencers import zero_bias, zero_vectors
 from hf_posenc.patching.find.sites import Stack
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def _silence_wavlm(stack: Stack, patches: Journal) -> None:
 
 
 def _silence_canary(stack: Stack, patches: Journal) -> None:
-    # A single column broadcasts in the addition, and a million rows are enough for any sequence.
-    table = stack.module.pos_emb
-    patches.set_buffer(table, "positional_embedding", table.positional_embedding.new_zeros(1 << 20, 1))
+    patches.replace(stack.module.pos_emb, "forward", zero_vectors)
 
 
 def _silence_vits(stack: Stack, patches: Journal) -> None:

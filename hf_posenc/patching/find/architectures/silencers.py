@@ -16,8 +16,19 @@ def zero_bias(*args: Any, **kwargs: Any) -> Tensor:
     return torch.zeros(1, 1, 1, 1, device=device, dtype=kwargs.get("dtype", dtype))
 
 
+def zero_bias_of(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for the forward of a module whose output is a bias: a zero `(1, 1, 1, 1)`, which fits any scores."""
+    weight = next(module.parameters())
+    return torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
+
+
 def no_bias(*args: Any, **kwargs: Any) -> None:
     """Replaces a method whose result is added to the scores only if it is not `None`."""
+
+
+def zero_vectors(position_ids: Tensor) -> Tensor:
+    """Replaces the forward of a table: a single column of zeros `(..., 1)`, which broadcasts in the addition."""
+    return torch.zeros(*position_ids.shape, 1, device=position_ids.device)
 
 
 def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:

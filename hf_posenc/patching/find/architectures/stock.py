@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, refused_if, register_architecture
-from hf_posenc.patching.find.architectures.silencers import zero_bias, zero_phases, zero_relative_shift
+from hf_posenc.patching.find.architectures.silencers import zero_bias, zero_bias_of, zero_phases, zero_relative_shift
 from hf_posenc.patching.find.sites import FixedTable, FoundAttention, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
@@ -36,11 +36,6 @@ def _silence_mpnet(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
     patches.replace(encoder, "compute_position_bias", zero_bias)
     patches.freeze_all(encoder.relative_attention_bias)
-
-
-def _silence_ctrl(stack: Stack, patches: Journal) -> None:
-    # A single column broadcasts in the addition, and a million rows are enough for any sequence.
-    patches.set_buffer(stack.module, "pos_encoding", stack.module.pos_encoding.new_zeros(1 << 20, 1))
 
 
 def _silence_xlnet(stack: Stack, patches: Journal) -> None:
@@ -123,7 +118,7 @@ def _silence_inkling(stack: Stack, patches: Journal) -> None:
 def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
     if encoder.has_relative_attention_bias:
-        patches.replace(encoder, "_cal_1d_pos_emb", zero_bias)
+        patches.replace(encoder, "_cal_1d_pos_emb", functools.partial(zero_bias_of, encoder.rel_pos_bias))
         patches.freeze_all(encoder.rel_pos_bias)
 
 
@@ -189,7 +184,6 @@ def declare_stock_architectures() -> None:
         "ctrl",
         architecture=Architecture(
             mechanism="sinusoidal table",
-            silence=_silence_ctrl,
             native=lambda stack: SinusoidalConfig(layout="concatenated"),
             fixed_tables=lambda stack: [(stack.module, "pos_encoding")],
         ),

@@ -1,0 +1,32 @@
+"""Native mechanisms that a declaration disables: what is left of the model can be loaded, moved and cast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LayoutLMv3Config, LayoutLMv3Model
+
+from hf_posenc import patch_model, unpatch_model
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
+from tests.matrix.running import tokens
+
+
+def test_a_silenced_buffer_is_filled_when_a_model_is_loaded(tmp_path: Path) -> None:
+    model = tiny_model(pair_named("audio-text-canary"))
+    before = dict(model.named_buffers())
+    patch_model(model, "alibi").save_pretrained(tmp_path)
+    loaded = unpatch_model(type(model).from_pretrained(tmp_path))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in loaded.named_buffers())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_a_silenced_bias_has_the_dtype_of_the_model(attention: str) -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    places = {"coordinate_size": 8, "shape_size": 8, "visual_embed": False, "has_spatial_attention_bias": False}
+    config = LayoutLMv3Config(vocab_size=96, **sizes, **places, attn_implementation=attention)
+    model = patch_model(LayoutLMv3Model(config).bfloat16().eval(), "none")
+    assert model(tokens(1, 8), bbox=torch.ones(1, 8, 4, dtype=torch.long)).last_hidden_state.dtype == torch.bfloat16
