@@ -449,10 +449,12 @@ def _leads_to(found: Any, ours: Any, module: nn.Module) -> bool:
     seen: dict[int, Any] = {}
     level = {id(found): found}
     for _ in range(_DEEPEST_WRAPPER + 1):
+        if id(ours) in level:
+            return True
         seen |= level
         inside = (inner for one in level.values() for inner in _held_by(one, module))
         level = {id(inner): inner for inner in inside if id(inner) not in seen}
-    return id(ours) in seen
+    return False
 
 
 def _held_by(found: Any, module: nn.Module) -> list[Any]:
