@@ -75,6 +75,10 @@ def test_a_base_that_was_exchanged_is_noticed_at_the_next_call(scheme: str | Non
     with pytest.raises(UnsupportedError, match="its LlamaModel was exchanged after patch_model"):
         run(ids)
     other(ids)
+    model.base_before = own
+    with pytest.raises(UnsupportedError, match="its LlamaModel was exchanged"):
+        run(ids)
+    del model.base_before
     model.model = own
     twin = copy.deepcopy(model)
     assert torch.equal(run(ids).logits, expected)

@@ -313,10 +313,12 @@ class StacksInside:
 
     Args:
         model: the model.
+        stacks: its patched stacks.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stacks: list[nn.Module]) -> None:
         self.__setstate__({"model": model})
+        self.way.extend(_way_to(stacks, model))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model}
@@ -330,7 +332,13 @@ class StacksInside:
         """Describes what was exchanged; empty if nothing was."""
         stacks = self.model.position_encoding.record.stacks.values()
         lost = exchanged(self.model, stacks)
-        self.way = [] if lost else [*_way_to([one.stack for one in stacks], self.model)]
+        for parent, name, child in self.way:
+            other, inside = parent._modules.get(name), {id(module) for module in child.modules()}
+            if other is not None and other is not child:
+                # The former child may be kept under another name.
+                lost = lost or exchanged(other, [one for one in stacks if id(one.stack) in inside])
+        if not lost:
+            self.way = [*_way_to([one.stack for one in stacks], self.model)]
         return f"This {type(self.model).__name__} is not as it was patched: {lost}" if lost else ""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -292,7 +292,7 @@ class Transaction:
             report.adopted = placed.adopted
             reports.append(report)
         if any(stack.module is not model for stack in stacks):
-            journal.add_forward_pre_hook(model, StacksInside(model))
+            journal.add_forward_pre_hook(model, StacksInside(model, [stack.module for stack in stacks]))
         untouched = [part for part in self.parts() if part not in {stack.part for stack in stacks}]
         encoding.report = PatchReport(
             _report_name(encoding.config), type(model).__name__, parameter_count(encoding), reports, untouched
