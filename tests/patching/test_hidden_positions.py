@@ -97,9 +97,7 @@ def not_silenced(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     monkeypatch.setitem(architectures.declaration._ARCHITECTURES, model_type, changed)
 
 
-@pytest.mark.parametrize(
-    "name", ["causal-bloom", "masked-mpnet", "causal-ctrl", "causal-xlnet", "masked-deberta[relative]"]
-)
+@pytest.mark.parametrize("name", ["causal-bloom", "masked-mpnet", "causal-xlnet", "masked-deberta[relative]"])
 def test_a_mechanism_that_is_still_there_after_it_was_silenced_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
