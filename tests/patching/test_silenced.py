@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import LayoutLMv3Config, LayoutLMv3Model
 from hf_posenc import patch_model, unpatch_model
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
-from tests.matrix.running import tokens
+from tests.matrix.running import distance, tokens
 from tests.versions import since
 
 
@@ -33,3 +34,23 @@ def test_a_silenced_bias_has_the_dtype_of_the_model(attention: str) -> None:
     config = LayoutLMv3Config(vocab_size=96, **sizes, **places, attn_implementation=attention)
     model = patch_model(LayoutLMv3Model(config).bfloat16().eval(), "none")
     assert model(tokens(1, 8), bbox=torch.ones(1, 8, 4, dtype=torch.long)).last_hidden_state.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_the_bias_of_boxes_stays_where_that_of_tokens_is_replaced() -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    places = {"coordinate_size": 8, "shape_size": 8, "visual_embed": False}
+    torch.manual_seed(0)
+    stock = LayoutLMv3Model(LayoutLMv3Config(vocab_size=96, **sizes, **places)).eval()
+    for bias in (stock.encoder.rel_pos_bias, stock.encoder.rel_pos_x_bias, stock.encoder.rel_pos_y_bias):
+        bias.weight.normal_()
+    stock.embeddings.position_embeddings.weight.normal_()
+    ids, boxes = tokens(1, 8), torch.arange(32).view(1, 8, 4) * torch.tensor([1, 1, 2, 3])
+    model = patch_model(copy.deepcopy(stock), "none")
+    found = model(ids, bbox=boxes).last_hidden_state
+    assert distance(found, stock(ids, bbox=boxes).last_hidden_state) > 1e-2
+    stock.encoder.rel_pos_bias.weight.zero_()
+    stock.embeddings.position_embeddings.weight.zero_()
+    assert distance(found, stock(ids, bbox=boxes).last_hidden_state) <= 1e-5
+    stock.encoder.rel_pos_x_bias.weight.zero_()
+    assert distance(found, stock(ids, bbox=boxes).last_hidden_state) > 1e-4
