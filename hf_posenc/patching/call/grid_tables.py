@@ -128,7 +128,7 @@ class GridTableSite(Viewed, PlacedForward):
                 resized: Tensor = stock(*args, **kwargs)
                 if resized.dim() != 3 or resized.shape[1] in (zeros.shape[1], zeros.shape[1] - self.prefix_rows[table]):
                     return resized
-            # The method cannot resize the table to the call, whose numbers do not matter because all are zero.
+            # The stock method cannot resize this table. Zeros in the size of the call have the same effect.
             return zeros
 
         return method
@@ -196,7 +196,10 @@ class GridTableSite(Viewed, PlacedForward):
         return self._encoded(length, table.device).to(table.dtype)
 
     def zeros_like_call(self, name: str) -> Tensor | None:
-        """Zeros in the size of the call in place of a discarded table; `None` if it is not known, or vectors are."""
+        """Zeros in the size of the call, for a table that is discarded; `None` if the size is unknown.
+
+        Also `None` if the scheme adds vectors, or the stack has several tables.
+        """
         state = self.runtime.state
         if self.additive is not None or not self.alone or not isinstance(state, GridState):
             return None
