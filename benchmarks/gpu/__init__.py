@@ -1,4 +1,5 @@
-"""A kit for a machine with a GPU: is the library right there, what does position cost, and a small study.
+"""A kit for a machine with a GPU: is the library right there, what does it launch, what does position cost,
+and a small study.
 
     python -m benchmarks.gpu --output_dir docs/results/gpu
     python -m benchmarks.gpu --smoke

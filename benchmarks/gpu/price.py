@@ -1,4 +1,4 @@
-"""Part (b): the price table on the device, at one attention call and at the shape of SmolLM2-135M."""
+"""Part (c): the price table on the device, at one attention call and at the shape of SmolLM2-135M."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TINY = Sizes(hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48, v
 
 
 class Price(Part):
-    """The second part of the kit; its rows are the cells of `benchmarks.price`."""
+    """The third part of the kit; its rows are the cells of `benchmarks.price`."""
 
     @functools.cached_property
     def _options(self) -> Namespace:

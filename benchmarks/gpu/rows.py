@@ -1,7 +1,7 @@
 """What came out of a part: a file of JSON lines, each written at once. Needs nothing but the standard library.
 
 A line with `machine` and `settings` begins every run of a part. Every cell has a line when it starts, and another one,
-its row, when it has ended. The last row of a cell counts.
+its row, when it has ended. The last row of a cell counts. Several workers may write to one file.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ class PartFile:
 
     Args:
         path: of the file, which is read if it exists.
+        worker: whose lines are added here, from 0.
 
     Raises:
         BenchmarkError: if the file cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, worker: int = 0) -> None:
+        self.path, self.worker = path, worker
         #: What each run of the part began with.
         self.headers: list[dict[str, Any]] = []
         #: By cell.
         self.rows: dict[str, Row] = {}
+        #: The last line of this worker.
         self.last: dict[str, Any] = {}
         content = path.read_bytes() if path.exists() else b""
         # A line without an end was cut off when the machine went down. The first line that is added takes its place.
@@ -46,7 +48,7 @@ class PartFile:
         try:
             for line in content[:whole].splitlines():
                 self._keep(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchmarkError(
                 f"{path} cannot be read ({error!r}): it was changed since it was written. Remove it, and this part is "
                 "run anew."
@@ -59,12 +61,13 @@ class PartFile:
 
     def add(self, line: dict[str, Any]) -> None:
         """Writes a line."""
-        text = json.dumps(line, allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
-            if self._cut_off_at is not None:
+        text = json.dumps(line | {"worker": self.worker}, allow_nan=False)
+        # Unbuffered, so that a line stays whole beside those of other workers.
+        with self.path.open("ab", buffering=0) as file:
+            if self._cut_off_at is not None and self.worker == 0:
                 file.truncate(self._cut_off_at)
                 self._cut_off_at = None
-            file.write(f"{text}\n")
+            file.write(f"{text}\n".encode())
         # As it will be read.
         self._keep(json.loads(text))
 
@@ -76,7 +79,8 @@ class PartFile:
         self.rows.clear()
 
     def _keep(self, line: dict[str, Any]) -> None:
-        self.last = line
+        if line.get("worker", 0) == self.worker:
+            self.last = line
         if "machine" in line:
             self.headers.append(line)
         elif line["status"] != STARTED:

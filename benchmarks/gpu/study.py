@@ -1,4 +1,4 @@
-"""Part (c): a small study on this repository's own pages and code, which every copy of the kit has.
+"""Part (d): a small study on this repository's own pages and code, which every copy of the kit has.
 
 The trainings are those of `training/compare.py`, without its report, figures and intervals, which need more packages.
 One that is stopped goes on from its checkpoint in a later call.
@@ -44,7 +44,7 @@ _HELD_OUT = 16
 
 
 class Study(Part):
-    """The third part of the kit."""
+    """The fourth part of the kit."""
 
     @property
     def _work(self) -> Path:

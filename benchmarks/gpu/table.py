@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from benchmarks.gpu.rows import OK, STATUSES, PartFile, Row
 from benchmarks.machine import machine_line, subnormal_line
+from benchmarks.subjects import STOCK
 from benchmarks.table import figure_tables
 from hf_posenc.report.tables import format_table
 
@@ -20,7 +21,7 @@ def format_kit(files: Mapping[str, PartFile]) -> str:
         files: of the parts that were run.
     """
     sections = ["# hf_posenc on this machine"]
-    tables = {"correctness": _correctness, "price": _price, "study": _study}
+    tables = {"correctness": _correctness, "launches": _launches, "price": _price, "study": _study}
     for part, file in files.items():
         header = file.headers[-1]
         commands = "\n".join(dict.fromkeys(one["command"] for one in file.headers))
@@ -62,6 +63,30 @@ def _correctness(file: PartFile) -> list[str]:
         "error of the CPU in the same dtype where that is more."
     )
     return [explained, format_table(head, lines, form="markdown")]
+
+
+def _launches(file: PartFile) -> list[str]:
+    phases: dict[tuple[str, str], dict[str, Row]] = {}
+    for cell, row in file.rows.items():
+        phase, kind, scheme = cell.split(" ")
+        if "kernels" in row:
+            phases.setdefault((kind, phase), {})[scheme] = row
+    phases = {place: found for place, found in phases.items() if STOCK in found}
+    lines = []
+    for scheme in sorted({scheme for found in phases.values() for scheme in found} - {STOCK}):
+        cells = [_more(found[scheme], found[STOCK]) if scheme in found else "-" for found in phases.values()]
+        lines.append([scheme, *cells])
+    names = [f"{kind}, {phase} (stock {found[STOCK]['kernels']})" for (kind, phase), found in phases.items()]
+    explained = (
+        "Kernels and copies that one call starts, less those of the stock model, with sdpa; and how often the host "
+        "waits for the device more than there. On a CPU operators are counted."
+    )
+    return [explained, format_table(("scheme", *names), lines, form="markdown")]
+
+
+def _more(row: Row, stock: Row) -> str:
+    waits = row["waits"] - stock["waits"]
+    return f"{row['kernels'] - stock['kernels']:+}" + (f", {waits:+} waits" if waits else "")
 
 
 def _price(file: PartFile) -> list[str]:

@@ -8,10 +8,11 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from hf_posenc import PositionEncodingError
 _OPTIONAL = ("flash_attn", "triton", "pytest")
 #: A cell that is begun when the time of its part is almost up may take so many seconds more.
 _GRACE = 20.0
+_BLOCK = 16
 
 
 class OutOfTimeError(Exception):
@@ -84,7 +86,8 @@ def main(arguments: list[str]) -> int:
     gc.collect()
     gc.freeze()
     limit = math.inf if request["part"] == "study" else request["cell_seconds"]
-    works = run_cells(part, file, lambda: end - time.monotonic(), device, limit)
+    share = share_of(part.cells(), request["worker"], request["workers"])
+    works = run_cells(part, share, file, lambda: end - time.monotonic(), device, limit)
     return 0 if works else RESTART
 
 
@@ -99,7 +102,9 @@ def prepare(request: dict[str, Any], remaining: Callable[[], float]) -> tuple[Pa
     if device is None:
         device = "cpu" if request["smoke"] and not torch.cuda.is_available() else "cuda"
     check_device(device)
-    file = PartFile(Path(request["path"]))
+    file = PartFile(Path(request["path"]), request["worker"])
+    if request["workers"] > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // request["workers"]))
     module = importlib.import_module(f"benchmarks.gpu.{name}")
     part = getattr(module, name.capitalize())(device, request["smoke"], file.path.parent, file.rows, remaining)
     header = {
@@ -116,17 +121,31 @@ def prepare(request: dict[str, Any], remaining: Callable[[], float]) -> tuple[Pa
         for kind in ("machine", "settings"):
             # Through JSON, as what was read.
             check_same(earlier[kind], json.loads(json.dumps(header[kind])), kind, file.path)
-    file.add(header)
-    missing = f"; not installed: {', '.join(header['missing'])}" if header["missing"] else ""
-    print(f"{name}: {len(file.left)} of {len(header['cells'])} cells are left{missing}", file=sys.stderr)
+    if request["worker"] == 0:
+        file.add(header)
+        missing = f"; not installed: {', '.join(header['missing'])}" if header["missing"] else ""
+        print(f"{name}: {len(file.left)} of {len(header['cells'])} cells are left{missing}", file=sys.stderr)
     return part, file, device
 
 
-def run_cells(part: Part, file: PartFile, remaining: Callable[[], float], device: str, limit: float = math.inf) -> bool:
+def share_of(cells: Sequence[str], worker: int, workers: int) -> list[str]:
+    """The cells of one of several workers, in order: blocks, since neighbours share a model and its reference."""
+    return [cell for number, cell in enumerate(cells) if number // _BLOCK % workers == worker]
+
+
+def run_cells(
+    part: Part,
+    cells: Sequence[str],
+    file: PartFile,
+    remaining: Callable[[], float],
+    device: str,
+    limit: float = math.inf,
+) -> bool:
     """Runs the cells that have no row, while there is time.
 
     Args:
         part: whose cells they are.
+        cells: those to run.
         file: where rows go.
         remaining: seconds that are left.
         device: "cuda" or "cpu".
@@ -136,7 +155,7 @@ def run_cells(part: Part, file: PartFile, remaining: Callable[[], float], device
         Whether the device still works.
     """
     longest = 0.0
-    for cell in part.cells():
+    for cell in cells:
         # The longest one so far says what the next one may take; nothing that is begun should have to be ended.
         if cell in file.rows:
             continue

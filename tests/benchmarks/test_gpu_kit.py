@@ -52,6 +52,7 @@ def request(folder, part: str, **changes):
     """What the supervisor asks of a worker."""
     path = str(folder / f"{part}.jsonl")
     asked = {"part": part, "command": "x", "path": path, "smoke": True, "device": "cpu", "overwrite": False}
+    asked |= {"worker": 0, "workers": 1}
     return asked | {"cell_seconds": 60.0, "seconds": 60.0} | changes
 
 
@@ -242,7 +243,7 @@ def test_a_cell_that_crashes_does_not_end_the_run(part, broken, tmp_path):
     broken(out_of_memory)
     part.cells = lambda: [_CELL, "forward model rope float32 eager"]  # type: ignore[method-assign]
     file = PartFile(tmp_path / "rows.jsonl")
-    assert worker.run_cells(part, file, lambda: 60.0, "cpu")
+    assert run(part, file, lambda: 60.0, "cpu")
     assert file.rows[_CELL]["status"] == CRASHED
     assert file.rows[_CELL]["reason"].startswith(
         "RuntimeError: CUDA out of memory. Tried to allocate 7 GiB (test_gpu_kit"
@@ -264,6 +265,10 @@ def test_a_wrong_row_is_in_the_table_and_in_the_exit_status(copied, monkeypatch)
 # The worker.
 
 
+def run(part, file, remaining, device) -> bool:
+    return worker.run_cells(part, part.cells(), file, remaining, device)
+
+
 class _Cells:
     def __init__(self, **results) -> None:
         self.results = results
@@ -279,7 +284,7 @@ class _Cells:
 
 def test_a_cell_that_is_out_of_time_has_no_row_and_is_the_last_one(tmp_path):
     file = PartFile(tmp_path / "rows.jsonl")
-    assert worker.run_cells(_Cells(one=OK, two=OutOfTimeError(), three=OK), file, lambda: 1.0, "cpu")
+    assert run(_Cells(one=OK, two=OutOfTimeError(), three=OK), file, lambda: 1.0, "cpu")
     assert list(file.rows) == ["one"]
     lines = [json.loads(line) for line in file.path.read_text().splitlines()]
     assert [(line["cell"], line["status"]) for line in lines] == [("one", "started"), ("one", OK), ("two", "started")]
@@ -288,7 +293,7 @@ def test_a_cell_that_is_out_of_time_has_no_row_and_is_the_last_one(tmp_path):
 def test_nothing_is_begun_when_the_time_is_up(tmp_path):
     file = PartFile(tmp_path / "rows.jsonl")
     file.add({"cell": "one", "status": OK})
-    assert worker.run_cells(_Cells(one=OK, two=OK), file, lambda: -1.0, "cpu")
+    assert run(_Cells(one=OK, two=OK), file, lambda: -1.0, "cpu")
     assert list(file.rows) == ["one"]
 
 
@@ -298,7 +303,7 @@ def test_a_gpu_in_an_error_state_asks_for_another_process(monkeypatch, tmp_path)
 
     monkeypatch.setattr("torch.ones", illegal)
     file = PartFile(tmp_path / "rows.jsonl")
-    assert not worker.run_cells(_Cells(one=RuntimeError("CUDA error"), two=OK), file, lambda: 60.0, "cuda")
+    assert not run(_Cells(one=RuntimeError("CUDA error"), two=OK), file, lambda: 60.0, "cuda")
     assert list(file.rows) == ["one"]
 
 
