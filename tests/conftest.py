@@ -35,9 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.Generator = _generator_of(device)  # type: ignore[misc]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files come first, and what is about the CPU is skipped elsewhere."""
     longest_first(items)
+    if config.getoption("--device") != "cpu":
+        for item in items:
+            for marker in item.iter_markers("on_cpu"):
+                item.add_marker(pytest.mark.skip(reason=marker.args[0]))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""What an older transformers lacks: the tests of it are skipped there, and nowhere else."""
+"""What an older transformers or torch lacks: the tests of it are skipped there, and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 
@@ -34,6 +35,17 @@ def since(version: str, reason: str) -> None:
     """
     if before(version):
         pytest.skip(f"before transformers {version}, {reason}")
+
+
+def torch_since(version: str, reason: str) -> None:
+    """Skips the running test on an older torch.
+
+    Args:
+        version: the first in which it can pass.
+        reason: what is different before.
+    """
+    if torch.__version__ < version:
+        pytest.skip(f"before torch {version}, {reason}")
 
 
 def must_have(model_type: str, found: bool) -> None:

@@ -50,7 +50,6 @@ _COMPILED: Checks = (
     ("forward", _ALL, (_FLEX,)),
     ("compiled", _USUAL, ("sdpa",)),
     *((check, _USUAL, (_FLEX,)) for check in ("gradients", "long_forward", "left_padding", "dynamic_cache")),
-    ("static_cache", ("float32",), (_FLEX,)),
     ("cuda_graphs", _USUAL, ("sdpa",)),
     ("cuda_graphs_static_cache", _USUAL, ("sdpa",)),
 )
@@ -84,8 +83,8 @@ def plan(smoke: bool) -> list[Case]:
         compiled = _cases(("alibi",), _SMOKE_COMPILED, kinds=(DECODER,))
         return [*_cases(("none", "rope", "alibi", "t5", "forget_gate"), _SMOKE), *compiled]
     rest = [name for name in list_schemes() if name not in _FIRST and not get_scheme(name).combinator]
-    cases = [*_cases(_FIRST, _EAGER), *_cases(_FIRST, _COMPILED), *_cases(rest, _EAGER)]
-    return list(dict.fromkeys([*cases, *_cases(rest, _COMPILED_FOR_ALL)]))
+    eager = [*_cases(_FIRST, _EAGER), *_cases(rest, _EAGER)]
+    return [*eager, *_cases(_FIRST, _COMPILED), *_cases(rest, _COMPILED_FOR_ALL)]
 
 
 def _cases(schemes: Sequence[str], checks: Checks, kinds: Sequence[str] = (DECODER, ENCODER)) -> Iterator[Case]:

@@ -77,11 +77,11 @@ class Launches(Part):
             cache = DynamicCache(config=model.config)
             torch.no_grad()(model)(input_ids=ids, past_key_values=cache, use_cache=True)
             return torch.no_grad()(lambda: model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True))
-        mask = torch.ones_like(ids)
+        masked = {}
         if phase == "padded":
-            mask[0, :_PADS] = 0
-            uncached["attention_mask"] = mask
-        return torch.no_grad()(lambda: model(input_ids=ids, **uncached))
+            masked["attention_mask"] = torch.ones_like(ids)
+            masked["attention_mask"][0, :_PADS] = 0
+        return torch.no_grad()(lambda: model(input_ids=ids, **uncached, **masked))
 
 
 def _waits(call: Callable[[], object]) -> Counter[str]:

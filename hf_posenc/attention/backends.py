@@ -36,7 +36,7 @@ from hf_posenc.attention.blockwise import autocast_inputs
 from hf_posenc.attention.by_blocks import attend_by_blocks
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
-from hf_posenc.attention.fused_attention import fused_attention
+from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.positions import exporting
@@ -145,7 +145,7 @@ def _attend_sdpa(
             return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
         return attend_by_blocks(function, form, causal, *given, *args, **kwargs)
     scaling = _scaling(query, kwargs)
-    if causal and query.device.type != "cpu":
+    if causal and query.device.type != "cpu" and folds(query):
         # A folded bias needs no mask, and kernels without a mask are faster on this device.
         form = _separable(form) or form
     if not isinstance(form, RowsForm):

@@ -1,9 +1,9 @@
 """Attention with a bias that is never stored as a matrix: a function of distance, a number per key, or their sum.
 
-On a CPU the kernel processes a few rows of queries at a time, each block with its own bias, so that keys which none of
-its queries sees or needs are skipped. If the bias is a number per key and no keys can be skipped, long calls fold these
-numbers into queries and keys instead (`hf_posenc.attention.folding`). On other devices, all calls with only a number
-per key do so.
+The kernel processes a few rows of queries at a time, each block with its own bias. On a CPU, keys which none of its
+queries sees or needs are skipped. If the bias is a number per key and no keys can be skipped, long calls fold these
+numbers into queries and keys instead (`hf_posenc.attention.folding`). On other devices, all calls in half precision
+with only a number per key do so.
 
 The kernel's own backward pass would round the gradient of a folded dimension to the dtype of the heads, and does not
 compute the gradient of a bias. So the backward pass recomputes the probabilities, a few rows at a time, and sums the
@@ -102,13 +102,24 @@ def _fused_attention(
         rows = rows_of_window_blocks()
     elif terms is None:
         rows = _DISTANCE_ROWS if query_length < _LONG else _LONG_DISTANCE_ROWS
-    elif vector is not None or (query.device.type == "cpu" and query_length < _SHORT):
-        rows = _TERM_ROWS
+    elif vector is not None or not folds(query):
+        rows = _TERM_ROWS if query.device.type == "cpu" else _LONG_DISTANCE_ROWS
     else:
         assert query_slots is not None
         return _folded(query, key, value, terms, query_slots, mask, scaling, causal)
     bias = BlockBias(vector, terms, query_slots, mask, query_length, causal, windows)
     return blockwise_forward(query, key, value, mask, scaling, causal, bias.of, rows, windows)
+
+
+def folds(query: Tensor) -> bool:
+    """Whether a number per key is folded into queries and keys of such a call, if no keys can be skipped.
+
+    In float32 the kernels of GPUs do not sum a product in the order of its dimensions, so that large terms would cost
+    digits of the content.
+    """
+    if query.device.type == "cpu":
+        return query.shape[2] >= _SHORT
+    return query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _folded(

@@ -3,7 +3,8 @@
 A scheme may need numbers of every past token in addition to its key (for example forget gates). A cache has two
 tensors, and reorders, crops, offloads and slides them. So the numbers are appended to the keys as additional channels
 when they enter the cache, and removed when they are read. In bfloat16 and float16 each number is split into a sum of
-three channels, which together keep the precision of float32.
+three channels, which together keep the precision of float32. The channels are padded to whole units of 16 bytes: the
+kernels of GPUs read keys in such units, also where keys are a view of what the cache holds.
 """
 
 from __future__ import annotations
@@ -11,9 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Bytes.
+_UNIT = 16
 
-def channels_per_number(dtype: torch.dtype) -> int:
-    """Returns the number of channels of a dtype that represent one float32."""
+
+def num_channels(numbers: int, dtype: torch.dtype) -> int:
+    """Returns the number of channels of a dtype that store so many float32 numbers, padding included."""
+    in_unit = _UNIT // dtype.itemsize
+    return -(-numbers * _channels_per_number(dtype) // in_unit) * in_unit
+
+
+def _channels_per_number(dtype: torch.dtype) -> int:
     return 1 if dtype in (torch.float32, torch.float64) else 3
 
 
@@ -37,9 +46,12 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
         grouped = features.unflatten(1, (key.shape[1], -1)).transpose(2, 3).flatten(3)
     channels = [grouped.to(key.dtype)]
     rest = grouped
-    for _ in range(channels_per_number(key.dtype) - 1):
+    for _ in range(_channels_per_number(key.dtype) - 1):
         rest = rest - channels[-1].float()
         channels.append(rest.to(key.dtype))
+    numbers = grouped.shape[-1]
+    if missing := num_channels(numbers, key.dtype) - numbers * len(channels):
+        channels.append(key.new_zeros(()).expand(*grouped.shape[:-1], missing))
     return torch.cat((key, *channels), dim=-1)
 
 
@@ -56,8 +68,9 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
         num_features)` float32.
     """
     per_key = max(1, num_heads // key.shape[1]) * num_features
-    count = channels_per_number(key.dtype)
-    plain, channels = torch.split_with_sizes(key, [key.shape[-1] - count * per_key, count * per_key], dim=-1)
+    count, padded = _channels_per_number(key.dtype), num_channels(per_key, key.dtype)
+    sizes = [key.shape[-1] - padded, count * per_key, padded - count * per_key]
+    plain, channels, _ = torch.split_with_sizes(key, sizes, dim=-1)
     if count > 1:
         channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
     if num_heads < key.shape[1]:

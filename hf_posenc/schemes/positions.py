@@ -26,6 +26,19 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """Makes a compiled graph raise a `RuntimeError` where a 0-dim bool tensor is false.
+
+    On a GPU torch refuses messages of 255 characters and more.
+    """
+    torch._assert_async(condition, message[:254])
+
+
+def integers_on(device: torch.device, *values: int) -> Tensor:
+    """`(len(values),)` int64. Numbers that are copied to a device would make the host wait for it."""
+    return torch.stack([torch.full((), value, device=device) for value in values])
+
+
 @dataclass(frozen=True)
 class Positions:
     """The positions of the tokens of one forward call.
@@ -70,6 +83,25 @@ class Positions:
         if self.ids.device.type != "cpu" or traced():
             return True
         return self.remembered("any padding", lambda: bool((self.ids < 0).any()), self.ids)
+
+    def bounded(self, length: int) -> Positions:
+        """These positions, with the remark that all are below `length`, which the host knows without reading them."""
+        self.remembered("bound", lambda: length, self.ids)
+        return self
+
+    def all_below(self, length: int) -> bool:
+        """Whether every position is below `length`.
+
+        Reads the positions, at most once per forward call, unless the host knows a bound that answers.
+        """
+        bound = self.remembered("bound", lambda: None, self.ids)
+        if bound is not None and bound <= length:
+            return True
+        return self.length() <= length
+
+    def length(self) -> int:
+        """The greatest position plus 1, read from the device at most once per forward call."""
+        return self.remembered("length", lambda: int(self.ids.max()) + 1, self.ids)
 
     def remembered(self, name: str, compute: Callable[[], Value], *sources: Tensor) -> Value:
         """`compute()`, evaluated once per forward call for all layers with identical sources.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError
+from hf_posenc.schemes.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,28 @@ class Reach:
     remedy: str = ""
     made_for: int | None = None
 
-    def check(self, ids: Tensor) -> None:
+    def check(self, positions: Positions | Tensor) -> None:
         """Raises an error if a position exceeds the limit.
 
-        The check reads values, so it is skipped when there are none (compilation, graph capture, the meta device).
+        The check may read values, so it is skipped when there are none (compilation, graph capture, the meta device).
+        Values on a device are not read if the host knows that they are small enough.
+
+        Args:
+            positions: those of a call, or any tensor of them.
 
         Raises:
             SequenceLengthError: naming the length found, the limit and the remedy.
         """
+        if isinstance(positions, Tensor):
+            positions = Positions(positions, positions)
+        ids = positions.ids
         if self.length is None or torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
             return
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        length = int(ids.max()) + 1
-        if length > self.length:
+        if not positions.all_below(self.length):
             raise SequenceLengthError(
-                f"A sequence of length {length} is longer than the {self.length} positions {self.remedy}"
+                f"A sequence of length {positions.length()} is longer than the {self.length} positions {self.remedy}"
             )
 
     def under(self, last_position: Callable[[int], int | None]) -> Reach:

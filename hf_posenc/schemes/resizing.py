@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.grids import Places
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.positions import Positions, integers_on
 
 #: "none" refuses grids that are larger than the table.
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "none")
@@ -141,16 +141,15 @@ def tables_of_call(
     """
     grids, index = _grids_of_call(positions, where)
     if not grids:
-        return table.flatten(0, -2), torch.tensor(table.shape[:-1], device=table.device).view(-1, 1, 1), None
+        return table.flatten(0, -2), integers_on(table.device, *table.shape[:-1]).view(-1, 1, 1), None
     if resizing.interpolation == "none":
         _check_fit(grids, grid, scheme)
         tables, index = [table], None
     else:
         tables = [resizing.resized(table, size_of_table(size)) for size in grids]
-    sizes = torch.tensor([one.shape[:-1] for one in tables], device=table.device).T
+    sizes = torch.stack([integers_on(table.device, *one.shape[:-1]) for one in tables], dim=1)
     rows = [one.flatten(0, -2) for one in tables]
     if index is None:
         return rows[0], sizes.unsqueeze(-1), None
-    counts = [0, *(math.prod(one.shape[:-1]) for one in tables)]
-    starts = torch.tensor(counts[:-1], device=table.device).cumsum(0)
+    starts = integers_on(table.device, 0, *(math.prod(one.shape[:-1]) for one in tables[:-1])).cumsum(0)
     return torch.cat(rows), sizes[:, index], starts[index]

@@ -66,7 +66,7 @@ def test_blocks_that_are_left_out_weigh_nothing(rule: Any, make: Any, attacked: 
     query, key, value = heads()
     if attacked:
         key[:, :, 3] = 200.0 * query[:, :, -1]
-    mask = create_block_mask(rule, 2, None, LENGTH, LENGTH, device="cpu")
+    mask = create_block_mask(rule, 2, None, LENGTH, LENGTH, device=torch.get_default_device())
     found = narrowed(mask, make(), query, key, value, WIDTH**-0.5)
     before, after = (one.to_dense().expand(2, HEADS, -1, -1).bool() for one in (mask, found))
     assert not (after & ~before).any()

@@ -92,6 +92,7 @@ def test_a_budget_for_scores_divides_the_batch(monkeypatch: pytest.MonkeyPatch) 
     compare(tensors(3, 4, 2, 17, 17, torch.float32), masks(3, 17, 17)["left padding"], False, CLOSE[torch.float32])
 
 
+@pytest.mark.on_cpu("blocks have other sizes elsewhere")
 def test_the_kernel_is_given_a_view_of_the_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no key that none of its queries sees."""
     seen: list[tuple[int, torch.Size]] = []
@@ -117,6 +118,7 @@ def test_the_operator_is_one_that_torch_can_trace() -> None:
     torch.library.opcheck(module._fused_attention, (*given, None, None, masks(2, 11, 11)["packed"], 0.3, False))
 
 
+@pytest.mark.on_cpu("autocast of the CPU")
 def test_autocast_computes_in_its_dtype() -> None:
     query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -186,6 +188,7 @@ def test_nothing_to_attend_for() -> None:
     assert not vector.grad.any()
 
 
+@pytest.mark.on_cpu("autocast of the CPU")
 def test_autocast_does_not_round_a_large_bias() -> None:
     """bfloat16 tells 1000 and 1003 apart from nothing between; the result has to be that of bfloat16 heads alone."""
     query, key, value, vector = tensors(1, 4, 2, 17, 17, torch.float32)

@@ -132,6 +132,7 @@ def test_values_that_are_wider_than_keys(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), wanted, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.on_cpu("kernels of GPUs sum products in another order")
 def test_terms_of_ten_million_fit_into_half_precision() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 1, 1500, 16, generator=generator).half() for _ in range(3))

@@ -14,6 +14,8 @@ from hf_posenc.attention.windows import Windows, call_of, windows_of
 
 from .fused import distance_attention, separable_attention
 
+pytestmark = pytest.mark.on_cpu("windows are used on a CPU")
+
 HEADS, LENGTH, WIDTH = 4, 192, 16
 SCALING = WIDTH**-0.5
 #: Heads that see a few keys, many, and all of them.

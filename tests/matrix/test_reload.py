@@ -15,6 +15,8 @@ from .architectures import ARCHITECTURES
 from .running import outputs, patched, tokens
 from .test_behaviour import SCHEMES, cells
 
+pytestmark = pytest.mark.on_cpu("the other process computes on the CPU")
+
 every_cell = cells(ARCHITECTURES, turn=0)
 
 _LOAD_ALL = "import sys; from tests.matrix.test_reload import load_all; load_all(sys.argv[1])"

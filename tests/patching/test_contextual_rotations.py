@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.attention.key_channels import channels_per_number
+from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.recipes import swap_scheme
@@ -188,7 +188,7 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
         parts = [slice(0, 9), slice(9, 13), *(slice(start, start + 1) for start in range(13, 24))]
         found.append(torch.cat([model(ids[:, part], past_key_values=cache).logits for part in parts], dim=1))
         caches.append(cache)
-    numbers = (width - 16) * channels_per_number(dtype)
+    numbers = num_channels(width - 16, dtype)
     assert [layer.keys.shape[-1] for layer in caches[0].layers] == [16 + numbers] * 2
     assert caches[1].layers[0].keys.shape[-1] > 16
     # Logits are below 1. Two rotations of one bfloat16 key round once more than one.

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions, UnsupportedError, patch_model
-from hf_posenc.attention.key_channels import append_features, channels_per_number, split_features
+from hf_posenc.attention.key_channels import append_features, num_channels, split_features
 from hf_posenc.patching.call.split_parts import HeadShard, SplitPairwiseBias
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.continuous_batching import page_width
@@ -72,7 +72,7 @@ def test_what_query_heads_share_is_cached_once(label: str, dtype: torch.dtype) -
     model, ids = patched("llama_gqa", scheme, **heads).to(dtype), tokens(2, 9)
     cache = DynamicCache(config=model.config)
     outputs(model, LLAMA, ids, past_key_values=cache, use_cache=True)
-    width = 8 + numbers * channels_per_number(dtype)
+    width = 8 + num_channels(numbers, dtype)
     assert [layer.keys.shape[-1] for layer in cache.layers] == [width] * len(cache.layers)
     assert {page_width(layer, dtype) for layer in layers_of(model.position_encoding, TEXT)} == {width}
 

@@ -6,7 +6,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from hf_posenc.patching.call.layer_call import LayerCall
+
+#: In older versions, compiled code deletes the attribute although it has never set it.
+_CANNOT_DELETE = torch.__version__ < "2.13"
 
 
 class CacheUpdateHook:
@@ -38,6 +43,8 @@ class CacheUpdateHook:
             return
         if self.own_update is not None:
             self.cache.update = self.own_update
+        elif _CANNOT_DELETE and torch.compiler.is_compiling():
+            self.cache.update = self.update
         else:
             del self.cache.update
 

@@ -82,16 +82,18 @@ class ForwardState:
     def _resolve(self, device: torch.device) -> Positions:
         if self.position_ids is not None:
             return self.with_lengths(self.position_ids.to(device))
-        counted = self.mask_positions()
-        if counted is not None:
-            return self.with_lengths(counted.to(device))
+        counted, mask = self.mask_positions(), self.attention_mask
+        if counted is not None and mask is not None:
+            # Real tokens of a mask are counted from 0, so no position reaches its width.
+            return self.with_lengths(counted.to(device)).bounded(mask.shape[1])
         if self.rotary_position_ids is not None and (self.rotary_position_ids.dim() < 3 or self.offset is None):
             return self.with_lengths(one_axis(self.rotary_position_ids).to(device))
         start = 0 if self.offset is None else self.offset
         if self.attention_mask is None and isinstance(start, int):
             stop = start + self.query_length
             ids = torch.arange(start, stop, device=device).unsqueeze(0)
-            return Positions(ids, ids.new_full((1, 1), stop), self.coordinates, self.token_ids, memo=self.memo)
+            lengths = ids.new_full((1, 1), stop)
+            return Positions(ids, lengths, self.coordinates, self.token_ids, memo=self.memo).bounded(stop)
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
 
     def with_lengths(self, ids: Tensor) -> Positions:

@@ -18,7 +18,7 @@ from hf_posenc.patching.call.cached_positions import CachedPositions, record, re
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.length_checks import NEGATIVE, negative_positions
 from hf_posenc.patching.call.padding import counted_tokens
-from hf_posenc.schemes.positions import Positions, exporting, traced
+from hf_posenc.schemes.positions import Positions, assert_in_graph, exporting, traced
 
 #: Number of query-key pairs compared at a time.
 _PAIRS = 2**24
@@ -71,7 +71,10 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
         ids = _ids_at(state, slots, own.ids, found.irregular)
         if found.irregular:
             ids = ids.where(_real_at(state, slots, ids), -1)
-        return Positions(ids, own.lengths, memo=state.memo)
+        keys = Positions(ids, own.lengths, memo=state.memo)
+        if isinstance(first_slot, int) and not found.irregular:
+            return keys.bounded(first_slot + key_length)
+        return keys
 
     return state.shared("keys", resolve, key_length)
 
@@ -161,7 +164,7 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
     doubt = None if known is None else known.unknown
     if torch.compiler.is_compiling():
         if doubt is not None:
-            torch._assert_async(~doubt, _UNKNOWN_POSITIONS)
+            assert_in_graph(~doubt, _UNKNOWN_POSITIONS)
         return _compiled(state, own, differs, holes)
     if doubt is not None and bool(doubt):
         raise UnsupportedError(_UNKNOWN_POSITIONS)
@@ -211,7 +214,7 @@ def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: T
         record(state.cache_object, CachedPositions(state.query_length, unknown=differs, mask=_usable_mask(state)))
         slots = torch.arange(state.query_length, device=own.device)
         return Regularity(irregular=True, even=_has_even_spacing(own, _real_at(state, slots, own)))
-    torch._assert_async(~differs, _UNKNOWN_POSITIONS)
+    assert_in_graph(~differs, _UNKNOWN_POSITIONS)
     return Regularity(irregular=False, even=~differs if holes is None else ~holes)
 
 
@@ -228,10 +231,8 @@ def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
 
 
 _UNKNOWN_POSITIONS = (
-    "The position_ids of this call, or of the cached tokens, differ from those implied by the attention mask (or the "
-    "slots), and the positions of the cached tokens were not recorded. This scheme needs them. Pass the whole sequence "
-    "with use_cache=False, fill the cache with position_ids and without torch.compile, or leave position_ids out of "
-    "every call."
+    "position_ids of this call or of cached tokens differ from those of the mask or the slots and were not recorded. "
+    "Pass the whole sequence with use_cache=False, or leave out position_ids or torch.compile when filling the cache."
 )
 
 

@@ -27,12 +27,12 @@ from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
-from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
+from hf_posenc.schemes.positions import AttentionPairs, Positions, assert_in_graph, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 _UNEVEN = (
-    "The positions of this call have gaps between tokens that see each other (from position_ids, or from padding "
-    "between them), but a compiled graph uses the distances between their slots. Run this call without torch.compile."
+    "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "
+    "a compiled graph uses the distances between slots. Run this call without torch.compile."
 )
 
 
@@ -176,7 +176,7 @@ class LogitSite(PlacedForward):
         of_slots = slot_distances_are_exact(state, first, key_length, mask, device)
         if isinstance(of_slots, Tensor) and query_length > 1:
             # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
-            torch._assert_async(of_slots, _UNEVEN)
+            assert_in_graph(of_slots, _UNEVEN)
         elif of_slots is not True:
             # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
             restarts = mask is None and query.shape[0] == 1
@@ -270,7 +270,7 @@ class LogitSite(PlacedForward):
             "scheme to layers without a window: patch_model(..., layers=...)."
         )
         if isinstance(key_start, Tensor):
-            torch._assert_async(key_start == 0, message)
+            assert_in_graph(key_start == 0, message)
         elif key_start != 0:
             raise UnsupportedError(message)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import ContinuousBatchingConfig
 
-from hf_posenc.attention.key_channels import channels_per_number
+from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.layer_call import LayerEncoding
@@ -245,7 +245,7 @@ def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
     numbers = layer.feature_heads // layer.num_key_value_heads * layer.num_features
     if layer.rotation_before_cache is not None:
         numbers = 0
-    return layer.head_dim * factor + numbers * channels_per_number(dtype)
+    return layer.head_dim * factor + num_channels(numbers, dtype)
 
 
 def width_of_pages(cache: Any, head_dim: int) -> int | None:

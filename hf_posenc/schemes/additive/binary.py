@@ -53,7 +53,7 @@ class BinaryEncoding(AdditiveEncoding):
             ValueError: for positions that are not integers.
         """
         whole_positions(positions.ids, "binary")
-        self.length_reach.check(positions.ids)
+        self.length_reach.check(positions)
         digit = torch.arange(self.hidden_size, device=positions.ids.device) * self.bits // self.hidden_size
         ids = positions.ids.clamp(min=0).unsqueeze(-1)
         # Not a shift, which ONNX exporters do not translate.

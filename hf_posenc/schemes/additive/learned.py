@@ -55,7 +55,7 @@ class LearnedEncoding(NormalWeights, AdditiveEncoding):
         whole_positions(positions.ids, "learned")
         if self.extension == "interpolate":
             return self._interpolated(positions)
-        self.length_reach.check(positions.ids)
+        self.length_reach.check(positions)
         return nn.functional.embedding(self._rows(positions.ids), self.weight)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:

@@ -57,7 +57,7 @@ class LearnedGridEncoding(NormalWeights, AdditiveEncoding):
         """
         whole_positions(positions.ids, "learned")
         if positions.coordinates is None:
-            self.length_reach.check(positions.ids)
+            self.length_reach.check(positions)
         where = places(positions, self.axes, "learned", self.grid[1:], self.num_prefix_tokens)
         vectors = self._of_places(positions, where)
         without = positions.ids < 0

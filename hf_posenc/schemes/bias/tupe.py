@@ -66,7 +66,7 @@ class UntiedPositionBias(PairwiseBias):
         """
         ids = pairs.keys.ids
         whole_positions(ids, "tupe")
-        self.length_reach.check(ids)
+        self.length_reach.check(pairs.keys)
         rows = self._rows(ids.clamp(min=0) + _FIRST_ROW)
         query, key = self._queries(rows.index_select(-2, pairs.query_slots)), self._keys(rows)
         bias = query @ key.transpose(-1, -2)

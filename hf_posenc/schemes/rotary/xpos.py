@@ -48,7 +48,7 @@ class XposMap(RotaryMap):
         Raises:
             SequenceLengthError: for positions whose magnitude does not fit float32.
         """
-        self.length_reach.check(positions.ids)
+        self.length_reach.check(positions)
         cosine, sine = super().phases(positions)
         exponents = (positions.ids.unsqueeze(-1).float() - self.origin) * self._decay.on(positions.ids.device)
         magnitude = self.for_both_of_pair(exponents.exp())

@@ -10,6 +10,8 @@ from hf_posenc.errors import UnsupportedError
 
 from .families import FAMILIES, inputs, output, tiny
 
+pytestmark = pytest.mark.on_cpu("these models make a weight on the CPU, whatever the default device")
+
 #: The native scheme, or what the reason says.
 NATIVE = {
     "wav2vec2-bert": "shaw",

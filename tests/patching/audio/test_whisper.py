@@ -19,6 +19,8 @@ import sys
 import torch
 import hf_posenc
 from transformers import WhisperForConditionalGeneration
+
+pytestmark = pytest.mark.on_cpu("these models make a weight on the CPU, whatever the default device")
 torch.set_num_threads(1)
 model = WhisperForConditionalGeneration.from_pretrained(sys.argv[1]).eval()
 features, ids, expected = torch.load(sys.argv[1] + "/expected.pt")
@@ -151,6 +153,7 @@ def test_generation_beyond_the_native_lengths(whisper: WhisperForConditionalGene
     assert torch.equal(cached, full)
 
 
+@pytest.mark.on_cpu("the other process computes on the CPU")
 def test_a_saved_whisper_in_a_fresh_process(whisper: WhisperForConditionalGeneration, tmp_path: Path) -> None:
     patch_model(whisper, "t5", part="audio")
     extend_context(whisper, length=30, part="audio")

@@ -65,6 +65,7 @@ def test_a_config_of_parts_places_them_together() -> None:
         patch_model(other, PartsConfig(names=("text",), schemes=("none",)), part="text")
 
 
+@pytest.mark.on_cpu("the other process computes on the CPU")
 def test_the_whole_is_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     model = patch_model(patch_model(LLAVA.model(), "t5"), "none", part="vision")
     _stir(model)
