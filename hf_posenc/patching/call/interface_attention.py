@@ -92,7 +92,8 @@ class InterfaceAttention(AttentionSite):
         """Runs the module's forward with replaced globals, as few of them as the scheme needs."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        self.runtime.attended = True
+        if self.runtime.unattended:
+            self.runtime.unattended.discard(id(self.module))
         if self.may_only_rotate and self.encoding.only_rotates and _POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
                 if not self.runtime.recomputation.has_run and not torch.compiler.is_compiling():

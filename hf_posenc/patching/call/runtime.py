@@ -69,8 +69,8 @@ class StackRuntime:
         self.slots = SlotBuffers()
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
-        #: Whether a patched layer has run since the stack was last searched.
-        self.attended = True
+        #: The ids of patched attention modules that have not run since the stack was last searched.
+        self.unattended: set[int] = set()
         #: Checks the pages of continuous batching; set while the scheme is in place.
         self.pages: PagesCheck | None = None
         #: The parts, if they have parameters that a wrapper around the model must have; set while they are in place.
@@ -173,7 +173,7 @@ class StackForward(PlacedForward):
                 self.runtime.recomputation.has_run = True
                 self.runtime.recomputation.keep_state(self.module)
             result = self._stock_or_view(state, *args, **kwargs)
-            if not torch.compiler.is_compiling() and not self.runtime.attended and self.runtime.watch is not None:
+            if self.runtime.unattended and not torch.compiler.is_compiling() and self.runtime.watch is not None:
                 self.runtime.watch.refuse_unattended()
             cache = state.cache_object
             if cache is None and isinstance(result, tuple | dict):

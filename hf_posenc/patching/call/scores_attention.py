@@ -47,7 +47,8 @@ class ScoresAttention(AttentionSite):
         """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs uncompiled."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        self.runtime.attended = True
+        if self.runtime.unattended:
+            self.runtime.unattended.discard(id(self.module))
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = self.begin_call(hidden_states)
         self.note_cache(call.state, args, kwargs)

@@ -98,22 +98,26 @@ class StackRecord:
             return
         else:
             problem = self.problem()
-            self.encoding.runtime.attended = bool(problem)
+            self.encoding.runtime.unattended = set() if problem else {*map(id, self._attentions_to_run())}
         if problem:
             raise UnsupportedError(problem)
 
     def refuse_unattended(self) -> None:
-        """Refuses a call in which no patched layer ran. Layers may be skipped at random in training.
+        """Refuses a call in which a patched attention module did not run. In training, layers are skipped at random.
 
         Raises:
-            UnsupportedError: if the stack has patched layers.
+            UnsupportedError: naming the first such module.
         """
-        if not self.stack.training and self._attentions_in_use():
-            raise UnsupportedError(
-                f"No attention module that patch_model has changed ran in this call of {type(self.stack).__name__}, so "
-                "the scheme had no effect. Something around them (a module, a layer's forward or a __call__) computes "
-                "attention itself. Remove it, or let it call the attention module."
-            )
+        if self.stack.training:
+            return
+        waiting = self.encoding.runtime.unattended
+        path = next(path for path, module in self.stack.named_modules() if id(module) in waiting)
+        raise UnsupportedError(
+            f"{path} of this {type(self.stack).__name__}, which patch_model has changed, did not run in this call ("
+            f"{len(waiting)} such attention modules), so the scheme had no effect there. Something around it (a "
+            "module, a layer's forward or a __call__) computes attention itself. Remove it, or let it call the "
+            "attention module."
+        )
 
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
@@ -279,6 +283,12 @@ class StackRecord:
         places = self.stack.named_modules(remove_duplicate=False)
         found = [(natural_order(path), module) for path, module in places if _is_attention_site(module)]
         return [module for _, module in sorted(found, key=operator.itemgetter(0))]
+
+    def _attentions_to_run(self) -> list[nn.Module]:
+        """Those of the layers that the config counts: a model that exits early counts fewer than it has."""
+        found, depth = self._attentions_in_use(), getattr(self.stack.config, "num_hidden_layers", None)
+        fewer = isinstance(depth, int) and len(self.attentions) == self.depth
+        return found[:depth] if fewer else found
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.

@@ -14,13 +14,13 @@ from tests.fresh import run_fresh
 
 from .families import WHISPER, normal, output, stir
 
+pytestmark = pytest.mark.on_cpu("these models make a weight on the CPU, whatever the default device")
+
 RELOAD = """
 import sys
 import torch
 import hf_posenc
 from transformers import WhisperForConditionalGeneration
-
-pytestmark = pytest.mark.on_cpu("these models make a weight on the CPU, whatever the default device")
 torch.set_num_threads(1)
 model = WhisperForConditionalGeneration.from_pretrained(sys.argv[1]).eval()
 features, ids, expected = torch.load(sys.argv[1] + "/expected.pt")
