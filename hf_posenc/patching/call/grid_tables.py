@@ -82,8 +82,10 @@ class GridTableSite(Viewed, PlacedForward):
         if self.retired or self.inner is not None:
             return self.stock(*args, **kwargs)
         names = list(forward_parameters(type(self.module)))[1:]
-        if OTHER_SIZES in names:
-            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs | {OTHER_SIZES: True}
+        named = dict(zip(names, args, strict=False)) | kwargs
+        # Perceiver's tables of texts have the argument too, but no call of theirs has pixels or a size.
+        if OTHER_SIZES in names and any(isinstance(value, Tensor | tuple) for value in named.values()):
+            args, kwargs = (), named | {OTHER_SIZES: True}
         if self.compares_sizes:
             note_size(self.runtime, args, kwargs)
         output = type(self.module).forward(self.view, *args, **kwargs)

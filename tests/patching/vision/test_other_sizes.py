@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import ASTConfig, ASTModel
 
 from hf_posenc import patch_model
+from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 
@@ -87,3 +88,14 @@ def test_vectors_are_added_to_the_patches_of_the_call(name: str, layer: str) -> 
     assert products[0].std() > 0.1
     # Sums of float32 values up to the width.
     assert (products[1:, 1:] - products[:-1, :-1]).abs().max() < 1e-3
+
+
+@torch.no_grad()
+def test_a_table_that_is_called_without_a_picture_is_not_resized() -> None:
+    """Perceiver has tables of one class for pictures and for texts."""
+    pair = pair_named("other-perceiver")
+    model = tiny_model(pair).eval()
+    inputs = inputs_for(model, pair)
+    assert "input_ids" in inputs
+    expected = call(model, inputs).logits
+    assert not torch.equal(call(patch_model(model, "none"), inputs).logits, expected)
