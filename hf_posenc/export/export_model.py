@@ -22,6 +22,7 @@ from hf_posenc.export.modalities import refuse_lost_modalities, refuse_unchecked
 from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 from hf_posenc.export.request import Request, model_to_export
 from hf_posenc.export.targets import find_target
+from hf_posenc.preserve import evaluation_mode
 
 
 def export_model(
@@ -91,26 +92,20 @@ def export_model(
         )
     inner = model_to_export(model, merge_adapters)
     refuse_unchecked_modalities(inner) if target.keeps_images else refuse_lost_modalities(inner, target.name)
-    modes = [(module, module.training) for module in inner.modules()]
-    inner.eval()
-    try:
-        with atomic_replacement(place) as draft:
-            request = Request(inner, draft, tokenizer, approximate)
-            written = target.writer()(request, **options)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(draft)
-            card, manifest = draft / "README.md", draft / MANIFEST
-            names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]
-            files = tuple(sorted({*names, card.name, manifest.name}))
-            report = ExportReport(place, target.name, request.label(), written.carrier, written.checks, files)
-            export_card(inner, report, written.usage, repository).save(card)
-            manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-            # Another process may have written there since the first look.
-            _check_folder(place, overwrite, draft.name)
-            _clear(place, files)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluation_mode(inner), atomic_replacement(place) as draft:
+        request = Request(inner, draft, tokenizer, approximate)
+        written = target.writer()(request, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        card, manifest = draft / "README.md", draft / MANIFEST
+        names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]
+        files = tuple(sorted({*names, card.name, manifest.name}))
+        report = ExportReport(place, target.name, request.label(), written.carrier, written.checks, files)
+        export_card(inner, report, written.usage, repository).save(card)
+        manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        # Another process may have written there since the first look.
+        _check_folder(place, overwrite, draft.name)
+        _clear(place, files)
     if upload is not None:
         upload.send(report)
     return report
@@ -124,14 +119,10 @@ def _check_folder(place: Path, overwrite: bool, draft: str | None = None) -> Non
 
 
 def _clear(place: Path, files: Collection[str]) -> None:
-    """Removes the files of an earlier export, and files that new ones replace.
+    """Removes the files of an earlier export, and files that new ones replace; refuses other files in their place.
 
     The new files are moved into place one by one. If the process is killed in between, no file may be left that would
     make a model together with new ones: programs that load the export do not know that it is incomplete.
-
-    Raises:
-        FileExistsError: if there is a folder in the place of a file, or adapters that transformers would add to the
-            model. Nothing is removed.
     """
     weights = [name for name in files if name.endswith(".safetensors")]
     if weights and (place / ADAPTERS).exists():

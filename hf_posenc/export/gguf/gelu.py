@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ _LIMIT = 10.0
 
 def has_gelu(model: PreTrainedModel) -> bool:
     """Whether a model has a GELU, in any of its forms."""
-    return any(_is_gelu(module) for module in model.modules())
+    return any(map(_is_gelu, model.modules()))
 
 
 def _is_gelu(module: nn.Module) -> bool:
@@ -58,16 +58,11 @@ def gelu_of_llama_cpp(model: PreTrainedModel) -> Iterator[None]:
     This changes hidden states by about 1e-3, which is as much as some wrong positions do. With the same GELU on both
     sides, a comparison shows everything else.
     """
-    hooks = [
-        module.register_forward_hook(lambda _module, arguments, _output: table_gelu(arguments[0]))
-        for module in model.modules()
-        if _is_gelu(module)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in filter(_is_gelu, model.modules()):
+            hook = module.register_forward_hook(lambda _module, arguments, _output: table_gelu(arguments[0]))
+            hooks.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def table_gelu(x: Tensor) -> Tensor:

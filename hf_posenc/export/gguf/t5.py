@@ -179,16 +179,12 @@ def _output_factor(model: Any) -> float:
     versions. The number itself is not, because models in bfloat16 round it.
     """
     states, inputs = [], []
-    hooks = [
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with (
         model.get_decoder().register_forward_hook(lambda _module, _arguments, output: states.append(output[0])),
         model.get_output_embeddings().register_forward_pre_hook(lambda _module, given: inputs.append(given[0])),
-    ]
-    try:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    ):
         model(input_ids=token, decoder_input_ids=token, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     state, given = states[0].double(), inputs[0].double()
     observed = float((state * given).sum() / (state * state).sum())
     return min((1.0, float(model.config.d_model) ** -0.5), key=lambda factor: abs(factor - observed))

@@ -222,11 +222,8 @@ def embedded(stack: Stack) -> Iterator[list[Tensor]]:
     if stack.first_layer is None:
         yield seen
         return
-    handle = stack.first_layer.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with stack.first_layer.register_forward_pre_hook(note, with_kwargs=True):
         yield seen
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -262,15 +259,9 @@ def attended_twice(stack: Stack, chosen: Callable[[int], list[int]]) -> Iterator
             seen.append((before[0], result))
 
     attention = stack.attentions[0].module
-    handles = [
-        attention.register_forward_pre_hook(run_again, with_kwargs=True),
-        attention.register_forward_hook(note),
-    ]
-    try:
+    hook = attention.register_forward_pre_hook(run_again, with_kwargs=True)
+    with hook, attention.register_forward_hook(note):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def distance(one: Tensor, other: Tensor) -> float:

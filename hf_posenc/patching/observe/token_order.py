@@ -51,16 +51,13 @@ class TokenOrder:
             if stack.first_layer is not None:
                 layers[id(stack.first_layer)] = stack.first_layer
             for layer in layers.values():
-                self._hook(handles, layer, self._enter_layer)
+                handles.enter_context(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
             for attention in stack.attentions:
-                self._hook(handles, attention.module, functools.partial(self._reorder_attention, attention))
+                reorder = functools.partial(self._reorder_attention, attention)
                 check = functools.partial(self._check_output, attention)
-                handle = attention.module.register_forward_hook(check, with_kwargs=True)
-                handles.callback(handle.remove)
+                handles.enter_context(attention.module.register_forward_pre_hook(reorder, with_kwargs=True))
+                handles.enter_context(attention.module.register_forward_hook(check, with_kwargs=True))
             yield
-
-    def _hook(self, handles: ExitStack, module: nn.Module, hook: Any) -> None:
-        handles.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _enter_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         rows = self._rows((*args, *kwargs.values()))
