@@ -98,11 +98,7 @@ def _may_be_on_hub(model: str) -> bool:
 
 
 def _load(loader: str, model: str) -> Any:
-    """Loads with a class of transformers, which would look for a missing folder on the hub.
-
-    Raises:
-        UsageError: if there is nothing to load; at once for a name that is not a valid hub id either.
-    """
+    """Loads with a class of transformers, which would look on the hub for a folder that does not exist."""
     if not _may_be_on_hub(model) and (missing := missing_folder(model)):
         raise UsageError(missing)
     import transformers

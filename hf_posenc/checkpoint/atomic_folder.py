@@ -105,11 +105,7 @@ def _new_draft(folder: Path) -> tuple[Path, int | None]:
 
 
 def _lock(draft: Path, shared: bool) -> int | None:
-    """Opens and locks a draft. `None` where files cannot be locked.
-
-    Raises:
-        BlockingIOError: if another process has a lock.
-    """
+    """Opens and locks a draft; `None` where files cannot be locked, `BlockingIOError` if another process has a lock."""
     if fcntl is None:
         return None
     opened = os.open(draft, os.O_RDONLY)

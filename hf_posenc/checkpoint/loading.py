@@ -194,10 +194,6 @@ class _Built:
     """Objects that a patch refers to and that transformers replaces while it loads the weights.
 
     Until then, the config has its native lengths: transformers fills buffers that were built for them.
-
-    Args:
-        model: a patched model without weights.
-        entry_format: format of the config it was built from.
     """
 
     def __init__(self, model: Any, entry_format: int) -> None:

@@ -177,11 +177,7 @@ def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
 
 
 def _compare_marks(call: Call) -> None:
-    """Compares the marks of a checkpoint with those of the state dict to fill.
-
-    Raises:
-        SchemeMismatchError: if they differ; names both schemes.
-    """
+    """Refuses a checkpoint whose marks differ from those of the state dict to fill."""
     here = {name: entries[key] for entries, key, name in _entries(call["state_dict"])}
     try:
         stored = call["storage_reader"].read_metadata().state_dict_metadata

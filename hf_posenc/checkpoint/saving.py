@@ -71,11 +71,7 @@ def save_pretrained(call: Call) -> Any:
 
 
 def _refuse_other_variants(model: Any, folder: Any, variant: str | None) -> None:
-    """Refuses to give a folder a stock config in which weights of a patched model would remain.
-
-    Raises:
-        UnsupportedError: naming the files.
-    """
+    """Refuses to give a folder a stock config in which weights of a patched model would remain."""
     remaining = [name for name in os.listdir(folder) if variant_of(name) not in (None, variant or "")]
     if remaining:
         raise UnsupportedError(

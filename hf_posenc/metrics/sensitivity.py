@@ -298,11 +298,7 @@ def shifted_positions(
 
 
 def _first_position(model: Any, ids: Tensor, own: Tensor) -> int:
-    """The position id that the model itself gives the first token: 0, or behind the padding row of its table.
-
-    Raises:
-        UnsupportedError: if no such ids reproduce what it does without any.
-    """
+    """The position id that the model itself gives the first token: 0, or behind the padding row of its table."""
     origins = {table_origin(table.module) for stack in find_stacks(unwrapped(model)) for table in stack.tables}
     for first in sorted({0, *origins}):
         explicit = outputs_of(model, ids, position_ids=_counted(ids, first)).last

@@ -160,11 +160,7 @@ class SchemePhasesCallback(TrainerCallback):
 
 
 def _check_trained(model: Any, optimizer: Any, step: int) -> None:
-    """Checks that the existing optimizer has every parameter that is trained from now on.
-
-    Raises:
-        UnsupportedError: with the name of the first missing parameter.
-    """
+    """Refuses an optimizer that lacks a parameter which is trained from now on."""
     groups = [] if optimizer is None else optimizer.param_groups
     held = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}

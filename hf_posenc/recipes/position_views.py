@@ -185,13 +185,9 @@ class PositionViews:
         return hidden.to(dtype) * torch.finfo(dtype).min
 
     def _check(self, inputs: Mapping[str, Any], view: View) -> bool:
-        """Compares the model with itself one position away, in evaluation mode.
+        """Compares the model with itself one position away, in evaluation mode, and refuses it if they do not fit.
 
-        Returns:
-            Whether the batch has a document of two tokens to compare.
-
-        Raises:
-            UnsupportedError: with what differs and should not, or does not and should.
+        Returns whether the batch has a document of two tokens to compare.
         """
         starts = document_starts(view.positions, view.real) | ~view.real
         inside = (~starts).nonzero()

@@ -187,10 +187,7 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
 def _map_queries_and_keys(form: GgufForm, head_dim: int, change: Callable[[int, Tensor], Tensor]) -> None:
     """Changes the rows of every query and key head.
 
-    Args:
-        form: the model.
-        head_dim: width of a head.
-        change: is given the index of a layer and rows `(heads, head_dim, in)` in float32, and returns such rows.
+    `change` gets the index of a layer and rows `(heads, head_dim, in)` in float32, and returns such rows.
     """
     heads, key_heads = form.metadata["attention.head_count"], form.metadata["attention.head_count_kv"]
     assert isinstance(heads, int)

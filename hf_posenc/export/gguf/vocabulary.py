@@ -138,10 +138,7 @@ def _kinds(
     tokenizer: Any, description: dict[str, Any], entries: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
     """The tokenizers of llama.cpp that may be right, with a name for messages, and the awkward strings on which they
-    are known to differ.
-
-    Raises:
-        UnsupportedError: for a kind that is not written.
+    are known to differ. Refuses a kind that is not written.
     """
     model = description["model"]
     kind, parts = model.get("type"), json.dumps([description.get("pre_tokenizer"), description.get("decoder")])

@@ -308,8 +308,7 @@ class AttentionSite(LogitSite):
     def _check_cached(self, update: Callable[..., Any], key: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> None:
         """Refuses a cache that was not filled by this model, such as prefix tuning or the cache of another model.
 
-        Raises:
-            UnsupportedError: if the cache holds keys of another width, or would quantise the features of the bias.
+        Also one that would quantise the features of the bias.
         """
         layers = getattr(getattr(update, "__self__", None), "layers", ())
         if not isinstance(layer_idx, int) or layer_idx >= len(layers):

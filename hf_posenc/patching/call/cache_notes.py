@@ -84,11 +84,7 @@ def _keep(cache: Any, notes: dict[str, Any]) -> tuple[weakref.ref[Any], dict[str
 
 
 class _Reducer:
-    """Reduces a cache for `copy` and `pickle`, together with its notes.
-
-    Args:
-        inner: a reducer that was registered for the class before, or `None`.
-    """
+    """Reduces a cache for `copy` and `pickle`, together with its notes; `inner` is the reducer of its class, if any."""
 
     def __init__(self, inner: Callable[[Any], Any] | None) -> None:
         self.inner = inner

@@ -264,13 +264,10 @@ class InterfaceAttention(AttentionSite):
         return output, None
 
     def _check_mask(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
-        """Refuses a call of a causal layer without a causal mask.
+        """Refuses a call of a causal layer whose queries would see later keys.
 
         Without a mask, an attention function relies on the module's `is_causal`. With sdpa before transformers 5.18,
         the decoder of UMT5 has neither, and its queries see later tokens.
-
-        Raises:
-            UnsupportedError: if queries would see later keys.
         """
         if mask is not None or not self.encoding.causal or query.shape[2] == 1:
             return

@@ -68,13 +68,7 @@ class _WholeTable:
 
 
 class _Vectors(PlacedForward):
-    """Base class: stands in for the `forward` of a module that makes or adds vectors, with those of the scheme.
-
-    Args:
-        found: the module.
-        runtime: the runtime of its stack.
-        additive: the scheme's part, or `None` for no vectors here.
-    """
+    """Base class: stands in for the `forward` of a module that makes or adds vectors, with those of the scheme."""
 
     def __init__(self, found: Any, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
         super().__init__(found.module, runtime)

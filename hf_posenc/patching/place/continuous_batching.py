@@ -80,11 +80,7 @@ class CheckedContinuousBatching(CheckedMethod):
             self.encoding.reach().check(torch.tensor([longest - 1]))
 
     def _settings(self, given: dict[str, Any]) -> ContinuousBatchingConfig:
-        """The settings of a call, changed so that no graph or kernel reads pages itself.
-
-        Raises:
-            UnsupportedError: if the caller's settings require it.
-        """
+        """The settings of a call, so that no graph or kernel reads pages itself; refuses those that ask for it."""
         generation_config = given.get("generation_config") or self.model.generation_config
         settings = given.get(_CONFIG) or getattr(generation_config, _CONFIG, None) or ContinuousBatchingConfig()
         for asked in ("use_cuda_graph", "varlen_compile_config", "decode_compile_config", "default_compile_level"):

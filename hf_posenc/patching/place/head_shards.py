@@ -83,11 +83,7 @@ def _refuse_split_sequences(plan: dict[str, str], encoding: PositionEncoding) ->
 
 
 def _shard(site: AttentionSite, path: str, plan: dict[str, str], mesh: Any) -> HeadShard | None:
-    """The heads of one module in this process; `None` if it has all of them.
-
-    Raises:
-        UnsupportedError: if heads do not divide by the number of processes.
-    """
+    """The heads of one module in this process, if they divide by the number of processes; `None` if it has all."""
     styles = {
         name: plan.get(re.sub(r"\d+", "*", f"{path}.{name}"), "")
         for name, child in site.module.named_modules()

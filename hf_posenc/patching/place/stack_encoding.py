@@ -202,11 +202,7 @@ def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> Additiv
 
 
 def _check_parts(config: SchemeConfig, parts: Any) -> None:
-    """Checks that `SchemeConfig.build` returned valid parts.
-
-    Raises:
-        TypeError: for anything but `SchemeParts` with parts of the right types.
-    """
+    """Refuses with a `TypeError` what is not `SchemeParts` with parts of the right types."""
     owner = f"{type(config).__name__}.build"
     if not isinstance(parts, SchemeParts):
         raise TypeError(f"{owner} returned {type(parts).__name__}; expected SchemeParts(...).")
@@ -221,12 +217,9 @@ def _check_parts(config: SchemeConfig, parts: Any) -> None:
 
 @torch.no_grad()
 def _check_bias(bias: DistanceBias) -> None:
-    """Checks the shape of what a bias returns for three distances.
+    """Refuses a bias that does not return `(heads, *distance.shape)`, by three distances.
 
     Without numbers (a model that is built on the meta device) nothing is computed.
-
-    Raises:
-        ValueError: if it is not `(heads, *distance.shape)`.
     """
     distance = torch.arange(-2, 1)
     if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
@@ -240,11 +233,7 @@ def _check_bias(bias: DistanceBias) -> None:
 
 
 def _refuse_in_layers(stack: Stack, parts: SchemeParts) -> None:
-    """Refuses parts in the attention layers of an architecture that can only take vectors.
-
-    Raises:
-        UnsupportedError: with the reason.
-    """
+    """Refuses parts in the attention layers of an architecture that can only take vectors."""
     reason = stack.architecture.additive_only
     if reason is not None and any(part is not parts.additive for part in parts):
         raise UnsupportedError(
@@ -254,11 +243,7 @@ def _refuse_in_layers(stack: Stack, parts: SchemeParts) -> None:
 
 
 def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
-    """Refuses parts that would be applied incorrectly in one attention module.
-
-    Raises:
-        UnsupportedError: with the reason.
-    """
+    """Refuses parts that would be applied incorrectly in one attention module."""
     if parts.query_key_map is not None and parts.query_key_map.mapped_again and hasattr(module, "kv_lora_rank"):
         raise UnsupportedError(
             f"{type(module).__name__} (multi-head latent attention) rotates the last dimensions of its heads, but this "

@@ -241,11 +241,7 @@ class Transaction:
         )
 
     def _refuse_foreign_forwards(self, encoding: PositionEncoding | None) -> None:
-        """Refuses a model in which another library has replaced a forward that an encoding has to replace.
-
-        Raises:
-            UnsupportedError: with the name of the module.
-        """
+        """Refuses a model in which another library has replaced a forward that an encoding has to replace."""
         for stack in [] if encoding is None else self.stacks(parts_named(encoding.config)):
             sites: list[Any] = [*stack.attentions, *stack.rotaries, *stack.tables]
             if stack.grid is not None:

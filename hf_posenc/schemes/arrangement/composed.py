@@ -30,11 +30,7 @@ from hf_posenc.schemes.registry import as_scheme, register_scheme
 
 
 class _PartSum(OuterPart[PartType]):
-    """Base class of sums of parts.
-
-    Args:
-        parts: the summands.
-    """
+    """Base class of sums of parts."""
 
     def __init__(self, parts: list[PartType]) -> None:
         super().__init__()

@@ -24,12 +24,7 @@ _MOST_SEPARATORS = 256
 
 
 class _Segments(PositionMap):
-    """Base class of segments.
-
-    Args:
-        config: the options.
-        within: whether tokens get their position within the segment instead of that of the segment.
-    """
+    """Base class of segments. A token gets the position of its segment, or with `within` its own in the segment."""
 
     def __init__(self, config: HierarchicalConfig, within: bool) -> None:
         super().__init__()

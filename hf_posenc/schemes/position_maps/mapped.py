@@ -60,12 +60,7 @@ class PositionMap(Part):
 
 
 class _MappedPart(OuterPart[PartType]):
-    """Base class of parts with mapped positions.
-
-    Args:
-        position_map: maps the positions.
-        inner: the part that receives the mapped positions.
-    """
+    """Base class of parts that receive mapped positions."""
 
     def __init__(self, position_map: PositionMap, inner: PartType) -> None:
         super().__init__()

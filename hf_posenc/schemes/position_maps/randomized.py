@@ -198,15 +198,10 @@ class RandomizedConfig(PositionMapConfig):
 
 
 def _short_tables(additive: AdditiveEncoding, last: int) -> Iterator[tuple[int, int, str, int]]:
-    """Finds tables that have no vector for the greatest position.
+    """Finds tables that have no vector for `last`, the greatest position that is passed to an additive encoding.
 
-    Args:
-        additive: an additive encoding.
-        last: the greatest position passed to it.
-
-    Yields:
-        The number of positions in the table, the greatest position passed to it, the option that sets the number, and a
-            sufficient value of that option.
+    Yields the number of positions in the table, the greatest position passed to it, the option that sets the number,
+    and a sufficient value of that option.
     """
     if isinstance(additive, SummedEncoding):
         for part in additive.parts:
