@@ -98,6 +98,7 @@ def check_targets(model: Any, config: Any) -> None:
 
 def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bool) -> Iterator[str]:
     """The fields of a PEFT config that select a module, or some of its parameters. PEFT decides what a name selects."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -119,15 +120,10 @@ def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bo
         excluded = getattr(config, "exclude_modules", None) or ()
         if isinstance(module, nn.Linear | Conv1D) and not isinstance(excluded, str) and path not in excluded:
             config.exclude_modules = [*excluded, path]
-    elif _selects(config, path):
-        yield "target_modules"
-
-
-def _selects(config: Any, path: str) -> bool:
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-
+        return
     decides = getattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "_check_target_module_exists", None)
-    return decides is not None and bool(decides(config, path))
+    if decides is not None and decides(config, path):
+        yield "target_modules"
 
 
 def check_swap(model: Any, config: Any) -> None:

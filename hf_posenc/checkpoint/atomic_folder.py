@@ -218,17 +218,13 @@ def _names_in(draft: Path, target: Path) -> list[str]:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"its {_FINAL} is not a list of file names")
     for name in names:
-        if not _is_file_name(name):
+        # Joining it to a folder has to stay inside that folder, on every operating system.
+        if name in ("", ".", "..", _FINAL, _BARRIER) or not {*"/\\:\0"}.isdisjoint(name):
             raise ValueError(f"its {_FINAL} names {name!r}, which is not a file directly inside it")
         plain = _is_plain_file(draft / name)
         if not (_is_plain_file(target / name) if plain is None else plain):
             raise ValueError(f"the file {name!r} that its {_FINAL} names is missing or not a regular file")
     return names
-
-
-def _is_file_name(name: str) -> bool:
-    """Whether joining a name to a folder stays inside that folder, on every operating system."""
-    return name not in ("", ".", "..", _FINAL, _BARRIER) and not any(character in name for character in "/\\:\0")
 
 
 def _is_plain_file(path: Path) -> bool | None:

@@ -184,9 +184,12 @@ def _compare_marks(call: Call) -> None:
     except Exception:
         return  # If a checkpoint cannot be read, torch reports it on all processes.
     shared = here.keys() & stored.keys()
-    found, placed = (
-        [name for name in find_marks(names) if _has_other_weights(name, shared)] for names in (stored, here)
-    )
+
+    def has_weights(mark: str) -> bool:
+        model = mark.removesuffix(f"{ATTRIBUTE}.{MARK}")
+        return any(name.startswith(model) and name != mark for name in shared)
+
+    found, placed = ([name for name in find_marks(names) if has_weights(name)] for names in (stored, here))
     if not found and not placed:
         return
     import torch
@@ -201,12 +204,6 @@ def _compare_marks(call: Call) -> None:
     NamedSchemes.of(marks, "this checkpoint").compare(
         {name: scheme_from_dict(scheme) for name, scheme in wanted.items()}, "this state dict", _ONLY_WEIGHTS
     )
-
-
-def _has_other_weights(mark: str, names: Any) -> bool:
-    """Whether `names` include other weights of the model that a mark belongs to."""
-    model = mark.removesuffix(f"{ATTRIBUTE}.{MARK}")
-    return any(name.startswith(model) and name != mark for name in names)
 
 
 def _entries(state_dict: Any, before: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:

@@ -166,7 +166,9 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     if architecture != "bloom" and _NORM[0] in tensors:
         _normalize_embeddings(tensors, _epsilon(stack.module))
     if architecture in _BIASED:
-        _add_biases(tensors)
+        for key in [key for key in tensors if key.startswith(("blk.", "output_norm.")) and key.endswith(".weight")]:
+            zeros = torch.zeros(tensors[key].shape[0])
+            tensors.setdefault(f"{key.removesuffix('.weight')}.bias", zeros)
     metadata: Metadata = {
         "block_count": len(parts.layers),
         "context_length": model_length(parts),
@@ -243,13 +245,6 @@ def _normalize_embeddings(tensors: dict[str, Tensor], epsilon: float) -> None:
     weight, bias = (tensors.pop(name).float() for name in _NORM)
     tensors.setdefault("output.weight", embeddings)
     tensors["token_embd.weight"] = nn.functional.layer_norm(embeddings.float(), weight.shape, weight, bias, epsilon)
-
-
-def _add_biases(tensors: dict[str, Tensor]) -> None:
-    for name in [name for name in tensors if name.startswith(("blk.", "output_norm.")) and name.endswith(".weight")]:
-        bias = f"{name.removesuffix('.weight')}.bias"
-        if bias not in tensors:
-            tensors[bias] = torch.zeros(tensors[name].shape[0])
 
 
 def _epsilon(stack: nn.Module) -> float:

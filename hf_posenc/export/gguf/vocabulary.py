@@ -151,7 +151,12 @@ def _kinds(
         bounds = {"bos": tokenizer.cls_token_id, "eos": tokenizer.sep_token_id}
         pieces = {f"ggml.{name}_token_id": place for name, place in bounds.items() if place is not None}
         pieces |= {"ggml.model": "bert", "ggml.tokens": _marked(tokenizer, entries["ggml.tokens"])}
-        for lowercase, strip_accents in _changes_of_text(description.get("normalizer")):
+        changes = [*product((True, False), repeat=2)]
+        normalizer = description.get("normalizer") or {}
+        if normalizer.get("type") == "BertNormalizer":
+            lower, strip = normalizer["lowercase"], normalizer["strip_accents"]
+            changes = [(lower, lower if strip is None else strip)]
+        for lowercase, strip_accents in changes:
             options = {"ggml.normalizer.lowercase": lowercase, "ggml.normalizer.strip_accents": strip_accents}
             name = f"bert with lowercase={lowercase} and strip_accents={strip_accents}"
             yield name, {**pieces, **options}, {**_WORD_PIECE, **(_STRIPPED if strip_accents else {})}
@@ -170,14 +175,6 @@ def _kinds(
         "Llama 3, Qwen2 and SmolLM2), WordPiece (as in BERT) and Unigram without bytes (as in T5). Export to 'onnx', "
         "which is run with the transformers tokenizer."
     )
-
-
-def _changes_of_text(normalizer: dict[str, Any] | None) -> list[tuple[bool, bool]]:
-    """Whether letters become lower case and whether accents are stripped; both ways if the normalizer is not BERT's."""
-    if normalizer is None or normalizer["type"] != "BertNormalizer":
-        return [(lowercase, strip) for lowercase in (True, False) for strip in (True, False)]
-    strip_accents = normalizer["strip_accents"]
-    return [(normalizer["lowercase"], normalizer["lowercase"] if strip_accents is None else strip_accents)]
 
 
 def _marked(tokenizer: Any, tokens: list[str]) -> list[str]:

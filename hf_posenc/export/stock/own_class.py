@@ -64,7 +64,10 @@ def own_class(model: PreTrainedModel) -> StockForm:
     if not (isinstance(scheme, LayeredConfig) and scheme == native):
         with at_native_lengths(model.config):
             _write_scheme(config, state, model, native)
-    if not _is_dynamic(config.get_text_config()):
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    # The length in the config determines where a dynamic scaling starts.
+    if all(flat.get("rope_type") != "dynamic" for flat in by_layer_type or [parameters]):
         write_current_length(config, model)
     return StockForm(type(model), config, state, carrier)
 
@@ -144,13 +147,6 @@ def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack
                 parameters["partial_rotary_factor"] *= context.head_dim / stated_head_dim(stack.config, context)
                 by_layer_type[attention.layer_type] = parameters
     write_rope_parameters(config, by_layer_type)
-
-
-def _is_dynamic(config: Any) -> bool:
-    """Whether the length in a config determines where a scaling starts."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return any(flat.get("rope_type") == "dynamic" for flat in (by_layer_type or [parameters]))
 
 
 def _write_table(

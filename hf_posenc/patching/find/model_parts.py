@@ -109,19 +109,14 @@ def _key_of(
     path: str, module: PreTrainedModel, model: PreTrainedModel, keys: dict[int, tuple[str, ...]]
 ) -> tuple[str, ...]:
     """The name of the part of one module, with the names of the parts around it."""
-    for above in _upwards(path):
+    names = path.split(".") if path else []
+    for above in (".".join(names[:count]) for count in range(len(names), -1, -1)):
         key = keys.get(id(getattr(model.get_submodule(above), "config", None)))
         if key is not None:
             named = tuple(name for name in key if name not in _NEUTRAL)
             return named or (_modality_of(module),)
     composite = any(key[-1] == TEXT for key in keys.values())
     return (CONNECTOR if composite and module.config is model.config else _modality_of(module),)
-
-
-def _upwards(path: str) -> Iterator[str]:
-    names = path.split(".") if path else []
-    for count in range(len(names), -1, -1):
-        yield ".".join(names[:count])
 
 
 def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:

@@ -141,9 +141,9 @@ def _lengths(rotary: nn.Module, layer_type: str | None, parameters: Any) -> list
     return sorted({1}.union(*({length, length + 1, 4 * length} for length in switches)))
 
 
-def _of_layer_type(rotary: nn.Module, name: str, layer_type: str | None, default: Any = None) -> Any:
+def _of_layer_type(rotary: nn.Module, name: str, layer_type: str | None) -> Any:
     value = getattr(rotary, f"{layer_type}_{name}", None) if layer_type else None
-    return getattr(rotary, name, default) if value is None else value
+    return getattr(rotary, name, None) if value is None else value
 
 
 def scratch_copy(module: nn.Module) -> nn.Module:

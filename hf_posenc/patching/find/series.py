@@ -95,7 +95,9 @@ def find_series(stack: PreTrainedModel, modules: Iterable[tuple[str, nn.Module]]
     found = FoundSeries(fixed_input=_fixed_input(stack, tables))
     for path, module in modules:
         kind = _kind_of(path, module)
-        if kind is not None and _is_called(stack, path):
+        above, _, name = path.rpartition(".")
+        # Some architectures build a module that they never call.
+        if kind is not None and name in names_used(type(stack.get_submodule(above)).forward):
             strides = [int(one.stride[0]) for one in module.modules() if isinstance(one, nn.Conv1d)]
             found.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
         for name, parameter in module._parameters.items():
@@ -116,12 +118,6 @@ def _kind_of(path: str, module: nn.Module) -> Kind | None:
     if _FUNCTION.search(path) and "seq_length" in forward_parameters(type(module)):
         return "sinusoids"
     return None
-
-
-def _is_called(stack: nn.Module, path: str) -> bool:
-    """Whether the forward of the module around it names it. Some architectures build a module that they never call."""
-    above, _, name = path.rpartition(".")
-    return name in names_used(type(stack.get_submodule(above)).forward)
 
 
 def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None:

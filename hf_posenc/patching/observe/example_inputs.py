@@ -191,10 +191,6 @@ def _values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     return numbers(*shape).to(model.dtype)
 
 
-def _latents(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
-    return numbers(1, first_int(model.config, WIDTHS), _PATCHES).to(model.dtype)
-
-
 def _past_length(model: PreTrainedModel) -> int:
     lags = getattr(model.config, "lags_sequence", None) or [0]
     length = first_int(model.config, ("context_length",), 64) + max(lags)
@@ -225,7 +221,7 @@ _RULES: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Tensor | None]] = 
     "input_values": _values,
     "audio_mel": _features,
     "hidden_states": lambda model, given: numbers(1, FRAMES, int(model.config.input_size)).to(model.dtype),
-    "latents": _latents,
+    "latents": lambda model, given: numbers(1, first_int(model.config, WIDTHS), _PATCHES).to(model.dtype),
     "past_values": _past_values,
     "patch_input": _patches,
     "input_features_mask": _mask_of_frames,

@@ -21,7 +21,6 @@ from hf_posenc.patching.find.tables import OwnedTable
 from hf_posenc.patching.observe.fixed_tables import vectors_of
 from hf_posenc.patching.observe.rotations import Rotation
 from hf_posenc.patching.observe.short_runs import run_briefly
-from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LearnedConfig, RopeConfig, RopeNdConfig, SinusoidalConfig, SwinConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -248,7 +247,8 @@ def _positions_of(transaction: Transaction, stack: Stack) -> Positions:
     # A scheme for the order of tokens does not depend on the number of axes.
     encoding = transaction.plan_alone(RopeConfig(), [stack])
     seen: list[Positions] = []
-    for part in _maps_of(encoding, stack):
+    layers = encoding.stacks[stack.name].layers
+    for part in {id(layer.query_key_map): layer.query_key_map for layer in layers}.values():
         part.__dict__["phases"] = _recording(part, seen)
     with transaction.installed(encoding):
         run_briefly(transaction, [stack], 3)
@@ -263,8 +263,3 @@ def _recording(part: Any, seen: list[Positions]) -> Any:
         return type(part).phases(part, positions)
 
     return phases
-
-
-def _maps_of(encoding: PositionEncoding, stack: Stack) -> list[Any]:
-    layers = encoding.stacks[stack.name].layers
-    return list({id(layer.query_key_map): layer.query_key_map for layer in layers}.values())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.rotary_spectra import AXES, number_of_axes
-from hf_posenc.patching.find.sites import FoundModule, Stack
+from hf_posenc.patching.find.sites import Stack
 from hf_posenc.schemes import MRopeConfig
 from hf_posenc.schemes.arrangement.native import asked_scalings, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig, walk
@@ -86,7 +86,7 @@ def with_native_options(
         native_scheme: determines the native scheme of these stacks.
     """
     if not isinstance(config, MRopeConfig) or AXES not in {
-        number_of_axes(one.module, None) for one in _rotaries(stacks)
+        number_of_axes(one.module, None) for stack in stacks for one in stack.rotaries
     }:
         return config
     try:
@@ -98,7 +98,3 @@ def with_native_options(
     groups = [_SPECTRUM] if config.by_head else [_SPECTRUM, _ASSIGNMENT]
     taken = [name for group in groups if not any(config.gave(name) for name in group) for name in group]
     return dataclasses.replace(config, **{name: getattr(native, name) for name in taken})
-
-
-def _rotaries(stacks: list[Stack]) -> list[FoundModule]:
-    return [rotary for stack in stacks for rotary in stack.rotaries]

@@ -100,7 +100,9 @@ def _stack_scheme(stack: Stack, rotations: dict[str, Rotation]) -> SchemeConfig:
         raise _several_tables(stack, [table.path for table in stack.tables])
     additive = [_table_scheme(table, stack) for table in stack.tables]
     if stack.series is not None:
-        additive.extend(_series_schemes(stack))
+        additive.extend(_of_vectors(one, stack) for one in stack.series.vectors)
+        tables = stack.series.parameters
+        additive.extend(LearnedConfig(num_positions=table.weight.shape[0]) for table in tables)
     layers = {attention.layer: _rotation_scheme(stack, attention, rotations) for attention in stack.attentions}
     distinct = set(layers.values())
     if len(distinct) == 1:
@@ -171,13 +173,6 @@ def _table_scheme(table: FoundModule, stack: Stack) -> SchemeConfig:
     return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
 
 
-def _series_schemes(stack: Stack) -> list[SchemeConfig]:
-    """The schemes that have the same vectors as the architecture."""
-    assert stack.series is not None
-    found = [_of_vectors(one, stack) for one in stack.series.vectors]
-    return [*found, *(LearnedConfig(num_positions=table.weight.shape[0]) for table in stack.series.parameters)]
-
-
 def _of_vectors(found: VectorModule, stack: Stack) -> SchemeConfig:
     owner = f"{found.path} ({type(found.module).__name__}) of this {type(stack.module).__name__}"
     if found.kind == "convolution":
@@ -246,7 +241,9 @@ def _rotary_config(
     context = build_context(stack, attention)
     # The config of the module takes precedence, because that of the stack may have been replaced.
     source = next(one for one in (getattr(rotary, "config", None), stack.config) if one is not None)
-    parameters = _parameters_of(source, layer_type)
+    parameters = getattr(source, "rope_parameters", None)
+    if isinstance(parameters, dict) and layer_type in parameters:
+        parameters = parameters[layer_type]
     by_axis = frequencies_by_axis(rotary, layer_type, layout)
     if by_axis is not None:
         return _multimodal_scheme(by_axis, parameters, layout, stack)
@@ -299,11 +296,6 @@ def _multimodal_scheme(by_axis: Tensor, parameters: Any, layout: str, stack: Sta
         except ValueError:
             continue  # These sections cannot be interleaved.
     return MRopeConfig(axes=tuple(axes.tolist()), **stated)
-
-
-def _parameters_of(config: Any, layer_type: str | None) -> Any:
-    parameters = getattr(config, "rope_parameters", None)
-    return parameters[layer_type] if isinstance(parameters, dict) and layer_type in parameters else parameters
 
 
 def _from_parameters(config: Any, parameters: Any, width: int, layout: str) -> SchemeConfig | None:

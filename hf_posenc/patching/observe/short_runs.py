@@ -132,8 +132,10 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
             f"(its arguments: {', '.join(list(parameters)[1:8])})."
         )
     tokens = _token_ids(module, length).to(device)
-    # One question with one choice, which is a text.
-    given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if _reads_choices(module) else tokens}
+    # One question with one choice, which is a text, where a model reads `(batch, choices, length)`.
+    known = MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
+    chooses = any(kind.__name__ in known for kind in type(module).__mro__)
+    given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if chooses else tokens}
     if "use_cache" in parameters:
         given["use_cache"] = False
     width = cross_attention_width(module) if "encoder_hidden_states" in parameters else None
@@ -168,12 +170,6 @@ def _placed(value: Any, module: PreTrainedModel, device: torch.device, constant:
     if value.is_floating_point():
         value = (torch.ones_like(value) if constant else value).to(module.dtype)
     return value.to(device)
-
-
-def _reads_choices(module: PreTrainedModel) -> bool:
-    """Whether it reads several texts for each question: `(batch, choices, length)`."""
-    known = set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values())
-    return any(kind.__name__ in known for kind in type(module).__mro__)
 
 
 def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
