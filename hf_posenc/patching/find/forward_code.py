@@ -1,4 +1,4 @@
-"""Reading the code of a forward: its names and parameters; copying it with other globals; and code that is unknown."""
+"""Reading the code of a forward: its names, parameters and wrappers; copying it with other globals; unknown code."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 
 #: The global name of transformers' attention interface in modeling modules.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-
-
+#: Depth to which a wrapper is searched for the forward inside it.
+_DEEPEST_WRAPPER = 6
 #: Packages whose decorators and attention functions are those of stock models.
 _OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "hf_posenc")
 
@@ -103,6 +103,50 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
     )
     outer.__kwdefaults__ = decorated.__kwdefaults__
     return outer
+
+
+def leads_to(found: Any, ours: Any, module: nn.Module) -> bool:
+    """Whether a forward is `ours`, or a wrapper that holds it.
+
+    A wrapper holds the forward inside it as an argument, a default, a variable of its closure or its module, an
+    attribute, or under another name on the module that it belongs to, as accelerate does.
+    """
+    seen: dict[int, Any] = {}
+    level = {id(found): found}
+    for _ in range(_DEEPEST_WRAPPER + 1):
+        if id(ours) in level:
+            return True
+        seen |= level
+        inside = (inner for one in level.values() for inner in _held_by(one, module))
+        level = {id(inner): inner for inner in inside if id(inner) not in seen}
+    return False
+
+
+def _held_by(found: Any, module: nn.Module) -> list[Any]:
+    """What a wrapper of a module's forward holds."""
+    if found is None or isinstance(found, nn.Module | Tensor | type | types.ModuleType):
+        return []
+    inside: list[Any] = [getattr(found, "__wrapped__", None), getattr(found, "__func__", None)]
+    if isinstance(found, functools.partial):
+        inside += [found.func, *found.args, *found.keywords.values()]
+    if isinstance(found, types.FunctionType):
+        cells = (cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell))
+        inside += [*cells, *(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+        names = names_in(found.__code__) - {"forward"}
+        # A script holds the forward that it wraps under a global name.
+        known = {} if is_of_transformers(found.__module__ or "") else found.__globals__
+        inside += [holder.get(name) for holder in (module.__dict__, known) for name in names]
+    elif not isinstance(found, types.MethodType):
+        inside += getattr(found, "__dict__", {}).values()
+    return inside
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def unknown_seam(found: str) -> UnsupportedError:

@@ -171,7 +171,7 @@ def _restore(change: _Change) -> None:
     if change.kind == "forward":
         _restore_forward(change)
     elif change.kind == "hook":
-        _remove_hook(change.target, change.ours)
+        remove_hook(change.target, change.ours)
     elif change.kind == "frozen":
         # A weight that was made trainable while the patch was in place stays trainable.
         parameter = change.target._parameters[change.attribute]
@@ -184,7 +184,7 @@ def _restore(change: _Change) -> None:
         change.target.__dict__.pop(change.attribute, None)
 
 
-def _remove_hook(module: nn.Module, hook: Any) -> None:
+def remove_hook(module: nn.Module, hook: Any) -> None:
     """Removes a hook, registered or not. It is found by identity, because an interrupt could lose a handle."""
     for number in [number for number, found in module._forward_pre_hooks.items() if found is hook]:
         del module._forward_pre_hooks[number]

@@ -8,11 +8,9 @@ asked before each call in which something has changed since the last one.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 import operator
-import types
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,16 +27,14 @@ from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
 from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.discovery import grid_table_owners, natural_order, self_attentions, tables
-from hf_posenc.patching.find.forward_code import is_of_transformers, names_in
+from hf_posenc.patching.find.forward_code import leads_to
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
-from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.journal import Journal, remove_hook
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 #: The field of a config that names its attention function.
 _BACKEND = "_attn_implementation_internal"
-#: Depth to which a wrapper is searched for the forward inside it.
-_DEEPEST_WRAPPER = 6
 
 
 class StackRecord:
@@ -150,7 +146,7 @@ class StackRecord:
         placed = [change for change in self.journal.changes if change.kind == "forward" and id(change.target) in inside]
         for change in placed:
             module, ours = change.target, change.value[0]
-            if not _leads_to(module.__dict__.get("forward"), ours, module):
+            if not leads_to(module.__dict__.get("forward"), ours, module):
                 return (
                     f"The forward of a {type(module).__name__} of this {type(self.stack).__name__} was replaced after "
                     "patch_model by one that does not call the forward in which the scheme is placed, so the scheme "
@@ -199,10 +195,9 @@ class StackRecord:
             forward = forward_on_instance(module)
             if isinstance(forward, PlacedForward) and id(module) not in known and self._is_ours(forward):
                 self.journal.adopt_forward(module, forward)
-            for key, hook in [*module._forward_pre_hooks.items()]:
+            for hook in [*module._forward_pre_hooks.values()]:
                 if isinstance(hook, AddToHiddenStates) and module is not self.first_layer and self._is_ours(hook):
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+                    remove_hook(module, hook)
 
     def _is_ours(self, forward: Any) -> bool:
         """Whether a forward on a module does not belong to another patched model."""
@@ -456,47 +451,3 @@ def _has_forward(module: nn.Module) -> bool:
     """Whether an instance has another forward than its class, possibly inside accelerate's hook."""
     own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
-
-
-def _leads_to(found: Any, ours: Any, module: nn.Module) -> bool:
-    """Whether a forward is `ours`, or a wrapper that holds it.
-
-    A wrapper holds the forward inside it as an argument, a default, a variable of its closure or its module, an
-    attribute, or under another name on the module that it belongs to, as accelerate does.
-    """
-    seen: dict[int, Any] = {}
-    level = {id(found): found}
-    for _ in range(_DEEPEST_WRAPPER + 1):
-        if id(ours) in level:
-            return True
-        seen |= level
-        inside = (inner for one in level.values() for inner in _held_by(one, module))
-        level = {id(inner): inner for inner in inside if id(inner) not in seen}
-    return False
-
-
-def _held_by(found: Any, module: nn.Module) -> list[Any]:
-    """What a wrapper of a module's forward holds."""
-    if found is None or isinstance(found, nn.Module | torch.Tensor | type | types.ModuleType):
-        return []
-    inside: list[Any] = [getattr(found, "__wrapped__", None), getattr(found, "__func__", None)]
-    if isinstance(found, functools.partial):
-        inside += [found.func, *found.args, *found.keywords.values()]
-    if isinstance(found, types.FunctionType):
-        cells = (cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell))
-        inside += [*cells, *(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
-        names = names_in(found.__code__) - {"forward"}
-        # A script holds the forward that it wraps under a global name.
-        known = {} if is_of_transformers(found.__module__ or "") else found.__globals__
-        inside += [holder.get(name) for holder in (module.__dict__, known) for name in names]
-    elif not isinstance(found, types.MethodType):
-        inside += getattr(found, "__dict__", {}).values()
-    return inside
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
