@@ -11,7 +11,6 @@ from transformers import EncoderDecoderModel
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_l2
-from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.patching.place.model_checks import unwrapped
@@ -218,11 +217,4 @@ def native_capacity(model: Any) -> int | None:
     one that ends the process. A patched model raises `SequenceLengthError` by itself.
     """
     target = unwrapped(model)
-    if current_encoding(target) is not None:
-        return None
-    try:
-        stacks = find_stacks(target)
-    except UnsupportedError:
-        # Not an architecture that this library patches; its own forward is then the judge.
-        return None
-    return rows_of_tables(stacks)
+    return rows_of_tables(target) if current_encoding(target) is None else None

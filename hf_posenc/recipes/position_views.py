@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.caches import is_cache
-from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.patching.place.model_checks import unwrapped
@@ -101,10 +100,7 @@ class PositionViews:
 
     @cached_property
     def _native_limit(self) -> int | None:
-        try:
-            return rows_of_tables(find_stacks(self.target))
-        except UnsupportedError:  # Not an architecture that can be patched; its own forward is then the judge.
-            return None
+        return rows_of_tables(self.target)
 
     def of(self, inputs: Mapping[str, Any], logits: Tensor) -> View:
         """A batch with its standard positions. The first one that has two tokens is used to check the model.

@@ -2,14 +2,12 @@
 
 The module that owns the table runs its own forward with another `self`: a view that shares all attributes of the
 module, except that the table is the vectors of this call, and that a method which interpolates the table returns them
-too. What
-follows the table (norms, dropout, masking of patches) is therefore as in the stock model.
+too. What follows the table (norms, dropout, masking of patches) is therefore as in the stock model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,12 +103,10 @@ class GridTableSite(Viewed, PlacedForward):
         if self.compares_sizes:
             replaced |= size_of_call(module, self.runtime)
         if main is not None:
-            for name in filter(functools.partial(hasattr, module), _INTERPOLATIONS):
-                replaced[name] = self._instead(main, name, lambda *args, **kwargs: self._as_table(main))
-            for name in filter(functools.partial(hasattr, module), _MAPS):
-                replaced[name] = self._instead(main, name, lambda *args, **kwargs: self._map(main))
-            if hasattr(module, _RESIZING):
-                replaced[_RESIZING] = self._instead(main, _RESIZING, functools.partial(self._resized, main))
+            methods: dict[str, Callable[..., Tensor]] = dict.fromkeys(_INTERPOLATIONS, self._as_table)
+            for name, vectors in (methods | dict.fromkeys(_MAPS, self._map) | {_RESIZING: self._resized}).items():
+                if hasattr(module, name):
+                    replaced[name] = self._instead(main, name, vectors)
         if hasattr(module, _MASKING):
             replaced[_MASKING] = lambda view, *args, **kwargs: self._noting_kept(*args, **kwargs)
         return replaced
@@ -121,7 +117,7 @@ class GridTableSite(Viewed, PlacedForward):
 
         def method(view: Any, *args: Any, **kwargs: Any) -> Tensor:
             if self.stands_in(table):
-                return vectors(*args, **kwargs)
+                return vectors(table, *args, **kwargs)
             stock: Any = getattr(module, name) if of_class is None else of_class.__get__(view, type(view))
             zeros = self.zeros_like_call(table)
             if zeros is None:
@@ -140,7 +136,7 @@ class GridTableSite(Viewed, PlacedForward):
             return property(lambda view: _EmbeddingView(self, name))
         return property(lambda view: self._in_shape_of(name))
 
-    def _as_table(self, name: str) -> Tensor:
+    def _as_table(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The vectors in place of an interpolated table: a map if the table is one."""
         return self._map(name) if self.native(name).dim() == 4 else self.vectors(name)
 
@@ -167,7 +163,7 @@ class GridTableSite(Viewed, PlacedForward):
             return self._map(name)
         return vectors if table.dim() == 3 else vectors.squeeze(0)
 
-    def _map(self, name: str) -> Tensor:
+    def _map(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """`(1, rows, columns, hidden)`: the vectors of the patches."""
         state = self.runtime.state
         assert isinstance(state, GridState)

@@ -32,7 +32,8 @@ from hf_posenc.patching.place.config_lengths import NAMES, SOURCE_NAMES, native_
 from hf_posenc.version import __version__
 
 ARCHITECTURE_PREFIX = "hf_posenc."
-#: The field of an entry with the position fields of the stock config.
+#: The field of an entry with the position fields of the stock config, by name of the sub-config. They are compared when
+#: the model is loaded, because a field that is changed in the file would have no effect.
 NATIVE_FIELDS = "native_fields"
 #: Fields of a config that describe a position mechanism.
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
@@ -97,14 +98,6 @@ def _is_plain(value: Any) -> bool:
         or isinstance(value, (bool, int, float, str))
         or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
     )
-
-
-def remember_fields(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
-    """Adds the position fields that a scheme replaces to the entry of a config, by name of the sub-config.
-
-    They are compared when the model is loaded, because a field that is changed in the file would have no effect.
-    """
-    setattr(config, ATTRIBUTE, {**(read_fields(config) or {}), NATIVE_FIELDS: dict(fields)})
 
 
 def native_fields(config: Any) -> dict[str, dict[str, Any]]:

@@ -97,9 +97,9 @@ def stated_lengths(config: Any) -> dict[str, int]:
     return {path: getattr(*_place(config, path)) for path in native_lengths(config)}
 
 
-def remember_lengths(config: Any, lengths: Mapping[str, int]) -> None:
-    """Stores the native lengths in the entry of a config."""
-    setattr(config, ATTRIBUTE, {**(read_fields(config) or {}), NATIVE_LENGTHS: dict(lengths)})
+def remember(config: Any, field: str, values: Mapping[str, Any]) -> None:
+    """Stores native values in a field of the entry of a config."""
+    setattr(config, ATTRIBUTE, {**(read_fields(config) or {}), field: dict(values)})
 
 
 def write_lengths(config: Any, lengths: Mapping[str, int]) -> None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.find.discovery import model_parts
+from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.layer_context import build_context
 from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.place.config_lengths import (
     NAMES,
+    NATIVE_LENGTHS,
     SOURCE_NAMES,
     Lengths,
     find_lengths,
     is_length,
     native_lengths,
-    remember_lengths,
+    remember,
     write_lengths,
 )
 from hf_posenc.patching.place.encoding import PositionEncoding
@@ -35,8 +36,15 @@ from hf_posenc.schemes.reach import Reach
 _COPIED = ("max_source_positions", "max_target_positions")
 
 
-def rows_of_tables(stacks: Iterable[Stack]) -> int | None:
-    """The number of positions of the shortest learned table of a stock model; `None` if it has no such table."""
+def rows_of_tables(model: PreTrainedModel) -> int | None:
+    """The number of positions of the shortest learned table of a stock model; `None` if it has no such table.
+
+    It is also `None` for an architecture that cannot be patched. Its own forward is then the judge.
+    """
+    try:
+        stacks = find_stacks(model)
+    except UnsupportedError:
+        return None
     rows = [
         table.module.weight.shape[0] - table_origin(table.module)
         for stack in stacks
@@ -72,9 +80,9 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
             others.setdefault(stack.part, []).append(stack)
     # Neither images nor another part beside the text have the length of the model.
     own = [stack for stack in stacks if stack.part == main and main != VISION]
-    remember_lengths(model.config, _stated(model, own))
+    remember(model.config, NATIVE_LENGTHS, _stated(model, own))
     for stated in (_stated(model, found) for found in others.values()):
-        remember_lengths(model.config, native_lengths(model.config) | stated)
+        remember(model.config, NATIVE_LENGTHS, native_lengths(model.config) | stated)
     before, encoding.record.other_lengths = encoding.record.other_lengths, {}
     for part, found in others.items():
         _initialize(encoding, model, found, before.get(part), part)

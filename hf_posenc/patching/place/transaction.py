@@ -21,7 +21,8 @@ from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.fingerprint import samples
 from hf_posenc.patching.find.model_parts import default_part
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.place.config_entry import attach_entry, detach_entry, remember_fields
+from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry
+from hf_posenc.patching.place.config_lengths import remember
 from hf_posenc.patching.place.continuous_batching import (
     CheckedContinuousBatching,
     drop_kept_pages,
@@ -290,9 +291,9 @@ class Transaction:
         if any(stack.module is not model for stack in stacks):
             journal.add_forward_pre_hook(model, StacksInside(model, [stack.module for stack in stacks]))
         untouched = [part for part in self.parts() if part not in {stack.part for stack in stacks}]
-        encoding.report = PatchReport(
-            _report_name(encoding.config), type(model).__name__, parameter_count(encoding), reports, untouched
-        )
+        config, kind = encoding.config, type(model).__name__
+        name = scheme_label(config) if isinstance(config, PartsConfig) else config.name
+        encoding.report = PatchReport(name, kind, parameter_count(encoding), reports, untouched)
         with_parameters = {
             id(stack.module): encoding.stacks[stack.name]
             for stack in stacks
@@ -303,7 +304,8 @@ class Transaction:
             one.note_trainable()
         split_heads(encoding, model)
         initialize_lengths(encoding, model, stacks, default_part(model, self.parts()))
-        remember_fields(record.own.config, {path: one.fields for path, one in record.stacks_by_path().items()})
+        fields = {path: one.fields for path, one in record.stacks_by_path().items()}
+        remember(record.own.config, NATIVE_FIELDS, fields)
         record.base_weights = record.base_weights or samples(model, read_offloaded=False)
         mark_names(model, encoding)
         generation_config = getattr(model, "generation_config", None)
@@ -313,10 +315,6 @@ class Transaction:
             CheckedGenerate.place(encoding, model)
         CheckedContinuousBatching.place(encoding, model)
         encoding.train(model.training)
-
-
-def _report_name(config: SchemeConfig) -> str:
-    return scheme_label(config) if isinstance(config, PartsConfig) else config.name
 
 
 def _refuse_caches_of(removed: list[PositionEncoding]) -> None:
