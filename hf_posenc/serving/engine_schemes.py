@@ -30,7 +30,7 @@ from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, is_length_dependent, parts_named
 from hf_posenc.schemes.labels import scheme_label
-from hf_posenc.schemes.parts import DistanceBias, LogitBias
+from hf_posenc.schemes.parts import DistanceBias
 
 _REMEDY = (
     "Run the checkpoint with transformers (model.generate, or `hf-posenc serve`). If "
@@ -126,7 +126,7 @@ def layer_problem(layer: LayerEncoding, takes_slopes: bool) -> str:
         return "it stores features of each token next to its key, but the pages of the engine have no room for them"
     if layer.logit_bias is None:
         return ""
-    if not _is_linear(layer.logit_bias):
+    if not isinstance(layer.logit_bias, DistanceBias) or layer.logit_bias.slopes_behind(torch.device("cpu")) is None:
         return (
             f"it adds a bias to the logits ({type(layer.logit_bias).__name__}), and the kernels of the engine support "
             "no bias" + (" except one slope for each head, as in ALiBi" if takes_slopes else "")
@@ -146,10 +146,6 @@ def take_linear_bias(site: InterfaceAttention) -> DistanceBias | None:
     assert isinstance(bias, DistanceBias)
     site.encoding = dataclasses.replace(site.encoding, logit_bias=None)
     return bias
-
-
-def _is_linear(bias: LogitBias) -> bool:
-    return isinstance(bias, DistanceBias) and bias.slopes_behind(torch.device("cpu")) is not None
 
 
 def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:

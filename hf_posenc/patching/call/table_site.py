@@ -18,7 +18,6 @@ from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import Viewed
-from hf_posenc.patching.find.forward_code import names_used
 from hf_posenc.patching.find.tables import WEIGHT_NAMES, table_origin, table_weight
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
@@ -136,11 +135,6 @@ class TableOwner(Viewed, PlacedForward):
     def replaced(self) -> dict[str, Any]:
         """The table."""
         return {self.name: property(lambda _: _LongTable(self.module, self.name))}
-
-    @staticmethod
-    def reads_rows(owner: nn.Module) -> bool:
-        """Whether a module reads the weight of its table."""
-        return {"weight", "shape"} <= names_used(type(owner).forward)
 
 
 class _LongTable:

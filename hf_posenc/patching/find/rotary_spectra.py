@@ -39,10 +39,6 @@ class Spectrum:
     frequencies: Tensor
     scaling: float
 
-    def same_as(self, other: Spectrum) -> bool:
-        """Whether both have the same frequencies and scaling."""
-        return torch.equal(self.frequencies, other.frequencies) and self.scaling == other.scaling
-
     @property
     def rounded(self) -> bool:
         """Whether a half-precision dtype can represent all frequencies, as in a model that was cast."""

@@ -34,7 +34,8 @@ def refuse_misread_causality(transaction: Transaction, stacks: list[Stack]) -> N
     if not doubtful or not is_runnable(model) or encodings(model):
         return
     with ExitStack() as hooks:
-        seen = [hooks.enter_context(attended_twice(stack, _first_at_the_end)) for stack in doubtful]
+        runs = [attended_twice(stack, lambda tokens: [*range(tokens - 1), 0]) for stack in doubtful]
+        seen = [*map(hooks.enter_context, runs)]
         run_briefly(transaction, doubtful, _TOKENS)
     for stack, results in zip(doubtful, seen, strict=True):
         observed, first = _observed(results), stack.attentions[0]
@@ -55,10 +56,6 @@ def _disagrees_with_discovery(stack: Stack) -> bool:
     first = stack.attentions[0]
     own = getattr(first.module, "is_causal", None)
     return isinstance(own, bool) and own != first.causal
-
-
-def _first_at_the_end(tokens: int) -> list[int]:
-    return [*range(tokens - 1), 0]
 
 
 def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:

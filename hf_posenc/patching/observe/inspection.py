@@ -13,7 +13,7 @@ from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.grids import FoundBias
 from hf_posenc.patching.find.layer_context import native_pairing, native_rotary_dim
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.find.tables import OwnedTable, table_origin, table_weight
+from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.place.encoding import difference
 from hf_posenc.patching.place.lengths import native_length
@@ -189,7 +189,11 @@ def _inspect_stack(stack: Stack) -> StackInspection:
             f"{table_origin(table.module)}"
         )
     if stack.grid is not None:
-        found.tables.extend(_grid_table(table) for table in stack.grid.tables)
+        for owned in stack.grid.tables:
+            rows, columns = owned.weight.shape
+            start = f", first patch in row {owned.prefix_rows}" if owned.prefix_rows else ""
+            size = f"{rows} x {columns}, over the patches{start}"
+            found.tables.append(f"{owned.full_name} ({type(owned.module).__name__}): {size}")
         found.biases.extend(_grid_biases(stack.grid.biases))
     if stack.mechanism:
         found.biases.append(stack.mechanism)
@@ -202,9 +206,3 @@ def _grid_biases(biases: list[FoundBias]) -> list[str]:
     for bias in biases:
         kinds.setdefault(bias.kind, []).append(bias)
     return [f"{alike[0]}" + (f", and {len(alike) - 1} more" if len(alike) > 1 else "") for alike in kinds.values()]
-
-
-def _grid_table(table: OwnedTable) -> str:
-    rows, columns = table.weight.shape
-    first = f", first patch in row {table.prefix_rows}" if table.prefix_rows else ""
-    return f"{table.full_name} ({type(table.module).__name__}): {rows} x {columns}, over the patches{first}"

@@ -251,13 +251,10 @@ def _rotary_config(
     config = _from_parameters(source, parameters, width, layout)
     if config is not None and describes(config, spectra, context):
         return config
-    if all(spectrum.same_as(spectra[0]) for spectrum in spectra):
-        return RopeConfig(
-            rotary_dim=width,
-            layout=layout,
-            inverse_frequencies=tuple(spectra[0].frequencies.tolist()),
-            attention_scaling=spectra[0].scaling,
-        )
+    own, scaling = spectra[0].frequencies, spectra[0].scaling
+    if all(torch.equal(one.frequencies, own) and one.scaling == scaling for one in spectra):
+        frequencies = tuple(own.tolist())
+        return RopeConfig(rotary_dim=width, layout=layout, inverse_frequencies=frequencies, attention_scaling=scaling)
     # Fixed frequencies would lose the changes beyond the original length. A model cast to half precision has rounded
     # ones.
     if config is not None and spectra[0].rounded and describes(config, spectra, context, tolerance=1e-2):

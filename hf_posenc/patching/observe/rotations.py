@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.forward_code import rebind
 from hf_posenc.patching.find.rotary_call import rotary_call
-from hf_posenc.patching.find.sites import FoundAttention, Stack
+from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.transaction import Transaction
@@ -54,8 +54,11 @@ def observe_rotations(transaction: Transaction, stacks: list[Stack]) -> dict[str
         for stack in stacks:
             for attention in stack.attentions:
                 if attention.rotary_functions:
-                    path = f"{stack.name}:{attention.path}"
-                    journal.set_forward(attention.module, _recorder(attention, path, seen))
+                    path, forward = f"{stack.name}:{attention.path}", inspect.unwrap(type(attention.module).forward)
+                    functions = {name: forward.__globals__[name] for name in attention.rotary_functions}
+                    recorded = {name: _recording(function, path, seen) for name, function in functions.items()}
+                    rebound = types.MethodType(rebind(forward, recorded), attention.module)
+                    journal.set_forward(attention.module, rebound)
         run_briefly(transaction, stacks, _TOKENS)
     finally:
         # Inlined, because an interrupt may arrive between the call of a function and its first line.
@@ -65,13 +68,6 @@ def observe_rotations(transaction: Transaction, stacks: list[Stack]) -> dict[str
             journal.undo()
             raise
     return seen
-
-
-def _recorder(attention: FoundAttention, path: str, seen: dict[str, Rotation]) -> Any:
-    forward = inspect.unwrap(type(attention.module).forward)
-    replaced = {name: _recording(forward.__globals__[name], path, seen) for name in attention.rotary_functions}
-    rebound = rebind(forward, replaced)
-    return types.MethodType(rebound, attention.module)
 
 
 def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:

@@ -64,7 +64,10 @@ class CheckedContinuousBatching(CheckedMethod):
         layers = _decoder_layers(self.encoding)
         given = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
         refuse_pages(self.encoding, self.model)
-        self._refuse_length(given.get("workload_hints"))
+        # Without hints, each prompt is checked when it is added.
+        hints = given.get("workload_hints")
+        if longest := 0 if hints is None else hints.max_prompt_length + hints.max_generated_length:
+            self.encoding.reach().check(torch.tensor([longest - 1]))
         if any(layer.reads_pages for layer in layers):
             given[_CONFIG] = self._settings(given)
         manager = self.__wrapped__(**given)
@@ -72,12 +75,6 @@ class CheckedContinuousBatching(CheckedMethod):
         if any(width > layer.head_dim for layer in layers) and manager.batch_processor is None:
             manager._create_batch_processor = WidePages(manager, width)
         return manager
-
-    def _refuse_length(self, hints: Any) -> None:
-        """Refuses prompts that are too long. Without hints, each prompt is checked when it is added."""
-        longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-        if longest:
-            self.encoding.reach().check(torch.tensor([longest - 1]))
 
     def _settings(self, given: dict[str, Any]) -> ContinuousBatchingConfig:
         """The settings of a call, so that no graph or kernel reads pages itself; refuses those that ask for it."""
@@ -202,10 +199,11 @@ def refuse_running_batches(model: nn.Module) -> None:
     Raises:
         UnsupportedError: while such a thread is alive.
     """
-    for thread in threading.enumerate():
+    batching: Any = sys.modules.get("transformers.generation.continuous_batching")
+    for thread in threading.enumerate() if batching is not None else ():
         # `_target` is the function that a `threading.Thread` runs. It is deleted when the thread ends.
         manager = getattr(getattr(thread, "_target", None), "__self__", None)
-        if manager is not None and _is_manager(manager) and _share_modules(manager.model, model):
+        if isinstance(manager, batching.ContinuousBatchingManager) and _share_modules(manager.model, model):
             raise UnsupportedError(
                 f"Continuous batching is running on this {type(model).__name__}, and its pages hold keys of the "
                 "current position encoding, which therefore cannot be changed now. Stop it first "
@@ -223,11 +221,6 @@ def drop_kept_pages(model: nn.Module) -> None:
     if manager is not None:
         manager.batch_processor = None
         manager.warmed_up = False
-
-
-def _is_manager(owner: Any) -> bool:
-    module = sys.modules.get("transformers.generation.continuous_batching")
-    return module is not None and isinstance(owner, module.ContinuousBatchingManager)
 
 
 def _share_modules(first: nn.Module, second: nn.Module) -> bool:

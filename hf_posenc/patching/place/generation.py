@@ -132,8 +132,12 @@ class CheckedGenerate(CheckedMethod):
             call = GenerateCall(self.model, self.encoding, dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
             for check in CHECKS:
                 check(call)
-            if call.drafts and not self.model.config.is_encoder_decoder:
-                kwargs = _with_mask(kwargs)
+            tokens = kwargs.get("input_ids")
+            # Assisted decoding does not pass on a mask. Without one, transformers treats every generated token that has
+            # the padding id as padding, although `position_ids` count it.
+            unmasked = kwargs.get("attention_mask") is None and not self.model.config.is_encoder_decoder
+            if call.drafts and unmasked and isinstance(tokens, torch.Tensor):
+                kwargs = kwargs | {"attention_mask": torch.ones_like(tokens)}
         # An early exit (`assistant_early_exit`) reduces the number of layers in the config for each draft. After an
         # error or an interrupt in a draft, later calls would run only the first layers.
         config = self.model.base_model.config
@@ -143,15 +147,3 @@ class CheckedGenerate(CheckedMethod):
         finally:
             if depth is not None and getattr(config, _DEPTH) != depth:
                 setattr(config, _DEPTH, depth)
-
-
-def _with_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a draft, with a mask of ones, which assisted decoding does not pass on.
-
-    Without a mask, transformers treats every generated token that has the padding id as padding, although
-    `position_ids` count it.
-    """
-    tokens = kwargs.get("input_ids")
-    if kwargs.get("attention_mask") is not None or not isinstance(tokens, torch.Tensor):
-        return kwargs
-    return kwargs | {"attention_mask": torch.ones_like(tokens)}

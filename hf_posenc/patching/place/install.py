@@ -14,16 +14,17 @@ from hf_posenc.patching.call.grid_tables import GridTableSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.native_stand_ins import ZeroOutput, unrotated
-from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
+from hf_posenc.patching.call.placed_forward import forward_on_instance
 from hf_posenc.patching.call.replicas import refuse_replicas
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
-from hf_posenc.patching.call.runtime import StackForward, StackRuntime
+from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
 from hf_posenc.patching.call.view import WithoutTable
 from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.architectures.silencers import zero_bias_of
+from hf_posenc.patching.find.forward_code import names_used
 from hf_posenc.patching.find.grids import FoundBias
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.find.tables import OwnedTable
@@ -76,13 +77,18 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         report.replaced.append(f"{stack.name}: {stack.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
         _install_attention(attention, layer, encoding, architecture, journal, report)
-    unused = _phases_are_unused(stack, architecture)
-    for rotary in stack.rotaries:
-        journal.set_forward(rotary.module, _rotary_site(stack, rotary.module, runtime, unused))
+    # Whether every layer passes its phases to a replaced function, and no other module may read them.
+    replaced = (attention.rotary_functions or architecture.rotary_method for attention in stack.attentions)
+    unused = not stack.skipped and all(replaced)
+    for module in (rotary.module for rotary in stack.rotaries):
+        on_grid = stack.grid is not None and unused
+        site = GridRotarySite(module, runtime) if on_grid else RotaryModuleSite(module, runtime, unused=unused)
+        journal.set_forward(module, site)
     for table in stack.tables:
         journal.set_forward(table.module, TableSite(table.module, runtime, encoding.additive))
         owner = stack.module.get_submodule(table.path.rpartition(".")[0])
-        if owner is not stack.module and TableOwner.reads_rows(owner):
+        # Some owners read the weight of their table.
+        if owner is not stack.module and {"weight", "shape"} <= names_used(type(owner).forward):
             journal.set_forward(owner, TableOwner(owner, table.path.rpartition(".")[2]))
         journal.freeze_all(table.module)
         report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")
@@ -104,12 +110,6 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     return report
 
 
-def _rotary_site(stack: Stack, rotary: nn.Module, runtime: StackRuntime, unused: bool) -> PlacedForward:
-    if stack.grid is not None and unused:
-        return GridRotarySite(rotary, runtime)
-    return RotaryModuleSite(rotary, runtime, unused=unused)
-
-
 def _silence_relative(attention: FoundAttention, journal: Journal) -> None:
     relative = attention.relative
     assert relative is not None
@@ -129,13 +129,6 @@ def _has_place_for_vectors(stack: Stack) -> bool:
     of_grid = stack.grid is not None and stack.grid.tables
     of_series = stack.series is not None and stack.series.has_sites
     return bool(stack.tables or of_grid or of_series)
-
-
-def _phases_are_unused(stack: Stack, architecture: Architecture) -> bool:
-    """Whether every layer passes its phases to a replaced function, and no other module may read them."""
-    return not stack.skipped and all(
-        attention.rotary_functions or architecture.rotary_method for attention in stack.attentions
-    )
 
 
 def _install_attention(
@@ -193,19 +186,14 @@ def _install_grid(stack: Stack, encoding: StackEncoding, journal: Journal, repor
         report.positions = f"patches are numbered row by row for {' and '.join(in_order)}. {TWO_DIMENSIONAL}"
     elif next(encoding.acting_parts(), None) is not None:
         report.positions = "rows and columns of patches"
-    if _mixes_patches(stack):
+    modules = () if stack.first_layer is None else stack.first_layer.modules()
+    if any(isinstance(module, nn.Conv2d) and module.kernel_size[-1] > 1 for module in modules):
         report.kept.append("convolutions between its layers read neighbouring patches")
     for bias in grid.biases:
         _silence_bias(bias, journal)
         report.replaced.append(str(bias))
     if encoding.additive is not None and grid.tables:
         report.placed.append(f"additive: {grid.tables[0].full_name}")
-
-
-def _mixes_patches(stack: Stack) -> bool:
-    """Whether a convolution of the first layer reads several patches."""
-    modules = () if stack.first_layer is None else stack.first_layer.modules()
-    return any(isinstance(module, nn.Conv2d) and module.kernel_size[-1] > 1 for module in modules)
 
 
 def _silence_bias(bias: FoundBias, journal: Journal) -> None:

@@ -67,12 +67,8 @@ class PatchReport:
             if stack.positions:
                 lines.append(f"    positions: {stack.positions}")
             for title in ("replaced", "placed", "kept", "adopted"):
-                lines.extend(f"    {title}: {entry}" for entry in _shortened(getattr(stack, title)))
+                entries = getattr(stack, title)
+                if len(entries) > 6:  # Most entries repeat the same mechanism.
+                    entries = [*entries[:2], f"... {len(entries) - 3} more ...", entries[-1]]
+                lines.extend(f"    {title}: {entry}" for entry in entries)
         return "\n".join(lines)
-
-
-def _shortened(entries: list[str]) -> list[str]:
-    """Shortens a long list to its first and last entries, because most entries repeat the same mechanism."""
-    if len(entries) <= 6:
-        return entries
-    return [*entries[:2], f"... {len(entries) - 3} more ...", entries[-1]]

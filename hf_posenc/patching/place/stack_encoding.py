@@ -139,13 +139,15 @@ class StackEncoding(nn.Module):
             if not getattr(attention.module, "is_kv_shared_layer", False):
                 owners[attention.layer_type] = (attention.layer, layer.query_key_map)
                 continue
-            if _maps_keys_at_cache_update(layer):
+            own = layer.query_key_map
+            asymmetric = own is not None and (own.whole_heads or not own.symmetric)
+            if asymmetric or layer.num_features > 0:
                 raise UnsupportedError(
                     f"Layer {attention.layer} reads the keys of an earlier layer, so it does not update the cache, but "
-                    f"{type(layer.query_key_map or layer.logit_bias).__name__} changes keys when the cache is updated."
+                    f"{type(own or layer.logit_bias).__name__} changes keys when the cache is updated."
                 )
-            source, query_key_map = owners.get(attention.layer_type, (None, layer.query_key_map))
-            if query_key_map is not layer.query_key_map:
+            source, query_key_map = owners.get(attention.layer_type, (None, own))
+            if query_key_map is not own:
                 raise UnsupportedError(
                     f"Layer {attention.layer} reads the keys of layer {source}, so both need the same rotation, but "
                     "the schedule gives them different ones."
@@ -178,13 +180,6 @@ class StackEncoding(nn.Module):
             if layer.logit_bias.adopt(native):
                 adopted.append(f"logit_bias: {attention.path}")
         return adopted
-
-
-def _maps_keys_at_cache_update(layer: LayerEncoding) -> bool:
-    """Whether a scheme changes keys at the cache update instead of in the architecture's rotary function."""
-    query_key_map = layer.query_key_map
-    asymmetric = query_key_map is not None and (query_key_map.whole_heads or not query_key_map.symmetric)
-    return asymmetric or layer.num_features > 0
 
 
 def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:

@@ -88,10 +88,6 @@ def _new(part: Any) -> Any:
     return part.new if isinstance(part, BlendedPart) else part
 
 
-def _adds(encoding: PositionEncoding, part: str) -> bool:
-    return any(stack.additive is not None for stack in stacks_in_part(encoding, part).values())
-
-
 def _on_a_grid(*additives: AdditiveEncoding | None) -> bool:
     """Whether vectors belong to places on a grid, which a range of positions does not contain."""
     modules = [module for additive in additives if additive is not None for module in additive.modules()]
@@ -146,7 +142,8 @@ def _bias_targets(
     """
     with Transaction(model).installed(old):
         before = recorded_heads(model, old, sample, part)
-    after = _heads_without_bias(model, new, sample, part) if _adds(old, part) else before
+    adds = any(stack.additive is not None for stack in stacks_in_part(old, part).values())
+    after = _heads_without_bias(model, new, sample, part) if adds else before
     return [
         mean_logits(SchemeParts(None, layer.query_key_map, layer.logit_bias, layer.logit_scale), heads, layer.causal)
         - mean_logits(SchemeParts(None, _new(own.query_key_map), None, _new(own.logit_scale)), unbiased, layer.causal)

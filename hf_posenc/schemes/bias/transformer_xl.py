@@ -73,16 +73,14 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         # (heads, head_dim, hidden): W_R of each head.
         projection = self.position_projection.float().unflatten(0, self.content_bias.shape)
         if self.clamp_length is None:
-            by_distance = self._by_any_distance(query @ projection, pairs)
+            # The sinusoid of i - j is that of j - i with its sines negated.
+            sine, cosine = (query @ projection).chunk(2, dim=-1)
+            mirrored = torch.cat((-sine, cosine), dim=-1)
+            places = pairs.query_positions, pairs.keys.ids
+            by_distance = sinusoidal_products(mirrored, self._frequencies, *places)
         else:
             by_distance = self._by_clamped_distance(query, projection, pairs, self.clamp_length)
         return by_key * pairs.key_scaling + by_distance * pairs.query_scaling
-
-    def _by_any_distance(self, query: Tensor, pairs: AttentionPairs) -> Tensor:
-        # The sinusoid of i - j is that of j - i with its sines negated.
-        sine, cosine = query.chunk(2, dim=-1)
-        mirrored = torch.cat((-sine, cosine), dim=-1)
-        return sinusoidal_products(mirrored, self._frequencies, pairs.query_positions, pairs.keys.ids)
 
     def _by_clamped_distance(
         self, query: Tensor, projection: Tensor, pairs: AttentionPairs, clamp_length: int

@@ -84,7 +84,10 @@ class SeparatedSegments(_Segments):
         for separator in self.separators:
             is_separator = is_separator | (tokens == separator)
         is_separator = is_separator & real
-        previous = self._previous(real)
+        slots = torch.arange(real.shape[-1], device=real.device).expand_as(real)
+        latest = slots.where(real, -1).cummax(-1).values
+        # The slot of the last real token before each token, or -1.
+        previous = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
         restart = real & ((previous < 0) | (ids == 0) | (ids < ids.gather(-1, previous.clamp(min=0))))
         if self.within:
             rank = real.long().cumsum(-1)
@@ -93,13 +96,6 @@ class SeparatedSegments(_Segments):
             return since.clamp(max=self.last).where(real, -1)
         before = is_separator.long().cumsum(-1) - is_separator.long()
         return (before - before.where(restart, 0).cummax(-1).values).where(real, -1)
-
-    @staticmethod
-    def _previous(real: Tensor) -> Tensor:
-        """Returns the slot of the last real token before each token, or -1, `(batch, length)`."""
-        slots = torch.arange(real.shape[-1], device=real.device).expand_as(real)
-        latest = slots.where(real, -1).cummax(-1).values
-        return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Raises for any cache, because its number of separators is not known."""

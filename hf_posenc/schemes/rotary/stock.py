@@ -75,7 +75,10 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
     if config.attention_scaling is not None:
         _set_attention_factor(parameters, config, context)
     # This is set even for the whole head, because without the key some architectures (GPT-NeoX) rotate only a fraction.
-    parameters["partial_rotary_factor"] = _partial_rotary_factor(rotary_dim, context.head_dim)
+    factor = rotary_dim / context.head_dim
+    # The product with `head_dim` is truncated to `rotary_dim` in floating point.
+    exact = int(context.head_dim * factor) == rotary_dim
+    parameters["partial_rotary_factor"] = factor if exact else math.nextafter(factor, 1.0)
     return parameters
 
 
@@ -173,9 +176,3 @@ def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, contex
             f"{parameters['rope_type']!r}; only 'yarn' and 'longrope' multiply cosine and sine."
         )
     parameters["attention_factor"] = config.attention_scaling
-
-
-def _partial_rotary_factor(rotary_dim: int, head_dim: int) -> float:
-    """Returns the fraction whose product with `head_dim` truncates to `rotary_dim` in floating point."""
-    factor = rotary_dim / head_dim
-    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, 1.0)

@@ -119,9 +119,10 @@ def check_scaling(config: object, field: str) -> None:
     if isinstance(scaling, str):
         found = RopeScaling.type_named(scaling)
         if required_options(found):
+            entries = [f'"type": "{found.type}"', *(f'"{name}": ...' for name in required_options(found))]
             raise ValueError(
                 f"{option} is {shown(scaling)}, a scaling that has required options: give "
-                f"{constructor_example(found)}, or a dictionary such as {_dictionary_example(found)}."
+                f"{constructor_example(found)}, or a dictionary such as {{{', '.join(entries)}}}."
             )
         scaling = found()
         object.__setattr__(config, field, scaling)
@@ -139,7 +140,3 @@ def check_scaling(config: object, field: str) -> None:
             f"{option} is {shown(scaling)}; expected a scaling such as YarnScaling(factor=4.0, "
             "original_max_positions=2048), or None."
         )
-
-
-def _dictionary_example(found: type[RopeScaling]) -> str:
-    return "{" + ", ".join([f'"type": "{found.type}"', *(f'"{name}": ...' for name in required_options(found))]) + "}"
