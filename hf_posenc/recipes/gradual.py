@@ -112,7 +112,10 @@ def finish_blend(model: nn.Module) -> None:
             f"The strength of the new scheme is {strength}: removing the old scheme now would change the outputs of "
             "the model. Train to strength 1 first, or call set_blend_strength(model, 1.0) to skip the rest."
         )
-    part, config = _blended_part(encoding, target)
+    whole = encoding.config
+    schemes = whole.by_part() if isinstance(whole, PartsConfig) else {named_part(target, None): whole}
+    # `begin_blend` refuses a second blend.
+    part, config = next((part, scheme) for part, scheme in schemes.items() if _blends_in(scheme))
     blended = places_of_parts(stacks_in_part(encoding, part))
     trained = [place.new if isinstance(place, BlendedPart) else None for place in blended]
     patch_model(target, new_scheme(config), part=part)
@@ -146,13 +149,6 @@ def places_of_parts(stacks: Mapping[str, StackEncoding]) -> list[Any]:
         for layer in stack.layers:
             found += [layer.query_key_map, layer.logit_bias, layer.logit_scale]
     return found
-
-
-def _blended_part(encoding: PositionEncoding, target: PreTrainedModel) -> tuple[str, SchemeConfig]:
-    """The part of a model that has the blend, with its scheme. `begin_blend` refuses a second one."""
-    config = encoding.config
-    schemes = config.by_part() if isinstance(config, PartsConfig) else {named_part(target, None): config}
-    return next((part, scheme) for part, scheme in schemes.items() if _blends_in(scheme))
 
 
 def _blend_of(target: PreTrainedModel) -> PositionEncoding:

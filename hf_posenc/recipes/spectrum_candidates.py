@@ -96,7 +96,10 @@ class CandidateSpace:
         yield from self._along(lambda x: self._shifted(yarn, x), max(1.0, self.pairs / 16), found)
         starts = {max(1, self.critical), max(1, self.critical - self.pairs // 8)}
         for start in sorted(starts & set(range(self.pairs)), reverse=True):
-            yield self._of_slow(start, [self.extension] * (self.pairs - start), attention_factor)
+            # Slow pairs have the whole factor; faster ones follow from it as in NTK scaling.
+            fast = [self.extension ** (pair / start) for pair in range(start)]
+            slow = [self.extension] * (self.pairs - start)
+            yield SpectrumCandidate(self._rising([*fast, *slow]), attention_factor)
         while True:
             yield self.mutated(sorted(found, key=lambda one: one.loss)[:_PARENTS], generator)
 
@@ -118,11 +121,6 @@ class CandidateSpace:
         index = np.arange(self.pairs)
         factors = np.interp(index - pairs, index, candidate.factors)
         return dataclasses.replace(candidate, factors=self._rising(factors), loss=math.nan)
-
-    def _of_slow(self, start: int, slow: list[float], attention_factor: float) -> SpectrumCandidate:
-        """Slow pairs have their own factors; faster ones follow from the first of them as in NTK scaling."""
-        fast = [slow[0] ** (pair / start) for pair in range(start)]
-        return SpectrumCandidate(self._rising([*fast, *slow]), attention_factor)
 
     def mutated(self, parents: list[SpectrumCandidate], generator: Generator) -> SpectrumCandidate:
         """A parent with another factor of cosine and sine, shifted, or with some neighbouring factors changed."""

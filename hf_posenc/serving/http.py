@@ -21,7 +21,7 @@ _PACKAGE = "transformers.cli.serving"
 def install() -> None:
     """Wraps functions of the server, as soon as its modules are imported."""
     wrap(f"{_PACKAGE}.server", {"build_server": _build_server})
-    wrap(f"{_PACKAGE}.utils", {"_StreamError.__init__": _make_stream_error})
+    wrap(f"{_PACKAGE}.utils", {"_StreamError.__init__": lambda call: call.run(msg=_Message(call["msg"]))})
     wrap(f"{_PACKAGE}.utils", {"get_gen_models": _models}, moved=True)
     wrap(f"{_PACKAGE}.model_manager", {"ModelManager.get_gen_models": _models}, moved=True)
 
@@ -75,7 +75,3 @@ class _Message(str):
 
     def __format__(self, form: str) -> str:
         return json.dumps(str(self), ensure_ascii=False)[1:-1]
-
-
-def _make_stream_error(call: Call) -> Any:
-    return call.run(msg=_Message(call["msg"]))

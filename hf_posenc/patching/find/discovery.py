@@ -180,7 +180,8 @@ def self_attentions(stack: nn.Module, architecture: Architecture) -> Iterator[tu
 
 def _reason_to_skip(place: str, candidate: nn.Module, stack: Any) -> str | None:
     """Why an attention module of a stack is left alone; `None` if it is patched."""
-    if _is_cross_attention(place, candidate):
+    named = _CROSS.search(place) or _CROSS.search(type(candidate).__name__)
+    if named or getattr(candidate, "is_cross_attention", False) is True:
         return "cross-attention: its keys belong to another sequence"
     if reads_features(stack) and _ADAPTER.search(place):
         return "attention of an adapter, which has no positions"
@@ -273,9 +274,11 @@ def _is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architec
     own = getattr(module, "is_causal", None)
     if reads_pixels(stack):
         return own is True
-    encodes = "Encoder" in type(stack).__name__
+    kind = type(stack).__name__
+    encodes = "Encoder" in kind
+    is_decoder = "Decoder" in kind or any(getattr(one, "is_decoder", False) for one in (stack.config, stack))
     # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
-    decodes = _is_decoder(stack) and not (encodes and own is False)
+    decodes = is_decoder and not (encodes and own is False)
     if own is True or decodes or names_used(type(stack).forward) >= _CAUSAL_CALL:
         return True
     if own is False or encodes:
@@ -283,11 +286,6 @@ def _is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architec
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return stack.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-
-def _is_decoder(stack: PreTrainedModel) -> bool:
-    stated = getattr(stack.config, "is_decoder", False) or getattr(stack, "is_decoder", False)
-    return bool(stated) or "Decoder" in type(stack).__name__
 
 
 def _uses_interface(module: nn.Module) -> bool:
@@ -347,12 +345,6 @@ def _refuse_two_sequences(stack: Stack) -> None:
             f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
             "so the positions of the two sequences in one call cannot be told apart."
         )
-
-
-def _is_cross_attention(path: str, module: nn.Module) -> bool:
-    if getattr(module, "is_cross_attention", False) is True:
-        return True
-    return bool(_CROSS.search(path) or _CROSS.search(type(module).__name__))
 
 
 def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> tuple[int, int]:

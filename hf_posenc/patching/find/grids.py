@@ -133,18 +133,15 @@ def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[FoundBias]:
             found.append(FoundBias(path, module, "", "module"))
             continue
         for name, kind in _ATTRIBUTES.items():
-            if _is_set(getattr(module, name, None)) and not _is_config(name, module):
+            # A flag of a module without parameters of its own only repeats a setting.
+            repeats = kind == "flag" and not any("rel_pos" in own for own in module._parameters)
+            if _is_set(getattr(module, name, None)) and not repeats:
                 found.append(FoundBias(path, module, name, kind))
     return found
 
 
 def _is_set(value: Any) -> bool:
     return value is not None and value is not False
-
-
-def _is_config(name: str, module: nn.Module) -> bool:
-    """Whether the attribute only repeats a setting: modules without parameters of their own have no bias."""
-    return _ATTRIBUTES[name] == "flag" and not any("rel_pos" in own for own in module._parameters)
 
 
 def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:

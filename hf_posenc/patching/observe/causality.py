@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import functools
 
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import attended_twice, is_runnable, run_briefly
+from hf_posenc.patching.observe.short_runs import attended_twice, is_runnable, seen_briefly
 from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.patching.place.transaction import Transaction
 
@@ -33,10 +33,8 @@ def refuse_misread_causality(transaction: Transaction, stacks: list[Stack]) -> N
     doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
     if not doubtful or not is_runnable(model) or encodings(model):
         return
-    with ExitStack() as hooks:
-        runs = [attended_twice(stack, lambda tokens: [*range(tokens - 1), 0]) for stack in doubtful]
-        seen = [*map(hooks.enter_context, runs)]
-        run_briefly(transaction, doubtful, _TOKENS)
+    first_last = functools.partial(attended_twice, chosen=lambda tokens: [*range(tokens - 1), 0])
+    seen = seen_briefly(transaction, doubtful, _TOKENS, first_last)
     for stack, results in zip(doubtful, seen, strict=True):
         observed, first = _observed(results), stack.attentions[0]
         if observed is not None and observed != first.causal:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import transformers
 from torch import nn
@@ -20,6 +18,7 @@ from hf_posenc.patching.observe.short_runs import (
     embedded,
     is_runnable,
     run_briefly,
+    seen_briefly,
 )
 from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, has_convolution, in_both_orders, sees_all
 from hf_posenc.patching.place.encoding import encodings
@@ -84,7 +83,8 @@ def _refuse_order_of_tokens(transaction: Transaction, stacks: list[Stack]) -> No
 
 
 def _refuse_positions_of_features(transaction: Transaction, stacks: list[Stack]) -> None:
-    for stack, found in zip(stacks, _seen(transaction, stacks, embedded, constant=True), strict=True):
+    inputs = seen_briefly(transaction, stacks, len(ORDER), embedded, constant=True)
+    for stack, found in zip(stacks, inputs, strict=True):
         if stack.series is not None and stack.first_layer is not None and not found:
             raise UnsupportedError(
                 f"No position mechanism was found in this {type(stack.module).__name__}, and the input of its first "
@@ -102,8 +102,8 @@ def _refuse_positions_of_features(transaction: Transaction, stacks: list[Stack])
                 raise UnsupportedError(
                     _message(stack, "the input of its first layer depends on the position of tokens")
                 )
-    seen = _seen(transaction, stacks, lambda stack: attended_twice(stack, _before_the_last))
-    for stack, results in zip(stacks, seen, strict=True):
+    outputs = seen_briefly(transaction, stacks, len(ORDER), lambda stack: attended_twice(stack, _before_the_last))
+    for stack, results in zip(stacks, outputs, strict=True):
         first = stack.attentions[0]
         if results and sees_all(first, stack) and not has_convolution(first.module):
             one, other = results[0]
@@ -111,14 +111,6 @@ def _refuse_positions_of_features(transaction: Transaction, stacks: list[Stack])
                 raise UnsupportedError(
                     _message(stack, "the output of its first attention layer depends on token order")
                 )
-
-
-def _seen(transaction: Transaction, stacks: list[Stack], watch: Callable[[Stack], Any], **options: Any) -> list[Any]:
-    """What was seen of each stack in a short run."""
-    with ExitStack() as hooks:
-        seen = [hooks.enter_context(watch(stack)) for stack in stacks]
-        run_briefly(transaction, stacks, len(ORDER), **options)
-    return seen
 
 
 def has_other_code(stack: Stack) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -203,6 +203,16 @@ def exchanged(found: Tensor, other: Tensor, args: tuple[Any, ...], kwargs: dict[
         tuple(other if value is found else value for value in args),
         {name: other if value is found else value for name, value in kwargs.items()},
     )
+
+
+def seen_briefly(
+    transaction: Transaction, stacks: list[Stack], tokens: int, watch: Callable[[Stack], Any], **options: Any
+) -> list[Any]:
+    """What was seen of each stack in a short run, by a context manager that watches it."""
+    with ExitStack() as hooks:
+        seen = [hooks.enter_context(watch(stack)) for stack in stacks]
+        run_briefly(transaction, stacks, tokens, **options)
+    return seen
 
 
 @contextmanager

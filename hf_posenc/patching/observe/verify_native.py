@@ -91,12 +91,8 @@ def _outputs(transaction: Transaction, stacks: list[Stack]) -> Tensor:
     found = []
     for result in run_briefly(transaction, stacks, _TOKENS):
         logits = result.get("logits") if hasattr(result, "get") else None
-        found.append(_first_tensor(result if logits is None else logits).float().flatten())
+        output: Any = result if logits is None else logits
+        while not isinstance(output, Tensor):  # Some models nest it in tuples.
+            output = output[0]
+        found.append(output.float().flatten())
     return torch.cat(found)
-
-
-def _first_tensor(output: Any) -> Tensor:
-    """The first tensor of an output, which some models nest in tuples."""
-    while not isinstance(output, Tensor):
-        output = output[0]
-    return output
