@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -135,10 +135,7 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
         """The features of the heads of this process, in the shapes of the inner bias."""
         with self.summed_gradients():
             features = self.inner.key_features(self.shard.with_summed_gradient(hidden_states))
-        own, shared = separated(features, *feature_counts(self))
-        if shared is None or not self.shard.shared_keys:
-            return self.shard.own(features, 1)
-        return joined(None if own is None else self.shard.own(own, 1), shared)
+        return self._by_head(features, lambda heads: self.shard.own(heads, 1))
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads of this process, query_len, key_len)` in float32."""
@@ -153,18 +150,19 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
         if not self.whole_heads:
             return pairs
         if pairs.key_features is not None:
-            pairs = dataclasses.replace(pairs, key_features=self._of_all_heads(pairs.key_features))
+            features = self._by_head(pairs.key_features, self.shard.repeated_to_all_heads)
+            pairs = dataclasses.replace(pairs, key_features=features)
         if not self.reads_heads:
             return pairs
         key = pairs.key if self.shard.shared_keys else self.shard.repeated_to_all_heads(pairs.key)
         return dataclasses.replace(pairs, query=self.shard.repeated_to_all_heads(pairs.query), key=key)
 
-    def _of_all_heads(self, features: Tensor) -> Tensor:
-        """Features in the shape of all heads, repeated from those of this process."""
+    def _by_head(self, features: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Features with a change of those that belong to heads; features of shared keys stay as they are."""
         own, shared = separated(features, *feature_counts(self))
         if shared is None or not self.shard.shared_keys:
-            return self.shard.repeated_to_all_heads(features)
-        return joined(None if own is None else self.shard.repeated_to_all_heads(own), shared)
+            return change(features)
+        return joined(None if own is None else change(own), shared)
 
 
 class SplitSeparableBias(SplitPairwiseBias, SeparableBias):

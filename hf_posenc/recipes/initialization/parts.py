@@ -214,14 +214,9 @@ def _fitted(
 ) -> Fit:
     """Fits a part and compares the residuals before and after.
 
-    Args:
-        part: the part to fit.
-        missed: computes the differences from the target, in any shape, multiplied by the square roots of their weights.
-        size: mean square of the target.
-        where: the name of the part.
-        target: description of the target.
-        covers: number of positions or distances with a known target.
-        fill: sets the parameters to the solution, if it is known; otherwise they are fitted by least squares.
+    `missed` computes the differences from the target, in any shape, multiplied by the square roots of their weights,
+    and `size` is the mean square of the target. `fill` sets the parameters to the solution, if it is known; otherwise
+    they are fitted by least squares.
     """
 
     def residual() -> float | None:
