@@ -70,6 +70,7 @@ class StackRecord:
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
         self._forwards: list[tuple[nn.Module, dict[str, Any], Any, type, Any]] = []
         self._settings: dict[str, Any] = {}
+        self._found: list[nn.Module] = []
         #: Of the stack's config. Never equal before the first check.
         self._number_of_fields = -1
         self._class_forwards = {}
@@ -182,6 +183,7 @@ class StackRecord:
                 "belongs to the native position mechanism, which the scheme replaces, so it has no effect. Restore "
                 "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
             )
+        self._found = [module for _, module in attentions]
         self._remember({id(module) for _, module in (*attentions, *found_tables, *owners)}, placed)
         return ""
 
@@ -281,9 +283,9 @@ class StackRecord:
 
     def _attentions_to_run(self) -> list[nn.Module]:
         """Those of the layers that the config counts: a model that exits early counts fewer than it has."""
-        found, depth = self._attentions_in_use(), getattr(self.stack.config, "num_hidden_layers", None)
+        found, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
-        return found[:depth] if fewer else found
+        return [module for module in (found[:depth] if fewer else found) if _is_attention_site(module)]
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.
