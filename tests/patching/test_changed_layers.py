@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc import (
+    PositionEncodingError,
     UnsupportedError,
     inspect_model,
     list_schemes,
@@ -248,3 +249,59 @@ def test_positions_that_went_with_the_first_layer_are_missed(scheme: str, tmp_pa
     for action in (lambda: model(tokens(1, 8), use_cache=False), lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(UnsupportedError, match="no longer the first layer"):
             action()
+
+
+class _Own(nn.Module):
+    """An attention, or a layer, of a user's own."""
+
+    def __init__(self, width: int, *, alone: bool) -> None:
+        super().__init__()
+        self.inner, self.alone = nn.Linear(width, width), alone
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        found = self.inner(hidden_states)
+        return found if self.alone else (found, None)
+
+
+class _Dropped(nn.Module):
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+_PLACES = {"llama_gqa": ("layers", "self_attn"), "gpt2": ("h", "attn"), "bert": ("encoder.layer", "attention")}
+
+
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("which", [slice(1, 2), slice(None)], ids=["one", "all"])
+@pytest.mark.parametrize("architecture", _PLACES)
+@pytest.mark.parametrize("scheme", ["alibi", "learned", "none", "native"])
+@torch.no_grad()
+def test_a_module_of_another_class_in_place_of_an_attention_is_refused(
+    scheme: str, architecture: str, which: slice, called: bool, tmp_path: Path
+) -> None:
+    layers, attention = _PLACES[architecture]
+    for alone in (False, True):
+        model, ids = patched(architecture, scheme), tokens(1, 8)
+        if called:
+            model(ids)
+        width = model.config.hidden_size
+        found = model.base_model.get_submodule(layers)
+        for number in range(len(found))[which]:
+            if alone:
+                found[number] = _Own(width, alone=True)
+            else:
+                setattr(found[number], attention, _Own(width, alone=False))
+        for action in (model, model, model.save_pretrained):
+            with pytest.raises(PositionEncodingError, match="took the place of an attention"):
+                action(tmp_path if action == model.save_pretrained else ids)
+
+
+@pytest.mark.parametrize("architecture", _PLACES)
+@torch.no_grad()
+def test_a_module_without_weights_drops_a_layer(architecture: str) -> None:
+    model, ids = patched(architecture, "alibi"), tokens(1, 8)
+    expected, layers = copy.deepcopy(model), _PLACES[architecture][0]
+    del expected.base_model.get_submodule(layers)[1]
+    model.base_model.get_submodule(layers)[1] = _Dropped()
+    options = {} if architecture == "bert" else {"use_cache": False}
+    assert torch.equal(model(ids, **options).logits, expected(ids, **options).logits)

@@ -95,5 +95,5 @@ def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
             f"{name} has a forward that another library, or your code, has set on the instance. A position encoding "
             "would bypass it. If the model is patched, call unpatch_model(model) first, which works with that forward "
             "in place. Then remove that forward (with the library that set it, or `del module.forward`), patch the "
-            "model, and set it again."
+            "model, and wrap the forward that the module has then."
         )

@@ -55,6 +55,8 @@ class StackRecord:
         self.stack: Any = stack.module
         self.attentions = [attention.module for attention in stack.attentions]
         self.encoding = encoding
+        #: Where attention was at the last check.
+        self.places = [attention.path for attention in stack.attentions]
         self.depth = getattr(stack.config, "num_hidden_layers", None)
         #: The layer at whose input positions are added; `None` if a table adds them, or nothing does.
         self.first_layer: nn.Module | None = None
@@ -112,8 +114,8 @@ class StackRecord:
         raise UnsupportedError(
             f"{path} of this {type(self.stack).__name__}, which patch_model has changed, did not run in this call ("
             f"{len(waiting)} such attention modules), so the scheme had no effect there. Something around it (a "
-            "module, a layer's forward or a __call__) computes attention itself. Remove it, or let it call the "
-            "attention module."
+            "module, a layer's forward or a __call__) computes attention itself, or skips it. Remove it, or let it "
+            "call the attention module. To skip a layer, remove it from its list."
         )
 
     def problem(self) -> str:
@@ -135,6 +137,8 @@ class StackRecord:
                 "it was added to the model, or lost its forward, after patch_model, and would use its native "
                 "positions. Call patch_model again with the same scheme, which keeps its trained parameters."
             )
+        if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
+            return replaced
         moved = next((one for one in attentions if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
             path, module = moved
@@ -184,7 +188,26 @@ class StackRecord:
                 "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
             )
         self._found = [module for _, module in attentions]
+        self.places = [path for path, _ in attentions]
         self._remember({id(module) for _, module in (*attentions, *found_tables, *owners)}, placed)
+        return ""
+
+    def _replaced(self, known: set[int]) -> str:
+        """Describes a module with weights that stands where an attention was, and holds none of the known ones."""
+        for place in self.places:
+            module, path = self.stack, []
+            for name in place.split("."):
+                if module._modules.get(name) is None:
+                    break
+                module = module._modules[name]
+                path.append(name)
+            found = id(module) in known or not known.isdisjoint(map(id, module.modules()))
+            if not found and next(module.parameters(), None) is not None:
+                return (
+                    f"{'.'.join(path)} ({type(module).__name__}) of this {type(self.stack).__name__} took the place of "
+                    "an attention in which patch_model had placed the scheme, and would run without it. Call "
+                    "patch_model again, which examines it, or unpatch_model. To drop a layer, remove it from its list."
+                )
         return ""
 
     def adopt_copies(self) -> None:
@@ -216,8 +239,8 @@ class StackRecord:
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
             "the scheme has a part for each layer, which is saved by the number of the layer. A loaded model would "
-            "give the parts to other layers. Call patch_model again with the scheme that each layer should have: "
-            "layers that keep their scheme keep its parameters."
+            "give the parts to other layers. Call patch_model again with the scheme that each layer should have, such "
+            "as model.position_encoding.config: layers that keep their scheme keep its parameters."
         )
 
     def holds(self, stack: Stack) -> bool:
