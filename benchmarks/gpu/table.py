@@ -96,8 +96,8 @@ def _price(file: PartFile) -> list[str]:
     tables = figure_tables({"settings": settings | {"device": "cuda"}, "cells": measured, "memory": {}})
     explained = (
         f"{settings['dtype']}. Time over that of the same model with no position at all (`bare`), as in "
-        "[what position costs](../../performance.md). The attention backend follows an `@`; without one it is sdpa. "
-        "Called from Python, without CUDA graphs: where a model is small, that is part of the time."
+        "[what position costs](../../explanation/performance.md). The attention backend follows an `@`; without one it "
+        "is sdpa. Called from Python, without CUDA graphs: where a model is small, that is part of the time."
     )
     return [explained, *(table.replace("## ", "### ", 1) for table in tables)]
 

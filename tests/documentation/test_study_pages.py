@@ -286,7 +286,7 @@ def test_a_new_seed_that_diverged_is_not_inside(study: ModuleType) -> None:
     assert [(row[2], row[-1]) for row in rows] == [("2", "**no** |")] * 2
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("rope", 256), ("forget_gate", 256 + 4), (None, 256)])
+@pytest.mark.parametrize(("name", "numbers"), [("rope", 256), ("forget_gate", 256 + 16), (None, 256)])
 def test_cached_numbers_count_keys_values_and_features(study: ModuleType, name: str | None, numbers: int) -> None:
-    # 4 heads of width 32; a forget gate adds one number to the key of each head.
+    # 4 heads of width 32; a forget gate adds 16 bytes to the key of each head, which are four numbers.
     assert study_leaderboard.cached_numbers({} if name is None else {"scheme": name}) == numbers
