@@ -84,6 +84,11 @@ class Positions:
             return True
         return self.remembered("any padding", lambda: bool((self.ids < 0).any()), self.ids)
 
+    def to(self, device: torch.device) -> Positions:
+        """These positions on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **moved)
+
     def bounded(self, length: int) -> Positions:
         """These positions, with the remark that all are below `length`, which the host knows without reading them."""
         self.remembered("bound", lambda: length, self.ids)

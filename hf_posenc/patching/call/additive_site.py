@@ -38,13 +38,13 @@ class AddToHiddenStates(OfStack):
         """Adds the vectors of patches: `(batch, tokens, hidden)`, without a batch, or with rows and columns."""
         grid = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else None
         tokens = hidden_states.shape[-2] if grid is None else grid[0] * grid[1]
-        state = self.runtime.state_for(tokens)
+        state = self.runtime.state_for(tokens, hidden_states.device)
         if isinstance(state, GridState):
             state = state.of_module(tokens, grid)
             if state.numbered and phases is not None:
                 state = state.in_order(numbers_in(phases))
         check_cache(self.additive, state)
-        encoded = self.additive(state.positions(hidden_states.device)).to(hidden_states.dtype)
+        encoded = state.own(self.additive)(state.positions(hidden_states.device)).to(hidden_states.dtype)
         return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
 
     def _add(self, hidden_states: Tensor, phases: Any) -> Tensor:
@@ -52,7 +52,7 @@ class AddToHiddenStates(OfStack):
             return self._add_on_grid(hidden_states, phases)
         time_axis = 0 if self.runtime.time_major else -2
         length = hidden_states.shape[time_axis]
-        state = self.runtime.state_for(length)
+        state = self.runtime.state_for(length, hidden_states.device)
         if self.runtime.time_major and state.offset:
             raise UnsupportedError(
                 "The memory of this architecture stores the input of its first layer before positions are added, so "
@@ -64,5 +64,5 @@ class AddToHiddenStates(OfStack):
         check_cache(self.additive, state)
         positions = state.positions(hidden_states.device)
         refuse_negative(state, positions.ids, self.additive.offset)
-        encoded = in_dtype(self.additive(positions), hidden_states.dtype)
+        encoded = in_dtype(state.own(self.additive)(positions), hidden_states.dtype)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)

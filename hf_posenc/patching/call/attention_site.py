@@ -19,7 +19,6 @@ from hf_posenc.patching.call.layer_call import LayerCall
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.paged_requests import heads_first
-from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.rotary_call import RotaryCall
 from hf_posenc.schemes.parts import QueryKeyMap
 
@@ -47,7 +46,7 @@ class AttentionSite(LogitSite):
         hidden_states = self.runtime.batch_first(hidden_states)
         if self.runtime.grid is not None:
             return self._begin_on_grid(hidden_states)
-        return LayerCall(self.state_for(hidden_states.shape[1]), hidden_states)
+        return LayerCall(self.state_for(hidden_states.shape[1], hidden_states.device), hidden_states)
 
     def _begin_on_grid(self, hidden_states: Tensor) -> LayerCall:
         """Starts a call of a layer of patches, `(tokens, hidden)` or `(batch, rows, columns, hidden)` among others."""
@@ -56,20 +55,20 @@ class AttentionSite(LogitSite):
             hidden_states = hidden_states.unsqueeze(0)
         elif hidden_states.dim() == 4:
             hidden_states = hidden_states.flatten(1, 2)
-        return LayerCall(self.grid_tokens(hidden_states.shape[1], window), hidden_states)
+        return LayerCall(self.grid_tokens(hidden_states.shape[1], window, hidden_states.device), hidden_states)
 
-    def grid_tokens(self, length: int, window: tuple[int, ...] | None) -> ForwardState:
+    def grid_tokens(self, length: int, window: tuple[int, ...] | None, device: torch.device) -> ForwardState:
         """The positions of a layer's `length` tokens on the grid of the call, or in a window."""
-        state = self.runtime.state_for(length)
+        state = self.runtime.state_for(length, device)
         if not isinstance(state, GridState):
             return state
         return state.shared(("tokens", window), lambda: state.of_module(length, window), length)
 
-    def state_for(self, length: int) -> ForwardState:
+    def state_for(self, length: int, device: torch.device) -> ForwardState:
         """The positions of a layer's `length` tokens."""
-        state = self.runtime.state_for(length)
+        state = self.runtime.state_for(length, device)
         if isinstance(state, GridState):
-            return self.grid_tokens(length, self.window)
+            return self.grid_tokens(length, self.window, device)
         if state.query_length != length:
             # The architecture prepends its own tokens (CPM-Ant's prompt), so every slot is a position.
             state = state.shared("own tokens", lambda: state.by_slots(length), length)
@@ -146,10 +145,10 @@ class AttentionSite(LogitSite):
         assert query_key_map is not None
         for_query = self.prepared(state, first)
         for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)
-        with onload_weights(query_key_map):
-            first = mapped(query_key_map.map_query, first, for_query, time_axis)
-            if second is not None:
-                second = mapped(query_key_map.map_key, second, for_key, time_axis)
+        query_key_map = state.own(query_key_map)
+        first = mapped(query_key_map.map_query, first, for_query, time_axis)
+        if second is not None:
+            second = mapped(query_key_map.map_key, second, for_key, time_axis)
         return first, second
 
     def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
@@ -179,8 +178,7 @@ class AttentionSite(LogitSite):
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
-            with onload_weights(query_key_map):
-                return query_key_map.phases(positions)
+            return state.own(query_key_map).phases(positions)
 
         return state.shared(("phases", id(query_key_map)), compute)
 
@@ -192,7 +190,7 @@ class AttentionSite(LogitSite):
         known: tuple[Any, ...] | None = state.known(key)
         if known is not None:
             return known
-        prepared = query_key_map.prepared(self.phases(state, heads.device), heads.dtype)
+        prepared = state.own(query_key_map).prepared(self.phases(state, heads.device), heads.dtype)
         return state.shared(key, lambda: prepared)
 
     def key_phases(self, state: ForwardState, query_length: int, key_length: int, device: torch.device) -> Phases:
@@ -205,8 +203,7 @@ class AttentionSite(LogitSite):
             check_cache(query_key_map, state)
             keys = key_positions(state, key_start, key_length, device)
             refuse_cached_coordinates(query_key_map, state, keys)
-            with onload_weights(query_key_map):
-                return query_key_map.phases(keys)
+            return state.own(query_key_map).phases(keys)
 
         return state.shared(("key phases", id(query_key_map)), compute, key_length)
 
@@ -234,12 +231,11 @@ class AttentionSite(LogitSite):
             return query, key
         self._check_heads(query_key_map, key)
         prepared = self.prepared(call.state, query)
-        with onload_weights(query_key_map):
-            query = query_key_map.map_query(query, prepared)
+        own = call.state.own(query_key_map)
+        query = own.map_query(query, prepared)
         if not call.keys_mapped:
             phases = self.key_phases(call.state, query.shape[-2], key.shape[-2], key.device)
-            with onload_weights(query_key_map):
-                key = query_key_map.map_key(key, phases)
+            key = own.map_key(key, phases)
         return query, key
 
     def require_mapped_pages(self, call: LayerCall) -> None:
@@ -276,8 +272,7 @@ class AttentionSite(LogitSite):
             return key
         call.keys_mapped = True
         prepared = self.prepared(call.state, key)
-        with onload_weights(query_key_map):
-            return query_key_map.map_key(key, prepared)
+        return call.state.own(query_key_map).map_key(key, prepared)
 
     def update_cache(
         self,

@@ -52,9 +52,9 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device:
     known = biases.get(id(bias))
     if known is None or known[0] != written or known[1].shape[-1] < key_length:
         reach = 2 * key_length
-        known = written, bias(torch.arange(1 - reach, 1, device=device))
+        known = written, state.own(bias)(torch.arange(1 - reach, 1, device=device))
         biases[id(bias)] = known
-    return DistanceForm(known[1][:, known[1].shape[-1] - key_length :], 1, key_length, bias.slopes_behind(device))
+    return DistanceForm(known[1][:, known[1].shape[-1] - key_length :], 1, key_length, state.own(bias).slopes_behind(device))
 
 
 def _weight_version(weight: Tensor) -> tuple[int, int]:

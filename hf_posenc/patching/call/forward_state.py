@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,9 +15,12 @@ from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cached_positions import recorded
 from hf_posenc.patching.call.padding import counted_tokens
+from hf_posenc.patching.find.offloading import on_device
+from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 
 Value = TypeVar("Value")
+PartType = TypeVar("PartType", bound=Part)
 #: The number of tokens of a call in which only the modules of the stack know it.
 UNKNOWN = -1
 #: Number of axes of M-RoPE. A model may pass the place in the sequence before them.
@@ -47,12 +52,34 @@ class ForwardState:
     mask_hides_padding: bool = False
     cache_object: Any = None
     cache_changed: bool = False
+    #: Where the tensors of this state are; `None` before the first module of the stack has asked.
+    device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.
     rotary_position_ids: Tensor | None = None
     #: Values that the layers of this call share.
     scratch: dict[Hashable, Any] = field(default_factory=dict)
     #: Passed to every `Positions` of this call.
     memo: dict[Hashable, Any] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> ForwardState:
+        """This state for a module on `device`: the layers of a model may be spread over several devices.
+
+        All states of a call share `scratch` and `memo`. What is computed on a device is computed there once.
+        """
+        if self.device is None:
+            self.device = device
+        if self.device == device:
+            return self
+        there = dataclasses.replace(self, device=device)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor | Positions):
+                setattr(there, name, there.shared(("moved", name), functools.partial(value.to, device), mask=value))
+        return there
+
+    def own(self, part: PartType) -> PartType:
+        """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
+        device = self.device
+        return part if device is None else self.shared(("own", id(part)), lambda: on_device(part, device))
 
     def slot_offset(self, query_length: int, key_length: int) -> int | Tensor:
         """Slot of the first query."""
@@ -110,10 +137,12 @@ class ForwardState:
 
     def by_slots(self, length: int) -> ForwardState:
         """The state for an architecture that prepends its own tokens, so that every slot is a position."""
-        return ForwardState(length, offset=self.offset, memo=self.memo)
+        return ForwardState(length, offset=self.offset, device=self.device, memo=self.memo)
 
-    def shared(self, key: Hashable, compute: Callable[[], Value], *lengths: int, mask: Any = None) -> Value:
-        """`compute()`, evaluated once per forward.
+    def shared(
+        self, key: Hashable, compute: Callable[[], Value], *lengths: int, mask: Any = None, everywhere: bool = False
+    ) -> Value:
+        """`compute()`, evaluated once per forward and device.
 
         A value that requires grad is computed again for every layer. If layers shared it, gradient checkpointing would
         free its graph in the backward pass of the first layer that is recomputed.
@@ -125,13 +154,14 @@ class ForwardState:
                 each layer, because a lookup by length would specialise the graph to that length.
             mask: the mask of the layer, if the value depends on it; layers with and without a window have different
                 masks. It is stored with the value, so that its id cannot be reused.
+            everywhere: whether the value is one of the host, which is the same for all devices.
         """
         if lengths and torch.compiler.is_compiling():
             return compute()
         if mask is not None:
             self.scratch["mask", id(mask)] = mask
             key = (key, id(mask))
-        key = (key, *lengths, torch.is_grad_enabled())
+        key = (key, None if everywhere else self.device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]
         value = compute()
@@ -141,7 +171,7 @@ class ForwardState:
 
     def known(self, key: Hashable) -> Any:
         """The value that `shared` has stored for this key, or `None`."""
-        return self.scratch.get((key, torch.is_grad_enabled()))
+        return self.scratch.get((key, self.device, torch.is_grad_enabled()))
 
 
 @dataclass
@@ -170,6 +200,7 @@ class SeriesState(ForwardState):
             attention_mask=None if mask is None or mask.shape[-1] != end else mask,
             cache_object=self.cache_object,
             cache_changed=self.cache_changed,
+            device=self.device,
             memo=self.memo,
         )
 

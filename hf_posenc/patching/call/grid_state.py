@@ -96,7 +96,7 @@ class GridState(ForwardState):
             length: number of tokens.
             window: sizes of the windows in which the module works, if it may.
         """
-        tokens = GridTokens(length, memo=self.memo, numbered=self.numbered)
+        tokens = GridTokens(length, device=self.device, memo=self.memo, numbered=self.numbered)
         if window is not None and math.prod(window) == length:
             tokens.grid = window
         elif self.coordinates is not None and self.coordinates.shape[-1] == length:
@@ -177,7 +177,7 @@ class GridTokens(ForwardState):
     def in_order(self, numbers: Tensor) -> GridTokens:
         """The positions of the tokens in the order of their numbers, `(length,)`."""
         found = selected(self.positions(numbers.device), numbers.unsqueeze(0), self.memo)
-        return GridTokens(len(numbers), memo=self.memo, given=found, position_ids=found.ids)
+        return GridTokens(len(numbers), device=self.device, memo=self.memo, given=found, position_ids=found.ids)
 
 
 def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) -> GridState:

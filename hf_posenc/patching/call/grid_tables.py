@@ -23,7 +23,6 @@ from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import Viewed
 from hf_posenc.patching.find.forward_code import forward_parameters, names_used
-from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.tables import OwnedTable
 from hf_posenc.schemes.parts import AdditiveEncoding
 
@@ -216,10 +215,9 @@ class GridTableSite(Viewed, PlacedForward):
     def _encoded(self, length: int, device: torch.device) -> Tensor:
         """`(batch or 1, length, hidden)`: the vectors of the scheme."""
         assert self.additive is not None
-        tokens = self.runtime.state_for(length).by_slots(length)
+        tokens = self.runtime.state_for(length, device).by_slots(length)
         check_cache(self.additive, tokens)
-        with onload_weights(self.additive):
-            encoded: Tensor = self.additive(tokens.positions(device))
+        encoded: Tensor = tokens.own(self.additive)(tokens.positions(device))
         return encoded
 
     def native(self, name: str) -> Tensor:

@@ -339,7 +339,7 @@ class _FastRotary(_RotaryReplacement):
             packed = first.dim() == 3
             if packed:
                 first, second = with_batch(first, second)
-            state = site.in_order(site.state_for(first.shape[time_axis]), self.rotary, args, kwargs)
+            state = site.in_order(site.state_for(first.shape[time_axis], first.device), self.rotary, args, kwargs)
             first, second = site.apply_map(state, first, second, time_axis)
             if packed:
                 return without_batch(first if second is None else (first, second))

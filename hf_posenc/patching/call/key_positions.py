@@ -47,7 +47,7 @@ def regularity(state: ForwardState, device: torch.device) -> Regularity:
     Raises:
         UnsupportedError: if the positions of cached tokens cannot be determined.
     """
-    return state.shared("regularity", lambda: _compute_regularity(state, device))
+    return state.shared("regularity", lambda: _compute_regularity(state, device), everywhere=True)
 
 
 def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:

@@ -24,7 +24,6 @@ from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions, assert_in_graph, traced
@@ -72,8 +71,8 @@ class LogitSite(PlacedForward):
         """`(batch, feature heads, query_len, features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
-        with onload_weights(bias), without_autocast(call.hidden_states.device):
-            features: Tensor = bias.key_features(call.hidden_states)
+        with without_autocast(call.hidden_states.device):
+            features: Tensor = call.state.own(bias).key_features(call.hidden_states)
         return features
 
     def bias(
@@ -118,7 +117,7 @@ class LogitSite(PlacedForward):
                 whole = self._pairs(call, query, key, scaling)
                 whole = dataclasses.replace(whole, query_factor=query_factor, key_factor=key_factor)
                 pairs = pairs_of_parts(summands, whole)
-            forms.append(_pairwise_form(summand, pairs[index]))
+            forms.append(_pairwise_form(state.own(summand), pairs[index]))
         form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
@@ -135,15 +134,15 @@ class LogitSite(PlacedForward):
         if rotation is not None and call.angles is not None:
             check_heads(self.encoding.num_heads, query.shape[1])
             with without_autocast(query.device):
-                return rotation.turned(query, call.angles), key
+                return call.state.own(rotation).turned(query, call.angles), key
         # Rotated heads are multiplied by the layer itself, with its own factor.
         pairs = self._pairs(call, query, key, scaling=1.0)
         check_heads(self.encoding.num_heads, query.shape[1])
         summands = bias.summands()
         for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
             if isinstance(summand, ContextualRotation):
-                with onload_weights(summand), without_autocast(query.device):
-                    query, key = summand.rotated(dataclasses.replace(own, query=query, key=key))
+                with without_autocast(query.device):
+                    query, key = call.state.own(summand).rotated(dataclasses.replace(own, query=query, key=key))
         return query, key
 
     def rotates_before_cache(self, key: Tensor) -> bool:
@@ -155,9 +154,9 @@ class LogitSite(PlacedForward):
 
     def rotated_before_cache(self, call: LayerCall, key: Tensor) -> Tensor:
         """Rotates new keys `(batch, key_value_heads, query_len, head_dim)`, and keeps the angles for the queries."""
-        rotation = self.encoding.rotation_before_cache
-        assert rotation is not None
-        with onload_weights(rotation), without_autocast(key.device):
+        assert self.encoding.rotation_before_cache is not None
+        rotation = call.state.own(self.encoding.rotation_before_cache)
+        with without_autocast(key.device):
             call.angles = rotation.own_angles(call.hidden_states, call.state.positions(key.device))
             return rotation.turned(key, call.angles)
 
@@ -185,7 +184,7 @@ class LogitSite(PlacedForward):
             ("bias", id(bias)),
             lambda: (
                 (cached_row(bias, state, key_length, device) if query_length == 1 else None)
-                or distance_form(bias, offset, query_length, key_length, device)
+                or distance_form(state.own(bias), offset, query_length, key_length, device)
             ),
             query_length,
             key_length,
@@ -209,7 +208,8 @@ class LogitSite(PlacedForward):
         offset, first = self.key_start(state, query_length, key_length)
         keys = key_positions(state, first, key_length, device)
         query_slots = torch.arange(query_length, device=device) + (offset - first)
-        slopes = bias.slopes_behind(device) if folds and self.encoding.causal else None
+        own_bias = state.own(bias)
+        slopes = own_bias.slopes_behind(device) if folds and self.encoding.causal else None
         if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
             # Relative to the first position, so that no later token changes the values of earlier ones.
             steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
@@ -218,7 +218,7 @@ class LogitSite(PlacedForward):
         def compute(start: int, stop: int, key_count: int) -> Tensor:
             own = keys.ids.index_select(-1, query_slots[start:stop])
             with without_autocast(device):
-                per_head: Tensor = bias(keys.ids[:, None, :key_count] - own.unsqueeze(-1))
+                per_head: Tensor = own_bias(keys.ids[:, None, :key_count] - own.unsqueeze(-1))
             return per_head.transpose(0, 1)
 
         return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
@@ -281,7 +281,7 @@ class LogitSite(PlacedForward):
 
         def compute() -> Tensor:
             check_cache(logit_scale, state)
-            factor: Tensor = logit_scale(state.positions(device))
+            factor: Tensor = state.own(logit_scale)(state.positions(device))
             return factor
 
         return state.shared(("scale", id(logit_scale)), compute)

@@ -160,16 +160,16 @@ def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Ma
             # Requests whose lengths differ by less than a factor of 2 are padded to the longest.
             decoding[(row[3] - row[2]).bit_length()].append(row)
         else:
-            prompts.append(_single_request(row))
+            prompts.append(_single_request(row, device))
     return prompts + [
-        _single_request(*some) if len(some) == 1 else _decoding_batch(some, device) for some in decoding.values()
+        _single_request(*some, device) if len(some) == 1 else _decoding_batch(some, device) for some in decoding.values()
     ]
 
 
-def _single_request(row: list[int]) -> Requests:
+def _single_request(row: list[int], device: torch.device) -> Requests:
     first_query, end_query, first_key, end_key, newest, sees_first = row
     length = end_query - first_query
-    state = ForwardState(length, offset=newest + 1 - length)
+    state = ForwardState(length, offset=newest + 1 - length, device=device)
     return Requests(state, slice(first_query, end_query), slice(first_key, end_key), sees_all=bool(sees_first))
 
 
@@ -182,7 +182,7 @@ def _decoding_batch(rows: list[list[int]], device: torch.device) -> Requests:
     total = max(row[4] for row in rows) + 1
     # Right-aligned, so that counting the real tokens gives the positions even in a sliding window.
     mask = torch.arange(total, device=device) >= total - 1 - newest
-    state = ForwardState(1, offset=total - 1, attention_mask=mask)
+    state = ForwardState(1, offset=total - 1, attention_mask=mask, device=device)
     return Requests(state, queries, keys.where(real, first), None if bool(real.all()) else real)
 
 

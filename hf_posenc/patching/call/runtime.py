@@ -87,14 +87,16 @@ class StackRuntime:
         """The state of the innermost call in progress, or `None` outside any call."""
         return self.states.top
 
-    def state_for(self, query_length: int) -> ForwardState:
-        """The current state, or a default state for a layer that is called outside its stack.
+    def state_for(self, query_length: int, device: torch.device) -> ForwardState:
+        """The current state for a module on `device`, or a default state for a layer called outside its stack.
 
         Raises:
             UnsupportedError: if there is no state because a layer is recomputed by an unknown checkpointing function,
                 or because a layer is compiled without its stack.
         """
         state = self.states.top
+        if state is not None:
+            state = state.on(device)
         if isinstance(state, SeriesState) and state.query_length == UNKNOWN:
             return state.shared("own tokens", lambda: state.by_slots(query_length), query_length)
         if state is not None:
@@ -110,7 +112,7 @@ class StackRuntime:
                 "the positions of its forward. Use model.gradient_checkpointing_enable(), or torch's "
                 "checkpoint_wrapper around layers before the first forward."
             )
-        return ForwardState(query_length, offset=None)
+        return ForwardState(query_length, offset=None, device=device)
 
 
 class StackForward(PlacedForward):

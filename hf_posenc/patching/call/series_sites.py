@@ -12,7 +12,6 @@ from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import Viewed, WithOverrides, view_of
-from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.series import SOURCE_LENGTH, FixedInput
 from hf_posenc.patching.find.tables import table_origin
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -79,10 +78,9 @@ class _Vectors(PlacedForward):
         """`(batch or 1, length, hidden)` in the dtype of `like`; zeros without an additive part."""
         if self.additive is None:
             return like.new_zeros(()).expand(1, length, like.shape[-1])
-        state = self.runtime.state_for(length)
+        state = self.runtime.state_for(length, like.device)
         check_cache(self.additive, state)
-        with onload_weights(self.additive):
-            encoded: Tensor = self.additive(state.positions(like.device))
+        encoded: Tensor = state.own(self.additive)(state.positions(like.device))
         return encoded.to(like.dtype)
 
 

@@ -58,11 +58,11 @@ class TableSite(PlacedForward):
         if self.additive is None:
             encoded = torch.zeros(1, 1, weight.shape[1], device=weight.device)
         else:
-            state = self.runtime.state_for(rows.shape[-1])
+            state = self.runtime.state_for(rows.shape[-1], weight.device)
             check_cache(self.additive, state)
             positions = self._positions(state, rows)
             refuse_negative(state, positions.ids, self.additive.offset)
-            encoded = self.additive(positions)
+            encoded = state.own(self.additive)(positions)
         encoded = in_dtype(encoded, weight.dtype)
         return encoded if extras is None else (encoded, *extras)
 

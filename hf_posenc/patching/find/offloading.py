@@ -1,10 +1,18 @@
-"""Parts whose weights accelerate has offloaded to the CPU or to disk."""
+"""Weights that are not where they are used: offloaded to the CPU or to disk by accelerate, or on another device."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
+#: What accelerate's hooks set on a module.
+_HOOKED = ("_hf_hook", "_old_forward", "forward")
 
 
 class onload_weights:
@@ -30,3 +38,35 @@ class onload_weights:
     ) -> None:
         for module in self.hooked:
             module.__dict__["_hf_hook"].post_forward(module, None)
+
+
+def on_device(part: Module, device: torch.device) -> Module:
+    """The part, or a copy that computes with copies of its weights on `device`, if any of them is elsewhere.
+
+    Gradients flow back through the copies. A copy does not outlive the forward call for which it is made, because the
+    weights may change after it.
+    """
+    if all(weight.device == device for weight in _weights(part)):
+        return part
+    with onload_weights(part):
+        return _copied(part, device)
+
+
+def _weights(part: nn.Module) -> Iterator[Tensor]:
+    # Faster than `parameters()`; every layer asks.
+    for module in part.modules() if part._modules else (part,):
+        for weights in (module._parameters, module._buffers):
+            yield from (weight for weight in weights.values() if weight is not None)
+
+
+def _copied(module: Module, device: torch.device) -> Module:
+    made = copy.copy(module)
+    state: dict[str, Any] = dict(module.__dict__)
+    made.__dict__ = state
+    if "_hf_hook" in state:
+        for name in _HOOKED:
+            state.pop(name, None)
+    for kind in ("_parameters", "_buffers"):
+        state[kind] = {name: None if weight is None else weight.to(device) for name, weight in state[kind].items()}
+    state["_modules"] = {name: None if one is None else _copied(one, device) for name, one in module._modules.items()}
+    return made
