@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint import engine_configs, other_loaders, peft_hooks
+from hf_posenc.checkpoint import device_maps, engine_configs, other_loaders, peft_hooks
 from hf_posenc.checkpoint.loading import EntryIgnoredError, from_config, from_pretrained, refuse_wish
 from hf_posenc.checkpoint.recognition import finish_saving_of, read_config
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry
@@ -38,6 +38,7 @@ def install() -> None:
         },
     )
     other_loaders.install()
+    device_maps.install()
     engine_configs.install()
     peft_hooks.install()
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint.device_maps import with_parts
 from hf_posenc.entry import ATTRIBUTE, MARK, find_marks
 from hf_posenc.wrapping import Call, wrap
 
@@ -56,7 +57,7 @@ def _load_checkpoint(call: Call) -> Any:
         named_schemes(file).check(call["model"])
     token = _COMPARED.set(True)
     try:
-        return call.run()
+        return call.run(device_map=with_parts(call["model"], call["device_map"]))
     finally:
         _COMPARED.reset(token)
 

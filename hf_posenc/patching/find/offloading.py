@@ -40,6 +40,16 @@ class onload_weights:
             module.__dict__["_hf_hook"].post_forward(module, None)
 
 
+def execution_device(module: nn.Module) -> torch.device:
+    """The device of a module; for weights offloaded by accelerate, the device on which they are executed."""
+    for one in module.modules():
+        device = getattr(one.__dict__.get("_hf_hook"), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
 def on_device(part: Module, device: torch.device) -> Module:
     """The part, or a copy that computes with copies of its weights on `device`, if any of them is elsewhere.
 
@@ -66,6 +76,9 @@ def _copied(module: Module, device: torch.device) -> Module:
     if "_hf_hook" in state:
         for name in _HOOKED:
             state.pop(name, None)
+    if getattr(state.get("forward"), "__self__", None) is module:
+        # accelerate leaves it behind when it removes a hook.
+        del state["forward"]
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: None if weight is None else weight.to(device) for name, weight in state[kind].items()}
     state["_modules"] = {name: None if one is None else _copied(one, device) for name, one in module._modules.items()}

@@ -19,6 +19,7 @@ from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.fingerprint import samples
+from hf_posenc.patching.find.offloading import execution_device
 from hf_posenc.patching.find.model_parts import default_part
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry
@@ -95,13 +96,8 @@ class Transaction:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model; for weights offloaded by accelerate, the device on which they are executed."""
-        for module in self.model.modules():
-            device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
-            if device is not None:
-                return torch.device(device)
-        first = next(self.model.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        """The device of the model, or of its first module if it is spread over several."""
+        return execution_device(self.model)
 
     @ordinary_context()
     def plan(
@@ -110,7 +106,7 @@ class Transaction:
         stacks: list[Stack] | None = None,
         kept: Mapping[str, StackEncoding] | None = None,
     ) -> PositionEncoding:
-        """Builds the parts of a scheme, on the model's device and in its dtype. The model is not changed.
+        """Builds the parts of a scheme, on the devices of their layers and in the model's dtype. The model is not changed.
 
         Args:
             config: the scheme, or the scheme of each part of the model.
@@ -127,6 +123,8 @@ class Transaction:
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         reference = next(parameters, None)
         encoding.to(device=self.device, dtype=None if reference is None else reference.dtype)
+        for stack in stacks:
+            encoding.stacks[stack.name].follow_layers(stack)
         for name, placed in moved.items():
             placed.copy_parameters(encoding.stacks[name], found[name])
         return encoding
