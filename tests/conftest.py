@@ -19,7 +19,8 @@ from tests.schedule import longest_first, whole_files
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device cuda` makes every tensor and module that a test creates one of the GPU; the GPU kit asks for it."""
-    parser.addoption("--device", default="cpu", help="where tests create their tensors and modules: cpu or cuda")
+    parser.addoption("--device", default="cpu", help="where tests create their tensors and modules: cpu, cuda, strict")
+    parser.addoption("--placement", default="one", help="where the layers of models are: one device, split, cpu, disk")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     if device == "cpu":
         return
+    if device == "strict":
+        from tests.devices import spreading, strict_device
+
+        strict_device.load()
+        spreading.placement = config.getoption("--placement")
     torch.set_default_device(device)
     torch.Generator = _generator_of(device)  # type: ignore[misc]
 

@@ -119,6 +119,8 @@ at::Tensor as_tensor(c10::Storage storage, const at::Tensor& like, c10::Dispatch
   auto* implementation = made.unsafeGetTensorImpl();
   implementation->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) implementation->set_wrapped_number(true);
+  if (like.is_conj()) made._set_conj(true);
+  if (like.is_neg()) made._set_neg(true);
   return made;
 }
 
@@ -406,6 +408,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("_fused_sdp_choice", fused_sdp_choice);
 }
+
+// A copy resolves what is conjugated or negated only when it is read.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 

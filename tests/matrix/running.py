@@ -11,6 +11,8 @@ from torch import Tensor
 from hf_posenc import patch_model
 from tests.models import VOCABULARY
 
+from tests.devices.spreading import spread
+
 from .architectures import ARCHITECTURES, ArchitectureRow
 
 LENGTH = 14
@@ -26,13 +28,13 @@ def patched(name: str, scheme: Any, **overrides: Any) -> Any:
     """A fresh model of one row, patched; `None` leaves it stock."""
     model = ARCHITECTURES[name].build(**overrides)
     if scheme is None:
-        return model
+        return spread(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.manual_seed(7)
         patch_model(model, scheme)
     strengthen(model)
-    return model
+    return spread(model)
 
 
 def strengthen(model: Any) -> None:

@@ -97,7 +97,7 @@ def test_native_round_trip(architecture: str) -> None:
 def test_effect_and_undo(architecture: str, scheme: str) -> None:
     row, model = ARCHITECTURES[architecture], patched(architecture, None)
     stock, before = outputs(model, row, tokens()), {key: value.clone() for key, value in model.state_dict().items()}
-    native = native_scheme(model)
+    native, placed = native_scheme(model), _placed_in(model)
     patch_model(model, SCHEMES[scheme])
     changed = distance(outputs(model, row, tokens()), stock)
     # Outside training randomised positions are the tokens' own.
@@ -109,9 +109,14 @@ def test_effect_and_undo(architecture: str, scheme: str) -> None:
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) for key in before)
-    assert all("forward" not in module.__dict__ for module in model.modules())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert _placed_in(model) == placed
     assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "embed_positions" not in name)
+
+
+def _placed_in(model: Any) -> list[Any]:
+    """The forwards and hooks that were set on the modules of a model; of a stock model on one device there are none."""
+    hooks = [[*one._forward_pre_hooks, *one._forward_hooks] for one in model.modules()]
+    return [hooks, *(one.__dict__.get("forward") for one in model.modules())]
 
 
 @pytest.mark.parametrize("scheme", [name for name, row in TABLE.items() if row.causal_only])

@@ -56,12 +56,13 @@ def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_typ
         return None
     if not takes_type and layer_type is not None:
         return None
-    output = call_rotary(module, hidden, position_ids, *((layer_type,) if takes_type else ()))
+    device = next(module.buffers(), hidden).device
+    output = call_rotary(module, hidden.to(device), position_ids.to(device), *((layer_type,) if takes_type else ()))
     phases = cosines_in(output)
     return phases[0] if phases.dim() == 4 else phases
 
 
-def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any, device: torch.device) -> list[Spectrum]:
+def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> list[Spectrum]:
     """The frequencies of a rotary module at several lengths.
 
     Transformers' modules recompute their frequencies in the forward pass, from their config, their buffers and the
@@ -71,7 +72,6 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any, devic
         rotary: the module, which is not changed.
         layer_type: the layer type, if the module has separate frequencies for several.
         parameters: its `rope_parameters`, which may contain a length too.
-        device: the device of the hidden states.
 
     Returns:
         One entry for each length. A module that does not store its original frequencies never changes them, and has a
@@ -81,6 +81,7 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any, devic
         UnsupportedError: if its phases are not the products of positions and frequencies.
     """
     clone = scratch_copy(rotary)
+    device = inverse_frequencies_of(clone, layer_type).device
     found = []
     lengths = _lengths(rotary, layer_type, parameters)
     typed = (layer_type,) if has_layer_types(rotary) else ()

@@ -225,7 +225,7 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
             phases = phases_of(found.module, hidden, position_ids, layer_type)
             if phases is not None and phases.shape[-1] == rotation.phases.shape[-1]:
                 shown = rotation.phases[:1] if rotation.phases.dim() == 3 else rotation.phases[0, :1]
-                if torch.allclose(phases.to(shown.dtype), shown, atol=1e-3 if hidden.dtype != torch.float32 else 1e-6):
+                if torch.allclose(phases.to(shown), shown, atol=1e-3 if hidden.dtype != torch.float32 else 1e-6):
                     return found.module, layer_type
     raise UnsupportedError(
         f"The rotary phases used by a layer of {type(stack.module).__name__} do not come from any of its rotary "
@@ -247,7 +247,7 @@ def _rotary_config(
     by_axis = frequencies_by_axis(rotary, layer_type, layout)
     if by_axis is not None:
         return _multimodal_scheme(by_axis, parameters, layout, stack)
-    spectra = spectra_of(rotary, layer_type, parameters, rotation.phases.device)
+    spectra = spectra_of(rotary, layer_type, parameters)
     config = _from_parameters(source, parameters, width, layout)
     if config is not None and describes(config, spectra, context):
         return config
