@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -86,8 +87,9 @@ class Positions:
 
     def to(self, device: torch.device) -> Positions:
         """These positions on another device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **moved)
+        moved = copy.copy(self)
+        vars(moved).update({name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)})
+        return moved
 
     def bounded(self, length: int) -> Positions:
         """These positions, with the remark that all are below `length`, which the host knows without reading them."""

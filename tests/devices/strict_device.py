@@ -75,7 +75,9 @@ def load() -> types.ModuleType:
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
         current_device=built.current_device,
-        set_device=lambda device: built.set_device(torch.device(NAME, device).index if isinstance(device, int) else torch.device(device).index or 0),
+        set_device=lambda device: built.set_device(
+            torch.device(NAME, device).index if isinstance(device, int) else torch.device(device).index or 0
+        ),
         synchronize=lambda device=None: None,
         empty_cache=lambda: None,
         manual_seed=lambda seed: built.default_generator(built.current_device()).manual_seed(seed),

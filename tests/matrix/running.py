@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc import patch_model
-from tests.models import VOCABULARY
-
 from tests.devices.spreading import spread
+from tests.models import VOCABULARY
 
 from .architectures import ARCHITECTURES, ArchitectureRow
 

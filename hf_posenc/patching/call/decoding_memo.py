@@ -54,7 +54,9 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device:
         reach = 2 * key_length
         known = written, state.own(bias)(torch.arange(1 - reach, 1, device=device))
         biases[id(bias)] = known
-    return DistanceForm(known[1][:, known[1].shape[-1] - key_length :], 1, key_length, state.own(bias).slopes_behind(device))
+    return DistanceForm(
+        known[1][:, known[1].shape[-1] - key_length :], 1, key_length, state.own(bias).slopes_behind(device)
+    )
 
 
 def _weight_version(weight: Tensor) -> tuple[int, int]:

@@ -162,7 +162,8 @@ def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Ma
         else:
             prompts.append(_single_request(row, device))
     return prompts + [
-        _single_request(*some, device) if len(some) == 1 else _decoding_batch(some, device) for some in decoding.values()
+        _single_request(some[0], device) if len(some) == 1 else _decoding_batch(some, device)
+        for some in decoding.values()
     ]
 
 

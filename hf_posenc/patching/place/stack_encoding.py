@@ -13,8 +13,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.context_parallel import needs_all_tokens
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.offloading import execution_device
 from hf_posenc.patching.find.layer_context import build_context, with_layout
+from hf_posenc.patching.find.offloading import execution_device
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.place.raster_order import order_readers
