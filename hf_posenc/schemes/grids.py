@@ -26,6 +26,15 @@ class Places:
     placed: Tensor | None = None
 
 
+def other_axes(found: int, scheme: str, axes: int) -> str:
+    """Says that a scheme for `axes` axes cannot encode positions on `found`."""
+    return (
+        f"The tokens have positions on {found} axes, but the scheme {scheme!r} was built for {axes}. Give it {found} "
+        f"axes: `axes={found}` (alibi, sinusoidal, t5), a `grid` of {found - 1} sizes (rope_nd) or of {found} (swin, "
+        "learned). 'mrope' is for time, height and width in the text part of a model."
+    )
+
+
 def places(
     positions: Positions, axes: int, scheme: str, grid: tuple[int, ...] | None = None, num_prefix_tokens: int = 0
 ) -> Places:
@@ -46,11 +55,7 @@ def places(
     if coordinates is not None:
         found = coordinates.shape[0]
         if found != axes:
-            raise ValueError(
-                f"The positions of this call have {found} axes, but the scheme {scheme!r} was built for {axes}. Give "
-                f"it {found} axes: `axes={found}` (alibi, sinusoidal, t5), a `grid` of {found - 1} sizes (rope_nd) or "
-                f"of {found} (swin, learned). 'mrope' is for time, height and width in the text part of a model."
-            )
+            raise ValueError(other_axes(found, scheme, axes))
         return Places(coordinates, positions.extents, positions.placed)
     if grid is None:
         raise ValueError(

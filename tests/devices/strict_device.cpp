@@ -387,6 +387,38 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return self;
 }
 
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups) {
+  std::vector<std::pair<at::Tensor, bool>> given{{input, false}, {weight, false}};
+  if (bias && bias->defined()) given.emplace_back(*bias, false);
+  check("aten::convolution", kSameDevice, given);
+  tell("launch", "convolution");
+  Shared shared;
+  std::optional<at::Tensor> own_bias;
+  if (bias && bias->defined()) own_bias = shared.cpu(*bias, false);
+  auto made = at::convolution_symint(
+      shared.cpu(input, false), shared.cpu(weight, false), own_bias, stride, padding, dilation, transposed,
+      output_padding, groups);
+  return onto(made, input.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups, std::array<bool, 3> wanted) {
+  check("aten::convolution_backward", kSameDevice, {{gradient, false}, {input, false}, {weight, false}});
+  tell("launch", "convolution_backward");
+  Shared shared;
+  std::vector<c10::SymInt> bias_sizes{gradient.sym_size(1)};
+  auto made = at::convolution_backward_symint(
+      shared.cpu(gradient, false), shared.cpu(input, false), shared.cpu(weight, false),
+      at::OptionalSymIntArrayRef(bias_sizes), stride, padding, dilation, transposed, output_padding, groups, wanted);
+  auto move = [&](const at::Tensor& one) { return one.defined() ? onto(one, input.device()) : one; };
+  return {move(std::get<0>(made)), move(std::get<1>(made)), move(std::get<2>(made))};
+}
+
 int64_t fused_sdp_choice(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
@@ -407,6 +439,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("_fused_sdp_choice", fused_sdp_choice);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
 // A copy resolves what is conjugated or negated only when it is read.

@@ -25,6 +25,8 @@ _SAME_DEVICE, _CPU_SCALARS, _UNCHECKED, _NO_KERNEL = range(4)
 NAME = "strict"
 _DEVICES = 2
 _SOURCE = Path(__file__).with_suffix(".cpp")
+#: The extension, in a process that has loaded it.
+loaded: types.ModuleType | None = None
 
 
 def missing() -> str | None:
@@ -64,8 +66,11 @@ def load() -> types.ModuleType:
     """
     from torch.utils import cpp_extension
 
+    global loaded
     torch.utils.rename_privateuse1_backend(NAME)
-    built: types.ModuleType = cpp_extension.load("strict_device", [str(_SOURCE)], extra_cflags=["-O1", "-std=c++20"])
+    # One for each torch, because it is kept for later processes.
+    name = re.sub(r"\W", "_", f"strict_device_{torch.__version__}")
+    built: types.ModuleType = cpp_extension.load(name, [str(_SOURCE)], extra_cflags=["-O1", "-std=c++20"])
     built.register_hooks()
     built.set_rules(rules())
     module = types.ModuleType(f"torch.{NAME}")
@@ -88,6 +93,7 @@ def load() -> types.ModuleType:
     )
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    loaded = built
     return built
 
 

@@ -20,6 +20,7 @@ from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.place.raster_order import order_readers
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.grids import other_axes
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
@@ -81,6 +82,7 @@ class StackEncoding(nn.Module):
             parts = self._parts(layer_config, context, attention.path)
             _refuse_unsuited(attention.module, parts)
             _refuse_in_layers(stack, parts)
+            _refuse_other_axes(stack, layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(
                 LayerEncoding(
@@ -242,6 +244,15 @@ def _refuse_in_layers(stack: Stack, parts: SchemeParts) -> None:
             f"{type(stack.module).__name__} ({stack.config.model_type}) can only take additive schemes, or 'none': "
             f"{reason}"
         )
+
+
+def _refuse_other_axes(stack: Stack, config: SchemeConfig, parts: SchemeParts) -> None:
+    """Refuses parts for another number of axes than the grid of the stack has."""
+    sizes = None if stack.grid is None else stack.grid.native
+    for part in (module for one in parts for module in one.modules() if sizes is not None):
+        axes = getattr(part, "axes", None)
+        if sizes is not None and getattr(part, "reads_coordinates", False) and axes not in (None, 1, len(sizes)):
+            raise UnsupportedError(other_axes(len(sizes), config.name, axes))
 
 
 def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:

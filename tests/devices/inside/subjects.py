@@ -1,0 +1,95 @@
+"""The models that are spread over devices, each with an input."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+from hf_posenc import patch_model
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import strengthen, tokens
+from tests.matrix.test_behaviour import SCHEMES
+from tests.models import tiny
+from tests.patching.audio.families import WHISPER, normal, stir
+from tests.patching.composites.models import COMPOSITES
+from tests.patching.vision.test_vit import vit
+
+__all__ = ["SCHEMES", "SUBJECTS", "Subject"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model.
+
+    Args:
+        build: makes it on the CPU.
+        inputs: makes its arguments on the CPU.
+        part: the part that is patched; `None` for the usual one.
+    """
+
+    build: Callable[[], Any]
+    inputs: Callable[[], dict[str, Any]]
+    part: str | None = None
+
+    def model(self, scheme: str) -> Any:
+        """The patched model on the CPU; the same weights in each call.
+
+        Raises:
+            PositionEncodingError: if it cannot take the scheme.
+        """
+        with torch.device("cpu"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            model = self.build().eval()
+            torch.manual_seed(7)
+            patch_model(model, SCHEMES[scheme], part=self.part)
+            strengthen(model)
+        return model
+
+    def outputs(self, model: Any, device: str) -> Tensor:
+        """The logits of the model on the CPU."""
+        with torch.device("cpu"):
+            inputs = self.inputs()
+        moved = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in inputs.items()}
+        result: Tensor = model(**moved).logits.cpu()
+        return result
+
+
+def _ids() -> dict[str, Any]:
+    return {"input_ids": tokens(), "attention_mask": _padding()}
+
+
+def _padding() -> Tensor:
+    mask = torch.ones_like(tokens())
+    mask[0, :3] = 0
+    return mask
+
+
+def _whisper() -> Any:
+    model = WhisperForConditionalGeneration(WhisperConfig(**WHISPER))
+    stir(model)
+    return model
+
+
+SUBJECTS: dict[str, Subject] = {
+    "llama": Subject(ARCHITECTURES["llama_gqa"].build, _ids),
+    "gpt2": Subject(ARCHITECTURES["gpt2"].build, _ids),
+    "bert": Subject(ARCHITECTURES["bert"].build, lambda: _ids() | {"attention_mask": _padding().flip(1)}),
+    "t5": Subject(lambda: tiny("T5ForConditionalGeneration"), lambda: _ids() | {"decoder_input_ids": tokens(seed=2)}),
+    "llava": Subject(COMPOSITES["llava"].model, COMPOSITES["llava"].prompt),
+    "vit": Subject(vit, lambda: {"pixel_values": normal(2, 3, 16, 16)}),
+    "whisper": Subject(
+        _whisper, lambda: {"input_features": normal(1, 8, 24), "decoder_input_ids": torch.tensor([[1, 7, 9, 11, 5]])}
+    ),
+    "whisper_audio": Subject(
+        _whisper,
+        lambda: {"input_features": normal(1, 8, 20), "decoder_input_ids": torch.tensor([[1, 7, 9, 11, 5]])},
+        part="audio",
+    ),
+}

@@ -1,0 +1,157 @@
+"""Every scheme in models whose layers are on one device or spread: outputs, gradients, loading, undoing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc import PositionEncodingError, extend_context, inspect_model, native_scheme, patch_model, unpatch_model
+from tests.devices import spreading
+from tests.devices.inside.subjects import SCHEMES, SUBJECTS
+from tests.matrix.running import tokens
+
+#: Relative, of float32: layers on other devices round like those on one, but the CPU's own kernels add in another order.
+CLOSE = 2e-5
+_FIRST = "strict:0"
+#: The others load as Llama does.
+LOADED = ("none", "t5", "alibi", "rope", "learned", "sinusoidal", "forget_gate", "fire", "cope", "composed")
+NATIVE = {"llama": "rope", "llava": "rope", "bert": "learned", "t5": "t5"}
+
+
+def built(subject: str, scheme: str) -> Any:
+    """The patched model on the CPU."""
+    try:
+        return SUBJECTS[subject].model(scheme)
+    except (PositionEncodingError, ValueError) as refused:
+        pytest.skip(str(refused)[:100])
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max().clamp(min=1.0))
+
+
+def gradients(model: Any, output: Tensor) -> dict[str, Tensor]:
+    """Of all parameters, for a fixed function of the output."""
+    weights = torch.randn(output.shape[-1], generator=torch.Generator("cpu").manual_seed(3), device="cpu")
+    (output.double() * weights).mean().backward()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: one.grad.cpu() for name, one in named.items() if one.grad is not None}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_outputs_and_gradients_are_those_of_the_cpu(subject: str, scheme: str, checkpointed: bool) -> None:
+    model, reference = built(subject, scheme), built(subject, scheme)
+    if checkpointed and (subject == "vit" or spreading.placement in ("cpu", "disk")):
+        pytest.skip("accelerate's offloading and checkpointing do not go together, in stock models either")
+    wanted = SUBJECTS[subject].outputs(reference, "cpu")
+    model = spreading.spread(model.to(_FIRST))
+    if checkpointed:
+        model.train()
+        model.gradient_checkpointing_enable()
+        _without_dropout(model)
+        if scheme == "randomized":
+            pytest.skip("draws positions in training")
+    found = SUBJECTS[subject].outputs(model, _FIRST)
+    assert close(found, wanted)
+    if spreading.placement in ("cpu", "disk"):
+        return
+    expected, own = gradients(reference, wanted), gradients(model, found)
+    assert own.keys() <= expected.keys()
+    size = max(one.abs().max() for one in expected.values())
+    # accelerate unties weights of a model that it spreads, stock models included. Their gradients add up.
+    parameters = dict(reference.named_parameters(remove_duplicate=False))
+    tied = {name: [other for other in own if parameters[other] is parameters[name]] for name in expected}
+    separate = dict(model.named_parameters())
+    for name, one in expected.items():
+        total = sum(own[other] for other in tied[name] if other in separate)
+        assert (total - one).abs().max() <= 10 * CLOSE * size, name
+
+
+def _without_dropout(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout", "activation_dropout", "dropout_rate"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+@pytest.mark.parametrize("scheme", LOADED)
+@pytest.mark.parametrize("subject", ["llama", "bert", "t5", "llava"])
+@torch.no_grad()
+def test_a_device_map_of_the_stock_model_loads_and_dispatches_a_patched_one(
+    subject: str, scheme: str, tmp_path: Path
+) -> None:
+    model, placement = built(subject, scheme), spreading.placement
+    wanted = SUBJECTS[subject].outputs(model, "cpu")
+    with torch.device("cpu"):
+        stock = SUBJECTS[subject].build()
+    device_map = {"": _FIRST} if placement == "one" else spreading.device_map(stock, placement)
+    assert not any("position_encoding" in name for name in device_map)
+    model.save_pretrained(tmp_path / "saved")
+    if placement != "disk":
+        # From disk, safetensors reads tensors to devices that it knows.
+        loaded = type(model).from_pretrained(tmp_path / "saved", device_map=device_map, attn_implementation="eager")
+        _check(loaded.eval(), subject, scheme, wanted, tmp_path)
+    if placement != "one":
+        dispatched = dispatch_model(model, device_map, main_device=_FIRST, offload_dir=tmp_path / "offload")
+        _check(dispatched, subject, scheme, wanted, tmp_path)
+
+
+def _check(model: PreTrainedModel, subject: str, scheme: str, wanted: Tensor, folder: Path) -> None:
+    """Right, saved as it is, its parts where they are used, and stock after unpatching."""
+    assert close(SUBJECTS[subject].outputs(model, _FIRST), wanted)
+    assert not any("_hf_hook" in one.__dict__ for one in model.base_model.position_encoding.modules())
+    assert not any(one.is_meta for one in model.base_model.position_encoding.parameters())
+    model.save_pretrained(folder / "again")
+    with torch.device("cpu"):
+        again = type(model).from_pretrained(folder / "again", attn_implementation="eager").eval()
+        assert close(SUBJECTS[subject].outputs(again, "cpu"), wanted)
+    inspect_model(model)
+    unpatch_model(model)
+    assert close(SUBJECTS[subject].outputs(model, _FIRST), wanted) == (scheme == NATIVE.get(subject))
+
+
+@pytest.mark.parametrize("scheme", ["forget_gate", "shaw"])
+@torch.no_grad()
+def test_parts_of_a_layer_stand_where_the_layer_stands(scheme: str) -> None:
+    if spreading.placement != "split":
+        pytest.skip("one device")
+    for late in (False, True):
+        model = built("llama", scheme)
+        if late:
+            unpatch_model(model)
+        model = spreading.spread(model.to(_FIRST))
+        if late:
+            patch_model(model, SCHEMES[scheme])
+        devices = [layer.self_attn.q_proj.weight.device for layer in model.model.layers]
+        sites = list(zip(devices, model.position_encoding.stacks["model"].layers, strict=True))
+        owned = {str(device): {one.device for part in own.parts for one in part.parameters()} for device, own in sites}
+        shared = sites[0][1].parts[0] is sites[1][1].parts[0]
+        assert owned == {_FIRST: {torch.device(_FIRST)}, "strict:1": {torch.device(_FIRST if shared else "strict:1")}}
+
+
+@torch.no_grad()
+def test_what_a_spread_model_says_of_itself() -> None:
+    for subject in ("llama", "bert", "gpt2"):
+        with torch.device("cpu"):
+            model = SUBJECTS[subject].build()
+        wanted = native_scheme(model)
+        model = spreading.spread(model.to(_FIRST))
+        assert native_scheme(model) == wanted
+        assert str(inspect_model(model))
+        ids = tokens()
+        before = model(input_ids=ids).logits
+        patch_model(model, wanted)
+        assert close(model(input_ids=ids).logits, before)
+    extended = spreading.spread(built("llama", "rope").to(_FIRST))
+    extend_context(extended, length=256)
+    assert SUBJECTS["llama"].outputs(extended, _FIRST).isfinite().all()
