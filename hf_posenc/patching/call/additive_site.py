@@ -44,7 +44,7 @@ class AddToHiddenStates(OfStack):
             if state.numbered and phases is not None:
                 state = state.in_order(numbers_in(phases))
         check_cache(self.additive, state)
-        encoded = state.own(self.additive)(state.positions(hidden_states.device)).to(hidden_states.dtype)
+        encoded = state.own(self.additive)(state.positions()).to(hidden_states.dtype)
         return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
 
     def _add(self, hidden_states: Tensor, phases: Any) -> Tensor:
@@ -62,7 +62,7 @@ class AddToHiddenStates(OfStack):
             # The architecture prepends its own tokens (CPM-Ant's prompt), so every slot is a position.
             state = state.by_slots(length)
         check_cache(self.additive, state)
-        positions = state.positions(hidden_states.device)
+        positions = state.positions()
         refuse_negative(state, positions.ids, self.additive.offset)
         encoded = in_dtype(state.own(self.additive)(positions), hidden_states.dtype)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)

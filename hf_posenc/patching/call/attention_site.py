@@ -170,11 +170,11 @@ class AttentionSite(LogitSite):
             self.encoding.num_key_value_heads,
         )
 
-    def phases(self, state: ForwardState, device: torch.device) -> Phases:
+    def phases(self, state: ForwardState) -> Phases:
         """Phases of the new tokens, computed once per forward for all layers that share the map."""
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
-        positions = state.positions(device)
+        positions = state.positions()
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
@@ -190,10 +190,10 @@ class AttentionSite(LogitSite):
         known: tuple[Any, ...] | None = state.known(key)
         if known is not None:
             return known
-        prepared = state.own(query_key_map).prepared(self.phases(state, heads.device), heads.dtype)
+        prepared = state.own(query_key_map).prepared(self.phases(state), heads.dtype)
         return state.shared(key, lambda: prepared)
 
-    def key_phases(self, state: ForwardState, query_length: int, key_length: int, device: torch.device) -> Phases:
+    def key_phases(self, state: ForwardState, query_length: int, key_length: int) -> Phases:
         """Phases of all keys, cached ones included, for layers whose keys are mapped after the cache."""
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
@@ -201,7 +201,7 @@ class AttentionSite(LogitSite):
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
-            keys = key_positions(state, key_start, key_length, device)
+            keys = key_positions(state, key_start, key_length)
             refuse_cached_coordinates(query_key_map, state, keys)
             return state.own(query_key_map).phases(keys)
 
@@ -234,7 +234,7 @@ class AttentionSite(LogitSite):
         own = call.state.own(query_key_map)
         query = own.map_query(query, prepared)
         if not call.keys_mapped:
-            phases = self.key_phases(call.state, query.shape[-2], key.shape[-2], key.device)
+            phases = self.key_phases(call.state, query.shape[-2], key.shape[-2])
             key = own.map_key(key, phases)
         return query, key
 

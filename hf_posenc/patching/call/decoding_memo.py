@@ -23,7 +23,7 @@ class _Biases(dict[int, tuple[Any, Tensor]]):
         return _Biases, ()
 
 
-def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device: torch.device) -> DistanceForm | None:
+def cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> DistanceForm | None:
     """The bias of a single query that is the newest token, reusing values computed in an earlier decoding step.
 
     The values are a note about the cache, and recomputed if a weight of the bias has been replaced or written to.
@@ -32,13 +32,12 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device:
         bias: the scheme's part.
         state: of the call.
         key_length: number of keys, the query's own included.
-        device: device of the result.
 
     Returns:
         `None` if values cannot be stored: with gradients, in a compiled graph, without a cache, or if there are keys
         after the query, as in a static cache.
     """
-    cache, offset = state.cache_object, state.offset
+    cache, offset, device = state.cache_object, state.offset, state.device
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(offset, int):
         return None
     if key_length > offset + 1:
@@ -54,9 +53,8 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device:
         reach = 2 * key_length
         known = written, state.own(bias)(torch.arange(1 - reach, 1, device=device))
         biases[id(bias)] = known
-    return DistanceForm(
-        known[1][:, known[1].shape[-1] - key_length :], 1, key_length, state.own(bias).slopes_behind(device)
-    )
+    values = known[1][:, known[1].shape[-1] - key_length :]
+    return DistanceForm(values, 1, key_length, state.own(bias).slopes_behind(values.device))
 
 
 def _weight_version(weight: Tensor) -> tuple[int, int]:

@@ -97,16 +97,17 @@ class ForwardState:
             return None
         return counted_tokens(mask)[:, offset : offset + self.query_length]
 
-    def positions(self, device: torch.device) -> Positions:
+    def positions(self) -> Positions:
         """The positions of the new tokens.
 
         They are taken from the first available source: the caller's `position_ids`, the count of real tokens in the
         mask, the positions that the model passed to its rotary module (which are correct even if the cache does not
         provide its length), and the slots.
         """
-        return self.shared("positions", lambda: self._resolve(device))
+        return self.shared("positions", self._resolve)
 
-    def _resolve(self, device: torch.device) -> Positions:
+    def _resolve(self) -> Positions:
+        device = self.device
         if self.position_ids is not None:
             return self.with_lengths(self.position_ids.to(device))
         counted, mask = self.mask_positions(), self.attention_mask

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posenc.schemes.positions import Positions
 
 
-def in_raster(grid: tuple[int, ...], length: int, suffix_tokens: int, device: torch.device) -> Positions:
+def in_raster(grid: tuple[int, ...], length: int, suffix_tokens: int, device: torch.device | None) -> Positions:
     """The positions of `length` tokens in which the patches of a grid follow row by row.
 
     Args:
@@ -26,7 +26,7 @@ def in_raster(grid: tuple[int, ...], length: int, suffix_tokens: int, device: to
     ids = torch.arange(length, device=device).unsqueeze(0)
     slots = ids - before
     placed = (slots >= 0) & (slots < patches)
-    sizes = torch.tensor(grid, device=device).reshape(-1, 1, 1).expand(-1, 1, length)
+    sizes = torch.stack([ids.new_full((1, length), size) for size in grid])
     coordinates = _unravelled(slots.where(placed, 0), list(grid))
     return Positions(ids, ids.new_full((1, 1), length), coordinates, None, sizes, placed, grid)
 

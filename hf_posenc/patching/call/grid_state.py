@@ -149,12 +149,13 @@ class GridTokens(ForwardState):
         """Gives the tokens these positions."""
         self.given, self.position_ids = given, given.ids
 
-    def _resolve(self, device: torch.device) -> Positions:
+    def _resolve(self) -> Positions:
         if self.given is not None:
             return self.given
         if self.grid is None:
-            return super()._resolve(device)
-        return dataclasses.replace(in_raster(self.grid, self.query_length, self.suffix_tokens, device), memo=self.memo)
+            return super()._resolve()
+        placed = in_raster(self.grid, self.query_length, self.suffix_tokens, self.device)
+        return dataclasses.replace(placed, memo=self.memo)
 
     def check_places(self, part: Part) -> None:
         """Refuses tokens without places for a part that reads them.
@@ -170,13 +171,13 @@ class GridTokens(ForwardState):
                 "choose layers with `layers=`."
             )
 
-    def part(self, start: int, length: int, device: torch.device) -> GridTokens:
+    def part(self, start: int, length: int) -> GridTokens:
         """The positions of `length` of the tokens."""
-        return self.in_order(torch.arange(start, start + length, device=device))
+        return self.in_order(torch.arange(start, start + length, device=self.device))
 
     def in_order(self, numbers: Tensor) -> GridTokens:
         """The positions of the tokens in the order of their numbers, `(length,)`."""
-        found = selected(self.positions(numbers.device), numbers.unsqueeze(0), self.memo)
+        found = selected(self.positions(), numbers.unsqueeze(0), self.memo)
         return GridTokens(len(numbers), device=self.device, memo=self.memo, given=found, position_ids=found.ids)
 
 

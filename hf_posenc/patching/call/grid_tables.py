@@ -217,7 +217,7 @@ class GridTableSite(Viewed, PlacedForward):
         assert self.additive is not None
         tokens = self.runtime.state_for(length, device).by_slots(length)
         check_cache(self.additive, tokens)
-        encoded: Tensor = tokens.own(self.additive)(tokens.positions(device))
+        encoded: Tensor = tokens.own(self.additive)(tokens.positions())
         return encoded
 
     def native(self, name: str) -> Tensor:

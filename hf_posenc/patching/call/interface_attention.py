@@ -222,7 +222,7 @@ class InterfaceAttention(AttentionSite):
         attend = function
         flash = "flash" in (implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
-        if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state, query.device)):
+        if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state)):
             scaling = kwargs.get("scaling")
             factor = self._scaling if scaling is None else scaling
             heads = (query, key)

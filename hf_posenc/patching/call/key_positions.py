@@ -39,7 +39,7 @@ class Regularity:
     even: bool | Tensor
 
 
-def regularity(state: ForwardState, device: torch.device) -> Regularity:
+def regularity(state: ForwardState) -> Regularity:
     """The regularity of the positions of a call, computed once for all layers.
 
     Without `position_ids` and a mask, no tensor is inspected. With them, the flags are read from the device once.
@@ -47,10 +47,10 @@ def regularity(state: ForwardState, device: torch.device) -> Regularity:
     Raises:
         UnsupportedError: if the positions of cached tokens cannot be determined.
     """
-    return state.shared("regularity", lambda: _compute_regularity(state, device), everywhere=True)
+    return state.shared("regularity", lambda: _compute_regularity(state), everywhere=True)
 
 
-def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
+def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int) -> Positions:
     """The positions of `key_length` keys from slot `first_slot` on, negative at padding.
 
     Raises:
@@ -58,12 +58,12 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
     """
 
     def resolve() -> Positions:
-        own = state.positions(device)
+        own = state.positions()
         if state.offset is None and key_length == state.query_length:
             # In continuous batching, a layer maps the new keys before they are written to their pages.
             return own
-        found = regularity(state, device)
-        slots = torch.arange(key_length, device=device) + first_slot
+        found = regularity(state)
+        slots = torch.arange(key_length, device=own.ids.device) + first_slot
         if _cache_is_empty(state) and key_length == state.query_length:
             if state.position_ids is None or _usable_mask(state) is None:
                 return own
@@ -79,7 +79,7 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
     return state.shared("keys", resolve, key_length)
 
 
-def all_positions_below(state: ForwardState, end: int, device: torch.device) -> bool:
+def all_positions_below(state: ForwardState, end: int) -> bool:
     """Whether the positions of all new tokens are below `end`, so that no visible pair is `end` or more apart.
 
     Computed once for all layers. Always `False` in a compiled or exported graph, which serves all lengths.
@@ -87,21 +87,21 @@ def all_positions_below(state: ForwardState, end: int, device: torch.device) -> 
     Raises:
         UnsupportedError: if the positions of cached tokens cannot be determined.
     """
-    if traced() or device.type == "meta":
+    if traced() or state.positions().ids.is_meta:
         return False
 
     def look() -> bool:
         # Refuses unsupported positions in the first call already, and records the caller's positions on the cache.
-        regularity(state, device)
+        regularity(state)
         if state.position_ids is None and isinstance(state.offset, int):
             return state.offset + state.query_length <= end
-        return bool((state.positions(device).ids < end).all())
+        return bool((state.positions().ids < end).all())
 
     return state.shared(("all stand before", end), look)
 
 
 def slot_distances_are_exact(
-    state: ForwardState, first_slot: int | Tensor, key_length: int, mask: Any, device: torch.device
+    state: ForwardState, first_slot: int | Tensor, key_length: int, mask: Any
 ) -> bool | Tensor:
     """Whether the distance between each query and each key it sees equals the distance between their slots.
 
@@ -110,7 +110,6 @@ def slot_distances_are_exact(
         first_slot: slot of the first key.
         key_length: number of keys.
         mask: the mask passed to the attention function, the only place that shows packed documents.
-        device: device of the positions.
 
     Returns:
         A 0-dim boolean tensor in a compiled graph, if the result depends on tensor values; else a bool.
@@ -118,7 +117,7 @@ def slot_distances_are_exact(
     if exporting() and (state.position_ids is not None or _usable_mask(state) is not None):
         # A program must be correct for every mask, and its bias is a matrix anyway.
         return False
-    found = regularity(state, device)
+    found = regularity(state)
     compiling = torch.compiler.is_compiling()
     if found.even is True or state.position_ids is None:
         return found.even
@@ -127,7 +126,7 @@ def slot_distances_are_exact(
         visible = _visible(mask, state.query_length, key_length)
         if visible is None:
             return found.even
-        even = _has_even_spacing_where(visible, state, first_slot, key_length, device)
+        even = _has_even_spacing_where(visible, state, first_slot, key_length)
         return even if compiling else bool(even)
 
     return compare() if compiling else state.shared("even", compare, key_length, mask=mask)
@@ -142,7 +141,7 @@ def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: i
         first_slot: slot of the first key.
         restarts: whether positions may restart at 0 because the attention function separates documents there.
     """
-    if not regularity(state, keys.ids.device).irregular:
+    if not regularity(state).irregular:
         return True
     slots = torch.arange(keys.ids.shape[1], device=keys.ids.device) + first_slot
     ids = keys.ids.where(_real_at(state, slots, keys.ids), -_FARTHEST)
@@ -152,12 +151,13 @@ def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: i
     return bool(((earlier == ids) | (ids < 0)).all())
 
 
-def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity:
-    own, offset, mask = state.positions(device).ids, state.offset, _usable_mask(state)
+def _compute_regularity(state: ForwardState) -> Regularity:
+    own, offset, mask = state.positions().ids, state.offset, _usable_mask(state)
     differs = None if state.position_ids is None else _differs_from_expected(state, own)
+    device = own.device
     known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
     holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)))
-    if device.type == "meta":
+    if own.is_meta:
         return Regularity(irregular=False, even=True)
     if state.cache_changed and known is not None and int(offset or 0) > 0:
         raise UnsupportedError(_CHANGED_CACHE)
@@ -345,19 +345,17 @@ def _visible(mask: Any, query_length: int, key_length: int) -> Tensor | None:
     return None
 
 
-def _has_even_spacing_where(
-    visible: Tensor, state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device
-) -> Tensor:
-    own, offset = state.positions(device).ids, state.offset
+def _has_even_spacing_where(visible: Tensor, state: ForwardState, first_slot: int | Tensor, key_length: int) -> Tensor:
+    own, offset = state.positions().ids, state.offset
     assert offset is not None
-    key_slots = torch.arange(key_length, device=device) + first_slot
-    of_keys = _ids_at(state, key_slots, own, regularity(state, device).irregular) - key_slots
-    query_slots = torch.arange(state.query_length, device=device) + offset
+    key_slots = torch.arange(key_length, device=own.device) + first_slot
+    of_keys = _ids_at(state, key_slots, own, regularity(state).irregular) - key_slots
+    query_slots = torch.arange(state.query_length, device=own.device) + offset
     of_queries, real = own - query_slots, _real_at(state, query_slots, own)
     rows = state.query_length
     if not torch.compiler.is_compiling():
         rows = max(1, _PAIRS // (max(visible.shape[0], own.shape[0]) * key_length))
-    even = torch.ones((), dtype=torch.bool, device=device)
+    even = torch.ones((), dtype=torch.bool, device=own.device)
     for start in range(0, state.query_length, rows):
         some = slice(start, start + rows)
         moved = of_keys.unsqueeze(-2) != of_queries[:, some].unsqueeze(-1)

@@ -142,7 +142,6 @@ class LayerCall:
         start, self.next_token = self.next_token, self.next_token + length
         if self.next_token > state.query_length:
             return self
-        device = self.hidden_states.device
-        part = state.shared(("part", start), lambda: state.part(start, length, device), length)
+        part = state.shared(("part", start), lambda: state.part(start, length), length)
         hidden_states = self.hidden_states[:, start : self.next_token]
         return dataclasses.replace(self, state=part, hidden_states=hidden_states)

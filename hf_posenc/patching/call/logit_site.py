@@ -157,33 +157,33 @@ class LogitSite(PlacedForward):
         assert self.encoding.rotation_before_cache is not None
         rotation = call.state.own(self.encoding.rotation_before_cache)
         with without_autocast(key.device):
-            call.angles = rotation.own_angles(call.hidden_states, call.state.positions(key.device))
+            call.angles = rotation.own_angles(call.hidden_states, call.state.positions())
             return rotation.turned(key, call.angles)
 
-    def bias_is_zero(self, state: ForwardState, device: torch.device) -> bool:
+    def bias_is_zero(self, state: ForwardState) -> bool:
         """Whether the bias of all pairs of a call is known to be 0."""
         bias = self.encoding.logit_bias
         if not isinstance(bias, PairwiseBias) or not bias.zero_within:
             return False
-        return all_positions_below(state, bias.zero_within, device)
+        return all_positions_below(state, bias.zero_within)
 
     def _distance_form(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
     ) -> BiasForm:
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
         offset, first = self.key_start(state, query_length, key_length)
-        of_slots = slot_distances_are_exact(state, first, key_length, mask, device)
+        of_slots = slot_distances_are_exact(state, first, key_length, mask)
         if isinstance(of_slots, Tensor) and query_length > 1:
             # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
             assert_in_graph(of_slots, _UNEVEN)
         elif of_slots is not True:
             # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
             restarts = mask is None and query.shape[0] == 1
-            return self._form_of_positions(bias, state, query_length, key_length, device, folds, restarts)
+            return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
         return state.shared(
             ("bias", id(bias)),
             lambda: (
-                (cached_row(bias, state, key_length, device) if query_length == 1 else None)
+                (cached_row(bias, state, key_length) if query_length == 1 else None)
                 or distance_form(state.own(bias), offset, query_length, key_length, device)
             ),
             query_length,
@@ -196,7 +196,6 @@ class LogitSite(PlacedForward):
         state: ForwardState,
         query_length: int,
         key_length: int,
-        device: torch.device,
         folds: bool,
         restarts: bool,
     ) -> BiasForm:
@@ -206,7 +205,8 @@ class LogitSite(PlacedForward):
         positions, so that a far token would cost near ones their precision. Only kernels without a bias receive it.
         """
         offset, first = self.key_start(state, query_length, key_length)
-        keys = key_positions(state, first, key_length, device)
+        keys = key_positions(state, first, key_length)
+        device = keys.ids.device
         query_slots = torch.arange(query_length, device=device) + (offset - first)
         own_bias = state.own(bias)
         slopes = own_bias.slopes_behind(device) if folds and self.encoding.causal else None
@@ -224,7 +224,7 @@ class LogitSite(PlacedForward):
         return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
 
     def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
-        scale = self.scale(state, query.device)
+        scale = self.scale(state)
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
             return form.rows(start, stop, key_count) * scale[..., start:stop].unsqueeze(-1)
@@ -245,7 +245,7 @@ class LogitSite(PlacedForward):
         def places() -> tuple[Positions, Tensor]:
             query_start, key_start = self.key_start(state, query_length, key_length)
             slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
-            return key_positions(state, key_start, key_length, query.device), slots
+            return key_positions(state, key_start, key_length), slots
 
         if self.encoding.needs_oldest_keys:
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
@@ -274,14 +274,14 @@ class LogitSite(PlacedForward):
         elif key_start != 0:
             raise UnsupportedError(message)
 
-    def scale(self, state: ForwardState, device: torch.device) -> Tensor:
+    def scale(self, state: ForwardState) -> Tensor:
         """`(batch or 1, heads or 1, query_len)` float32."""
         logit_scale = self.encoding.logit_scale
         assert logit_scale is not None
 
         def compute() -> Tensor:
             check_cache(logit_scale, state)
-            factor: Tensor = state.own(logit_scale)(state.positions(device))
+            factor: Tensor = state.own(logit_scale)(state.positions())
             return factor
 
         return state.shared(("scale", id(logit_scale)), compute)
@@ -290,7 +290,7 @@ class LogitSite(PlacedForward):
         """The query times its scale, `(batch, heads, query_len, width)`."""
         if self.encoding.logit_scale is None:
             return query
-        factor = self.scale(state, query.device)
+        factor = self.scale(state)
         if factor.shape[1] != 1:
             check_heads(factor.shape[1], query.shape[1])
         return query * factor.unsqueeze(-1).to(query.dtype)

@@ -149,7 +149,7 @@ def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Ma
         key_bounds = next(bounds for bounds in key_bounds.values() if int(bounds[-1]) == key_length)
     key_bounds, device = key_bounds.long(), query_bounds.device
     last = query_bounds[1:] - 1
-    newest = state.positions(device).ids[0, last]
+    newest = state.positions().ids[0, last]
     sees_first = torch.ones_like(newest) if mask is None else mask[0, 0, last, key_bounds[:-1]] == 0
     rows = torch.stack((query_bounds[:-1], last + 1, key_bounds[:-1], key_bounds[1:], newest, sees_first)).T.tolist()
     prompts, decoding = [], defaultdict(list)

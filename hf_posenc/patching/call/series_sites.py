@@ -80,7 +80,7 @@ class _Vectors(PlacedForward):
             return like.new_zeros(()).expand(1, length, like.shape[-1])
         state = self.runtime.state_for(length, like.device)
         check_cache(self.additive, state)
-        encoded: Tensor = state.own(self.additive)(state.positions(like.device))
+        encoded: Tensor = state.own(self.additive)(state.positions())
         return encoded.to(like.dtype)
 
 

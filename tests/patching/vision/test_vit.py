@@ -75,9 +75,9 @@ def test_embeddings_that_were_exchanged_after_the_patch_are_noticed(model: ViTFo
 
 
 def test_a_scheme_for_videos_is_refused_with_the_number_of_axes(model: ViTForImageClassification) -> None:
-    patch_model(model, "rope_nd", grid=(4, 4))
-    with pytest.raises(ValueError, match=r"2 axes.*built for 3"):
-        tokens(model, image())
+    for scheme, options in (("rope_nd", {"grid": (4, 4)}), ("mrope", {}), ("alibi", {"axes": 3})):
+        with pytest.raises(UnsupportedError, match=r"2 axes.*built for 3"):
+            patch_model(model, scheme, **options)
 
 
 def image(rows: int = 4, columns: int = 4) -> Tensor:

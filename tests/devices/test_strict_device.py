@@ -1,0 +1,54 @@
+"""Runs tests on the strict device, in processes of their own: the models on one device, or spread over two.
+
+`pytest -m slow tests/devices` runs all schemes, architectures and placements.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.devices import strict_device
+
+_ROOT = Path(__file__).parents[2]
+_INSIDE, _MATRIX = "tests/devices/inside", "tests/matrix/test_behaviour.py"
+#: What the stock model cannot do while accelerate keeps its weights elsewhere: be cast, or have its weights compared.
+_NOT_OFFLOADED = "not bfloat16 and not effect_and_undo"
+
+
+def _run(tests: str, placement: str, *options: str) -> None:
+    missing = strict_device.missing()
+    if missing is not None:
+        pytest.skip(missing)
+    words = [tests, "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+
+
+def test_models_that_are_split_over_two_devices() -> None:
+    _run(_INSIDE, "split")
+
+
+@pytest.mark.parametrize("placement", ["one", "split"])
+def test_the_behaviours_of_some_architectures(placement: str) -> None:
+    _run(_MATRIX, placement, "-k", "llama_gqa or gpt2 or bart or gemma3 or bert-")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["one", "split", "cpu", "disk"])
+@pytest.mark.parametrize("tests", [_INSIDE, _MATRIX])
+def test_everything(tests: str, placement: str) -> None:
+    offloaded = ("-k", _NOT_OFFLOADED) if tests == _MATRIX and placement in ("cpu", "disk") else ()
+    _run(tests, placement, "-m", "slow or not slow", *offloaded)
