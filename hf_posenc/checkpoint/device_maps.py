@@ -21,7 +21,13 @@ def install() -> None:
     wrap("transformers.integrations.accelerate", {"_get_device_map": _device_map_of_transformers})
 
 
-def with_parts(model: nn.Module, device_map: Any) -> Any:
+def with_parts(call: Call) -> Call:
+    """A call with `model` and `device_map`, its map completed."""
+    device_map = completed(call["model"], call["device_map"])
+    return call if device_map is call["device_map"] else call.changed(device_map=device_map)
+
+
+def completed(model: nn.Module, device_map: Any) -> Any:
     """A device map of the stock model, with entries for the parts of the scheme instead of those that it may have.
 
     Args:
@@ -60,19 +66,16 @@ def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def _dispatch(call: Call) -> Any:
-    model = call["model"]
-    device_map = with_parts(model, call["device_map"])
-    if device_map is call["device_map"]:
-        return call.run()
-    from accelerate.hooks import remove_hook_from_module
+    dispatched = (changed := with_parts(call)).run()
+    if changed is not call:
+        from accelerate.hooks import remove_hook_from_module
 
-    from hf_posenc.patching.place.encoding import current_encoding
+        from hf_posenc.patching.place.encoding import current_encoding
 
-    dispatched = call.run(device_map=device_map)
-    # They are where they are used, and so are their inputs.
-    remove_hook_from_module(current_encoding(model), recurse=True)
+        # The parts are where they are used, and so are their inputs.
+        remove_hook_from_module(current_encoding(call["model"]), recurse=True)
     return dispatched
 
 
 def _device_map_of_transformers(call: Call) -> Any:
-    return with_parts(call["model"], call.run())
+    return completed(call["model"], call.run())

@@ -57,7 +57,7 @@ def _load_checkpoint(call: Call) -> Any:
         named_schemes(file).check(call["model"])
     token = _COMPARED.set(True)
     try:
-        return call.run(device_map=with_parts(call["model"], call["device_map"]))
+        return with_parts(call).run()
     finally:
         _COMPARED.reset(token)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.caches import self_attention_cache
+from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import traced
 
@@ -43,6 +44,7 @@ class CachedPositions:
         mask: `(batch, length)`, the padding mask over which the positions were counted, if `ids` is `None`; `None` if
             they follow from the slots.
         by_next_mask: whether they are counted over the mask of the next call instead.
+        even: whether all real tokens are as far apart as their slots; `None` if nobody has looked.
     """
 
     length: int | Tensor
@@ -51,6 +53,7 @@ class CachedPositions:
     keys: SeenKeys | None = None
     mask: Tensor | None = None
     by_next_mask: bool = False
+    even: bool | None = None
 
     def counted(self, slots: Tensor) -> Tensor:
         """`(batch or 1, slots)`: the positions implied when the tokens in these slots were cached; -1 at padding."""
@@ -135,9 +138,11 @@ def remember_keys(cache: Any) -> None:
     if traced():
         set_note(keeper, _CONTINUED, True)
         return
-    known = recorded(keeper)
+    known, generation = recorded(keeper), GENERATION.get()
     if known is not None:
         known.keys = _seen(keeper)
+    if generation is not None:
+        generation.caches.add(id(keeper))
     if note_of(keeper, _CONTINUED):
         delattr(keeper, _CONTINUED)
 
@@ -147,10 +152,17 @@ def matches_keys(cache: Any) -> bool:
 
     If rows were reordered, selected, repeated or cropped, the recorded positions are changed in the same way.
     """
-    known = None if traced() or note_of(self_attention_cache(cache), _CONTINUED) else recorded(cache)
+    keeper = self_attention_cache(cache)
+    known = None if traced() or note_of(keeper, _CONTINUED) else recorded(cache)
     if known is None or known.keys is None or known.keys.still_in(_keys(cache)):
         return True
-    followed = _followed(known, known.keys, _seen(cache), _keys(cache))
+    seen = _seen(cache)
+    generation = GENERATION.get()
+    if generation is not None and known.ids is None and generation.has_filled(keeper):
+        # Beams of one prompt have the same mask, so it does not matter how `generate` has reordered them.
+        followed: CachedPositions | None = dataclasses.replace(known, keys=seen, mask=None, by_next_mask=True)
+    else:
+        followed = _followed(known, known.keys, seen, _keys(cache))
     if followed is not None:
         record(cache, followed)
     return followed is not None

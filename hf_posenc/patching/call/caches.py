@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.find.forward_code import unknown_seam
+from hf_posenc.schemes.positions import traced
 
 #: Argument of XLNet's stack: a list of tensors, which nothing else tells apart from other lists.
 _MEMORY = "mems"
+_LENGTH = "_hf_posenc_length"
 #: Types of most arguments, which are told apart faster than by what they can do.
 _NO_CACHES = (Tensor, type(None), bool, int, float, str, tuple)
 #: Base class of the layers of a quantised cache.
@@ -61,14 +64,36 @@ def self_attention_cache(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
+def _of_static_layer(cache: Any, length: Tensor) -> int | Tensor:
+    """The length in a tensor, which a static layer increments in place before its attention runs.
+
+    Outside of graphs it is read from the device once. Later calls count on until somebody else has written to it.
+    """
+    if traced() or length.is_meta or length.is_inference():
+        return length.clone()
+    counted = note_of(cache, _LENGTH)
+    return counted[1] if counted and counted[0] == _state(length) else int(length)
+
+
+def remember_length(cache: Any, length: int | Tensor | None) -> None:
+    """Stores, at the end of a call, the length of a cache whose layers keep it in a tensor. A graph cannot tell it."""
+    keeper = self_attention_cache(cache)
+    kept = keeper.get_seq_length() if hasattr(keeper, "get_seq_length") else None
+    if isinstance(kept, Tensor) and not kept.is_inference():
+        set_note(keeper, _LENGTH, False if traced() or not isinstance(length, int) else (_state(kept), length))
+
+
+def _state(length: Tensor) -> tuple[int, int]:
+    return length.data_ptr(), length._version
+
+
 def cached_length(cache: Any) -> int | Tensor | None:
     """Number of slots filled before this call; `None` if the cache does not provide it."""
     if cache is None:
         return 0
     if hasattr(cache, "get_seq_length"):
         length = cache.get_seq_length()
-        # A static layer returns a tensor that it increments in place before its attention runs.
-        return length.clone() if isinstance(length, Tensor) else length
+        return _of_static_layer(cache, length) if isinstance(length, Tensor) else length
     if isinstance(cache, list | tuple) and cache and isinstance(cache[0], Tensor):
         return int(cache[0].shape[0])
     return None

@@ -15,7 +15,7 @@ from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cached_positions import recorded
 from hf_posenc.patching.call.padding import counted_tokens
-from hf_posenc.patching.find.offloading import on_device
+from hf_posenc.patching.find.offloading import copied_to
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 
@@ -78,8 +78,21 @@ class ForwardState:
 
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
+        return self.shared(("own", id(part)), lambda: self._find(part))
+
+    def _find(self, part: PartType) -> PartType:
         device = self.device
-        return part if device is None else self.shared(("own", id(part)), lambda: on_device(part, device))
+        # Most parts have no submodules, and every layer asks.
+        for module in part.modules() if part._modules else (part,):
+            for weight in (*module._parameters.values(), *module._buffers.values()):
+                if weight is not None and device is not None and weight.device != device:
+                    return copied_to(part, device)
+        return part
+
+    @property
+    def end(self) -> int | None:
+        """Number of slots after this call, if the host knows it."""
+        return self.offset + self.query_length if isinstance(self.offset, int) and self.query_length >= 0 else None
 
     def slot_offset(self, query_length: int, key_length: int) -> int | Tensor:
         """Slot of the first query."""
@@ -115,7 +128,9 @@ class ForwardState:
             # Real tokens of a mask are counted from 0, so no position reaches its width.
             return self.with_lengths(counted.to(device)).bounded(mask.shape[1])
         if self.rotary_position_ids is not None and (self.rotary_position_ids.dim() < 3 or self.offset is None):
-            return self.with_lengths(one_axis(self.rotary_position_ids).to(device))
+            own = self.with_lengths(one_axis(self.rotary_position_ids).to(device))
+            # The model counts its slots.
+            return own.bounded(self.offset + self.query_length) if isinstance(self.offset, int) else own
         start = 0 if self.offset is None else self.offset
         if self.attention_mask is None and isinstance(start, int):
             stop = start + self.query_length

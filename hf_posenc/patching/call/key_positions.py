@@ -15,7 +15,9 @@ from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.call.cached_positions import CachedPositions, record, recorded
+from hf_posenc.patching.call.caches import self_attention_cache
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.length_checks import NEGATIVE, negative_positions
 from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import Positions, assert_in_graph, exporting, traced
@@ -153,9 +155,13 @@ def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: i
 
 def _compute_regularity(state: ForwardState) -> Regularity:
     own, offset, mask = state.positions().ids, state.offset, _usable_mask(state)
-    differs = None if state.position_ids is None else _differs_from_expected(state, own)
+    differs = None if state.position_ids is None else differs_from_expected(state, own)
     device = own.device
     known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
+    if known is not None and known.even is not None and differs is None and _goes_on(state):
+        assert state.end is not None
+        record(state.cache_object, CachedPositions(state.end, mask=mask, even=known.even))
+        return Regularity(irregular=False, even=known.even)
     holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)))
     if own.is_meta:
         return Regularity(irregular=False, even=True)
@@ -177,9 +183,10 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     stated = differs is not None and next(found)
     recounted = counted_anew is not None and next(found)
     if not (stated or recounted) and (known is None or known.ids is None):
+        even = holes is None or not next(found)
         if state.cache_object is not None and offset is not None and (known is not None or int(offset) == 0):
-            record(state.cache_object, CachedPositions(offset + state.query_length, mask=mask))
-        return Regularity(irregular=False, even=holes is None or not next(found))
+            record(state.cache_object, CachedPositions(offset + state.query_length, mask=mask, even=even))
+        return Regularity(irregular=False, even=even)
     cached = _recorded_length(state, known)
     if not stated and known is not None and not known.by_next_mask and cached:
         before = known.counted(torch.arange(cached, device=device)) if known.ids is None else known.ids[:, :cached]
@@ -190,6 +197,19 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     ids = _ids_at(state, slots, own, irregular=True)
     record(state.cache_object, CachedPositions(len(slots), ids))
     return Regularity(irregular=True, even=bool(_has_even_spacing(ids, _real_at(state, slots, ids))))
+
+
+def _goes_on(state: ForwardState) -> bool:
+    """Whether this call continues, in `generate`, a cache that it has filled, so that its mask has new ones at most."""
+    generation = None if torch.compiler.is_compiling() else GENERATION.get()
+    if generation is None or state.cache_changed or not isinstance(state.offset, int):
+        return False
+    if not generation.has_filled(self_attention_cache(state.cache_object)):
+        return False
+    mask = _usable_mask(state)
+    if mask is not None:
+        generation.compare((mask[:, state.offset : state.end] == 0).any())
+    return True
 
 
 def _counted_anew(known: CachedPositions, mask: Tensor | None, offset: int | Tensor | None) -> Tensor | None:
@@ -276,7 +296,7 @@ def _expected_ids(state: ForwardState, slots: Tensor, own: Tensor) -> Tensor:
     return slots.unsqueeze(0)
 
 
-def _differs_from_expected(state: ForwardState, own: Tensor) -> Tensor:
+def differs_from_expected(state: ForwardState, own: Tensor) -> Tensor:
     """Whether the caller's `position_ids` differ from those implied by the mask and the slots."""
     slots = torch.arange(state.query_length, device=own.device)
     if state.offset is None:

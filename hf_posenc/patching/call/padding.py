@@ -27,7 +27,9 @@ def padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Te
         # A finite penalty does not hide a key.
         visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
         last = visible[:, -1]
-        if not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
+        # A single query sees what the last one sees.
+        single = visible.shape[1] == 1
+        if not single and not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
             return None
         return last.to(torch.int64)
     return mask if mask.dim() == 2 else None

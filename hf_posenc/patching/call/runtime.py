@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
-from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache
+from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache, remember_length
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
+from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.grid_state import grid_state
+from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.padding import padding_mask
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.placed_forward import PlacedForward
@@ -183,6 +185,7 @@ class StackForward(PlacedForward):
                 cache = first_cache(result.values() if isinstance(result, dict) else result)
             if cache is not None:
                 remember_keys(cache)
+                remember_length(cache, state.end)
                 mark_cache(cache, self.runtime.scheme)
             return result
         finally:
@@ -238,6 +241,10 @@ class StackForward(PlacedForward):
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
         if position_ids is not None and features is None and not torch.compiler.is_compiling():
             position_ids = _for_every_token(position_ids, tokens)
+        generation = None if torch.compiler.is_compiling() else GENERATION.get()
+        shows_padding = offset is not None and (padding is not None or mask is None)
+        counted = position_ids if generation is not None and coordinates is None and shows_padding else None
+        position_ids = position_ids if counted is None else None
         self.runtime.slots.reach_positions(stack, position_ids)
         token_ids = arguments.get("input_ids")
         if features is not None:
@@ -253,6 +260,8 @@ class StackForward(PlacedForward):
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
+        if generation is not None and counted is not None:
+            generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES
         if coordinates is None or shows_packing or mask is not None or not isinstance(offset, int):
             return state, kwargs

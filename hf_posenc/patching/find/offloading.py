@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 Module = TypeVar("Module", bound=nn.Module)
 #: What accelerate's hooks set on a module.
@@ -50,23 +49,14 @@ def execution_device(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def on_device(part: Module, device: torch.device) -> Module:
-    """The part, or a copy that computes with copies of its weights on `device`, if any of them is elsewhere.
+def copied_to(part: Module, device: torch.device) -> Module:
+    """A copy of a part that computes with copies of its weights on `device`.
 
     Gradients flow back through the copies. A copy does not outlive the forward call for which it is made, because the
     weights may change after it.
     """
-    if all(weight.device == device for weight in _weights(part)):
-        return part
     with onload_weights(part):
         return _copied(part, device)
-
-
-def _weights(part: nn.Module) -> Iterator[Tensor]:
-    # Faster than `parameters()`; every layer asks.
-    for module in part.modules() if part._modules else (part,):
-        for weights in (module._parameters, module._buffers):
-            yield from (weight for weight in weights.values() if weight is not None)
 
 
 def _copied(module: Module, device: torch.device) -> Module:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.caches import cache_argument
+from hf_posenc.patching.call.generation_call import GENERATION, Generation
 from hf_posenc.patching.place.checked_method import CheckedMethod
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.schemes.labels import scheme_label
@@ -20,6 +21,10 @@ from hf_posenc.schemes.parts import Part
 
 _DEPTH = "num_hidden_layers"
 _POSITIONAL = ("inputs", "generation_config")
+#: The methods that make and continue `position_ids` and the mask.
+_COUNTING = (
+    "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,20 @@ class CheckedGenerate(CheckedMethod):
         # error or an interrupt in a draft, later calls would run only the first layers.
         config = self.model.base_model.config
         depth = getattr(config, _DEPTH, None)
+        generation = Generation() if self.in_force and self._counts(kwargs) else None
+        token = GENERATION.set(generation)
         try:
-            return self.__wrapped__(*args, **kwargs)
+            result = self.__wrapped__(*args, **kwargs)
+            if generation is not None:
+                generation.check()
+            return result
         finally:
+            GENERATION.reset(token)
             if depth is not None and getattr(config, _DEPTH) != depth:
                 setattr(config, _DEPTH, depth)
+
+    def _counts(self, kwargs: dict[str, Any]) -> bool:
+        """Whether transformers counts the positions over the mask in every step."""
+        own = {name: getattr(self.model, name, None) for name in _COUNTING}
+        stock = all(getattr(one, "__func__", None) is getattr(GenerationMixin, name, None) for name, one in own.items())
+        return stock and kwargs.get("position_ids") is None
