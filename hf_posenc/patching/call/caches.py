@@ -71,16 +71,17 @@ def _of_static_layer(cache: Any, length: Tensor) -> int | Tensor:
     """
     if traced() or length.is_meta or length.is_inference():
         return length.clone()
-    counted = note_of(cache, _LENGTH)
+    counted = note_of(self_attention_cache(cache), _LENGTH)
     return counted[1] if counted and counted[0] == _state(length) else int(length)
 
 
-def remember_length(cache: Any, length: int | Tensor | None) -> None:
+def remember_length(cache: Any, length: int | None) -> None:
     """Stores, at the end of a call, the length of a cache whose layers keep it in a tensor. A graph cannot tell it."""
     keeper = self_attention_cache(cache)
     kept = keeper.get_seq_length() if hasattr(keeper, "get_seq_length") else None
-    if isinstance(kept, Tensor) and not kept.is_inference():
-        set_note(keeper, _LENGTH, False if traced() or not isinstance(length, int) else (_state(kept), length))
+    if isinstance(kept, Tensor):
+        readable = not traced() and not kept.is_inference() and length is not None
+        set_note(keeper, _LENGTH, (_state(kept), length) if readable else False)
 
 
 def _state(length: Tensor) -> tuple[int, int]:

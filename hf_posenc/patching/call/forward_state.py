@@ -78,16 +78,15 @@ class ForwardState:
 
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
-        return self.shared(("own", id(part)), lambda: self._find(part))
-
-    def _find(self, part: PartType) -> PartType:
-        device = self.device
-        # Most parts have no submodules, and every layer asks.
-        for module in part.modules() if part._modules else (part,):
-            for weight in (*module._parameters.values(), *module._buffers.values()):
-                if weight is not None and device is not None and weight.device != device:
-                    return copied_to(part, device)
-        return part
+        key, device = ("own", id(part), self.device, torch.is_grad_enabled()), self.device
+        found: PartType | None = self.scratch.get(key)
+        if found is None:
+            # Most parts have no submodules, and every layer asks.
+            owners = part.modules() if part._modules else (part,)
+            weights = [weight for one in owners for weight in (*one._parameters.values(), *one._buffers.values())]
+            moves = any(weight is not None and device not in (None, weight.device) for weight in weights)
+            found = self.scratch[key] = copied_to(part, device) if moves and device is not None else part
+        return found
 
     @property
     def end(self) -> int | None:
@@ -123,14 +122,15 @@ class ForwardState:
         device = self.device
         if self.position_ids is not None:
             return self.with_lengths(self.position_ids.to(device))
-        counted, mask = self.mask_positions(), self.attention_mask
+        mask = self.attention_mask
+        counted = None if mask is None else self.mask_positions()
         if counted is not None and mask is not None:
             # Real tokens of a mask are counted from 0, so no position reaches its width.
             return self.with_lengths(counted.to(device)).bounded(mask.shape[1])
         if self.rotary_position_ids is not None and (self.rotary_position_ids.dim() < 3 or self.offset is None):
             own = self.with_lengths(one_axis(self.rotary_position_ids).to(device))
-            # The model counts its slots.
-            return own.bounded(self.offset + self.query_length) if isinstance(self.offset, int) else own
+            # The model counts its slots. Where reading a position costs nothing, it is read.
+            return own if own.ids.is_cpu or self.end is None else own.bounded(self.end)
         start = 0 if self.offset is None else self.offset
         if self.attention_mask is None and isinstance(start, int):
             stop = start + self.query_length
@@ -143,7 +143,7 @@ class ForwardState:
         """Adds the length of each sequence: the largest position plus 1, or the number of real tokens in the mask."""
         mask = self.attention_mask
         if self.position_ids is not None or mask is None:
-            counted = self.mask_positions()
+            counted = None if mask is None else self.mask_positions()
             # The positions of padding tokens are arbitrary.
             visible = ids if counted is None else ids.where(counted.to(ids.device) >= 0, -1)
             lengths = visible.amax(-1, keepdim=True) + 1

@@ -97,7 +97,7 @@ class StackRuntime:
                 or because a layer is compiled without its stack.
         """
         state = self.states.top
-        if state is not None:
+        if state is not None and state.device != device:
             state = state.on(device)
         if isinstance(state, SeriesState) and state.query_length == UNKNOWN:
             return state.shared("own tokens", lambda: state.by_slots(query_length), query_length)

@@ -6,6 +6,9 @@ import dataclasses
 import inspect
 from typing import Any
 
+import torch
+from torch import nn
+
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.rotary_functions import (
     grid_pairing,
@@ -65,6 +68,16 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
         return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
     # Some architectures do not rotate in layers of one type.
     return None if has_layer_types(rotary) else own or rotary_output(rotary)[1]
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """The device of a module; for weights offloaded by accelerate, the device on which they are executed."""
+    for one in module.modules():
+        device = getattr(one.__dict__.get("_hf_hook"), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def with_layout(config: SchemeConfig, stack: Stack, attention: FoundAttention) -> SchemeConfig:

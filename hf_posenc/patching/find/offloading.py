@@ -39,16 +39,6 @@ class onload_weights:
             module.__dict__["_hf_hook"].post_forward(module, None)
 
 
-def execution_device(module: nn.Module) -> torch.device:
-    """The device of a module; for weights offloaded by accelerate, the device on which they are executed."""
-    for one in module.modules():
-        device = getattr(one.__dict__.get("_hf_hook"), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
 def copied_to(part: Module, device: torch.device) -> Module:
     """A copy of a part that computes with copies of its weights on `device`.
 

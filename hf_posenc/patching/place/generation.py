@@ -163,4 +163,6 @@ class CheckedGenerate(CheckedMethod):
         """Whether transformers counts the positions over the mask in every step."""
         own = {name: getattr(self.model, name, None) for name in _COUNTING}
         stock = all(getattr(one, "__func__", None) is getattr(GenerationMixin, name, None) for name, one in own.items())
-        return stock and kwargs.get("position_ids") is None
+        # The rows of RoBERTa's table do not begin at 0.
+        shifted = any(getattr(forward, "origin", 0) for forward in self.encoding.record.journal.forwards())
+        return stock and not shifted and kwargs.get("position_ids") is None

@@ -13,8 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.context_parallel import needs_all_tokens
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.layer_context import build_context, with_layout
-from hf_posenc.patching.find.offloading import execution_device
+from hf_posenc.patching.find.layer_context import build_context, execution_device, with_layout
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.place.raster_order import order_readers
@@ -160,7 +159,8 @@ class StackEncoding(nn.Module):
         """Moves every part to the device of the first layer that uses it."""
         for attention, layer in reversed(list(zip(stack.attentions, self.layers, strict=True))):
             for part in layer.parts:
-                part.to(execution_device(attention.module))
+                if next(part.parameters(), None) is not None:
+                    part.to(execution_device(attention.module))
 
     def adopt(self, stack: Stack) -> list[str]:
         """Copies native weights into parts that can use them; returns what was adopted."""

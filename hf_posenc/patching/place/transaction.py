@@ -19,8 +19,8 @@ from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.fingerprint import samples
+from hf_posenc.patching.find.layer_context import execution_device
 from hf_posenc.patching.find.model_parts import default_part
-from hf_posenc.patching.find.offloading import execution_device
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry
 from hf_posenc.patching.place.config_lengths import remember
