@@ -264,18 +264,8 @@ def blockwise_backward(
     Everything is computed in at least float32, because half precision would lose accuracy compared with the forward
     pass.
 
-    Args:
-        gradient: gradient of the output, `(batch, query_len, heads, value_dim)`.
-        query: `(batch, heads, query_len, head_dim)`.
-        key: `(batch, key_value_heads, key_len, head_dim)`.
-        value: `(batch, key_value_heads, key_len, value_dim)`.
-        mask: the output of `fitting_mask`.
-        scaling: factor of `query . key`.
-        causal: whether query i sees no key after key i.
-        bias_of: computes the bias of a block, `(batch or 1, heads, rows, keys)`, queries reversed, including the mask.
-        on_scores: called with the gradient of the scores of every block, `(batch, heads, rows, keys)`, queries
-            reversed.
-        windows: the keys that are needed.
+    `gradient` is that of the output, `(batch, query_len, heads, value_dim)`. `on_scores` is called with that of the
+    scores of every block, `(batch, heads, rows, keys)`, queries reversed. The rest: as in `blockwise_forward`.
     """
     heads, key_length = query.shape[1], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -89,10 +89,12 @@ def schemes_of_checkpoint(folder: Path) -> NamedSchemes | None:
 
 
 def _marks_in(path: Path) -> dict[str, Any]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in find_marks(file.keys())}
     if path.suffix != ".json":
+        with path.open("rb") as raw:  # Loaders accept any name. The header of safetensors is JSON after its length.
+            is_safe = raw.read(9)[8:] == b"{"
+        if is_safe:
+            with safe_open(path, framework="pt") as file:
+                return {key: file.get_tensor(key) for key in find_marks(file.keys())}
         # torch can memory-map files in its current format but not in its legacy format.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         return {key: state[key] for key in find_marks(state)} if isinstance(state, dict) else {}

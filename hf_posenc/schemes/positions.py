@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hf_posenc.errors import SequenceLengthError
+
 Value = TypeVar("Value")
 
 
@@ -33,6 +35,18 @@ def assert_in_graph(condition: Tensor, message: str) -> None:
     On a GPU torch refuses messages of 255 characters and more.
     """
     torch._assert_async(condition, message[:254])
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Raises an error where a 0-dim bool tensor is false; from a compiled graph, when it runs.
+
+    Raises:
+        SequenceLengthError: with the message.
+    """
+    if torch.compiler.is_compiling():
+        assert_in_graph(condition, message)
+    elif not bool(condition):
+        raise SequenceLengthError(message)
 
 
 def integers_on(device: torch.device, *values: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.positions import Positions, assert_in_graph
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Reach:
     def check(self, positions: Positions | Tensor) -> None:
         """Raises an error if a position exceeds the limit.
 
-        The check may read values, so it is skipped when there are none (compilation, graph capture, the meta device).
-        Values on a device are not read if the host knows that they are small enough.
+        The check may read values, so it is skipped when there are none (graph capture, the meta device). Values on a
+        device are not read if the host knows that they are small enough. A compiled graph checks them when it runs.
 
         Args:
             positions: those of a call, or any tensor of them.
@@ -45,7 +45,10 @@ class Reach:
         if isinstance(positions, Tensor):
             positions = Positions(positions, positions)
         ids = positions.ids
-        if self.length is None or torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
+        if self.length is None or ids.is_meta or ids.numel() == 0:
+            return
+        if torch.compiler.is_compiling():
+            assert_in_graph((ids < self.length).all(), f"A token is beyond the {self.length} positions {self.remedy}")
             return
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             return

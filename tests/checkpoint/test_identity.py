@@ -101,18 +101,19 @@ def test_the_mark_is_that_of_the_scheme_in_force(kind: Any, tmp_path: Path) -> N
     assert not model.load_state_dict(torch.load(file, weights_only=True)).missing_keys
 
 
-def test_tools_that_load_a_whole_state_dict_meet_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "weights", "weights.bin"])
+def test_tools_that_load_a_whole_state_dict_meet_it(name: str, tmp_path: Path) -> None:
     model, other = made(ALIBI), made(ALIBI, seed=1)
     ids = torch.arange(8)[None]
     with torch.no_grad():
         called = torch.func.functional_call(other, model.state_dict(), (ids,)).logits
         assert torch.equal(called, model(ids).logits)
     assert not any("_extra_state" in vars(module) for module in other.modules())
-    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
-    safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
+    safetensors.torch.save_model(model, str(tmp_path / name))
+    safetensors.torch.load_model(other, str(tmp_path / name))
     assert torch.equal(outputs(other), outputs(model))
     with pytest.raises(RuntimeError, match=r"alibi.*rope"):
-        safetensors.torch.load_model(made(ROPE), str(tmp_path / "model.safetensors"))
+        safetensors.torch.load_model(made(ROPE), str(tmp_path / name))
 
 
 def test_unpatching_leaves_the_keys_of_the_stock_model() -> None:

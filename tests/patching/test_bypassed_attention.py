@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,36 @@ def test_attention_that_is_computed_beside_the_patched_module_is_refused(
             action()
 
 
+@pytest.mark.parametrize("called", [True, False])
+@torch.no_grad()
+def test_a_graph_that_bypasses_an_attention_is_refused(called: bool) -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    if called:
+        compiled(ids)
+    _put_beside(model.model.layers[1])
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn\.inner .* did not run in this call"):
+            compiled(ids)
+
+
+def test_a_layer_may_be_dropped_at_random_in_training_but_not_always() -> None:
+    model, ids = patched("llama_gqa", "alibi").train(), tokens(1, 4)
+    layer = model.model.layers[1]
+    inner = layer.forward
+    runs = itertools.cycle([False] * 60 + [True])
+    layer.forward = functools.wraps(inner)(lambda hidden, **kwargs: inner(hidden, **kwargs) if next(runs) else hidden)
+    for _ in range(130):
+        model(ids)
+    _put_beside(layer)
+    layer.forward = inner
+    for _ in range(100):
+        model(ids)
+    with pytest.raises(UnsupportedError, match="did not run in this call"):
+        model(ids)
+
+
 def _eager(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
     return eager_attention_forward(module, query, key, value, mask, **kwargs)
 
@@ -78,6 +110,9 @@ def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path:
         AttentionMaskInterface.register(name, eager_mask)
     model.set_attn_implementation("of_a_user")
     assert torch.equal(model(ids).logits, expected)
+    AttentionInterface.register("of_a_user", _fading)
+    with pytest.raises(UnsupportedError, match="'of_a_user' was registered by other code"):
+        model(ids)
     model.set_attn_implementation("fading")
     for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="fading")):
         with pytest.raises(UnsupportedError, match="'fading' was registered by other code"):

@@ -296,6 +296,45 @@ def test_a_module_of_another_class_in_place_of_an_attention_is_refused(
                 action(tmp_path if action == model.save_pretrained else ids)
 
 
+@torch.no_grad()
+def test_an_attention_whose_weights_are_no_parameters_is_refused_too() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
+    own = _Own(model.config.hidden_size, alone=False)
+    model.model.layers[1].self_attn = own
+    weight = own.inner.weight
+    del own.inner.weight
+    own.inner.register_buffer("weight", weight.detach())
+    own.inner.register_parameter("bias", None)
+    with pytest.raises(UnsupportedError, match="took the place of an attention"):
+        model(ids)
+
+
+class _OfSome(nn.Module):
+    """A layer that sees some of the tokens, as in a mixture of depths."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        phases = tuple(phase[:, ::2] for phase in kwargs["position_embeddings"])
+        some = self.inner(hidden_states[:, ::2], position_embeddings=phases, attention_mask=None)
+        return hidden_states.index_copy(1, torch.arange(0, hidden_states.shape[1], 2), some)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("scheme", ["native", "alibi", "forget_gate", "learned", "none"])
+@torch.no_grad()
+def test_tokens_that_a_layer_does_not_see_leave_the_positions_of_the_others_unknown(scheme: str, layer: int) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(1, 8)
+    model.model.layers[layer] = _OfSome(model.model.layers[layer])
+    if scheme == "none" or (scheme, layer) == ("learned", 1):
+        model(ids, use_cache=False)
+        return
+    with pytest.raises(UnsupportedError, match="given 4 of the 8 tokens"):
+        model(ids, use_cache=False)
+
+
 @pytest.mark.parametrize("architecture", _PLACES)
 @torch.no_grad()
 def test_a_module_without_weights_drops_a_layer(architecture: str) -> None:

@@ -218,6 +218,34 @@ def test_positions_that_stock_refuses_are_refused(scheme: str, shape: Any, error
         model(ids, position_ids=given)
 
 
+#: Scheme -> whether it refuses negative positions of tokens, and the first position that it refuses.
+_BOUNDS: dict[str, tuple[Any, bool, int | None]] = {
+    "alibi": ("alibi", True, None),
+    "t5": ("t5", True, None),
+    "sinusoidal": ("sinusoidal", True, None),
+    "learned": ({"scheme": "learned", "num_positions": LENGTH}, True, LENGTH),
+    "tupe": ({"scheme": "tupe", "num_positions": LENGTH}, True, LENGTH),
+    "binary": ({"scheme": "binary", "bits": 5}, True, 32),
+    "xpos": ({"scheme": "xpos", "scale_base": 64}, False, 4086),
+}
+
+
+@pytest.mark.parametrize("name", _BOUNDS)
+@torch.no_grad()
+def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
+    scheme, from_first, end = _BOUNDS[name]
+    model, ids, near = patched("llama_gqa", scheme, num_hidden_layers=1), tokens(1, LENGTH), torch.arange(LENGTH)[None]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = model(ids, position_ids=near, use_cache=False).logits
+    assert distance(compiled(ids, position_ids=near, use_cache=False).logits, expected) <= CLOSE
+    refused = [near - 1] * from_first + ([] if end is None else [near.clamp(max=LENGTH - 2) + end - LENGTH + 2])
+    for position_ids in refused:
+        for run, error in ((model, SequenceLengthError), (compiled, RuntimeError)):
+            with pytest.raises(error, match=r"before the first one|longer than the|beyond the"):
+                run(ids, position_ids=position_ids, use_cache=False)
+
+
 @torch.no_grad()
 def test_one_position_for_all_tokens_is_one_for_each() -> None:
     model, ids = patched("gpt2", "sinusoidal"), tokens(2, LENGTH)

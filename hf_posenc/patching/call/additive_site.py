@@ -59,7 +59,6 @@ class AddToHiddenStates(OfStack):
                 "the remembered tokens would have no positions under an additive scheme. Call it with use_mems=False."
             )
         if state.query_length != length:
-            # The architecture prepends its own tokens (CPM-Ant's prompt), so every slot is a position.
             state = state.by_slots(length)
         check_cache(self.additive, state)
         positions = state.positions()

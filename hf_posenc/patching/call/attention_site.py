@@ -70,7 +70,6 @@ class AttentionSite(LogitSite):
         if isinstance(state, GridState):
             return self.grid_tokens(length, self.window, device)
         if state.query_length != length:
-            # The architecture prepends its own tokens (CPM-Ant's prompt), so every slot is a position.
             state = state.shared("own tokens", lambda: state.by_slots(length), length)
         return state
 
@@ -229,7 +228,11 @@ class AttentionSite(LogitSite):
         query_key_map = self.encoding.query_key_map
         if query_key_map is None or call.rotations:
             return query, key
-        self._check_heads(query_key_map, key)
+        if query_key_map.whole_heads and key.shape[1] != self.encoding.num_key_value_heads:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} computes {key.shape[1]} key heads, but {type(query_key_map).__name__} "
+                f"was built for {self.encoding.num_key_value_heads}, with one set of parameters for each."
+            )
         prepared = self.prepared(call.state, query)
         own = call.state.own(query_key_map)
         query = own.map_query(query, prepared)
@@ -250,13 +253,6 @@ class AttentionSite(LogitSite):
     def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
         """Whether mapped keys may be cached; otherwise all keys are mapped again in every call."""
         return True
-
-    def _check_heads(self, query_key_map: QueryKeyMap, key: Tensor) -> None:
-        if query_key_map.whole_heads and key.shape[1] != self.encoding.num_key_value_heads:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} computes {key.shape[1]} key heads, but {type(query_key_map).__name__} "
-                f"was built for {self.encoding.num_key_value_heads}, with one set of parameters for each."
-            )
 
     def _map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
         """Maps keys before they enter the cache, unless they are mapped already or are not yet complete keys.

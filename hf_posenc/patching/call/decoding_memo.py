@@ -47,7 +47,8 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dist
         biases = _Biases()
         set_note(cache, _NAME, biases)
     # A weak reference: a cache may outlive the model.
-    written = (weakref.ref(bias), device, tuple(_weight_version(weight) for weight in bias.parameters()))
+    weights = tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in bias.parameters())
+    written = (weakref.ref(bias), device, weights)
     known = biases.get(id(bias))
     if known is None or known[0] != written or known[1].shape[-1] < key_length:
         reach = 2 * key_length
@@ -55,8 +56,3 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dist
         biases[id(bias)] = known
     values = known[1][:, known[1].shape[-1] - key_length :]
     return DistanceForm(values, 1, key_length, state.own(bias).slopes_behind(values.device))
-
-
-def _weight_version(weight: Tensor) -> tuple[int, int]:
-    """A value that changes whenever the weight is replaced or written to."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

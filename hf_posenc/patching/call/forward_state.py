@@ -152,7 +152,17 @@ class ForwardState:
         return Positions(ids, lengths, self.coordinates, self.token_ids, memo=self.memo)
 
     def by_slots(self, length: int) -> ForwardState:
-        """The state for an architecture that prepends its own tokens, so that every slot is a position."""
+        """The state for an architecture that prepends its own tokens (CPM-Ant's prompt): every slot is a position.
+
+        Raises:
+            UnsupportedError: for fewer tokens than there are.
+        """
+        if length < self.query_length:
+            raise UnsupportedError(
+                f"A layer was given {length} of the {self.query_length} tokens of this call. It is not known which, so "
+                "their positions are unknown. Give every layer all tokens, or use a scheme that adds positions before "
+                "the first layer, such as 'learned'."
+            )
         return ForwardState(length, offset=self.offset, device=self.device, memo=self.memo)
 
     def shared(

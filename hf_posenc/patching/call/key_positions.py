@@ -168,13 +168,15 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     if state.cache_changed and known is not None and int(offset or 0) > 0:
         raise UnsupportedError(_CHANGED_CACHE)
     doubt = None if known is None else known.unknown
+    negative = None if differs is None else negative_positions(state, own)
     if torch.compiler.is_compiling():
         if doubt is not None:
             assert_in_graph(~doubt, _UNKNOWN_POSITIONS)
+        if negative is not None:
+            assert_in_graph(~negative, NEGATIVE)
         return _compiled(state, own, differs, holes)
     if doubt is not None and bool(doubt):
         raise UnsupportedError(_UNKNOWN_POSITIONS)
-    negative = None if differs is None else negative_positions(state, own)
     counted_anew = None if known is None else _counted_anew(known, mask, offset)
     flags = [flag.to(device) for flag in (negative, differs, counted_anew, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())

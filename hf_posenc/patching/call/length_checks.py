@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import exporting, traced
+from hf_posenc.schemes.positions import exporting, require
 
 #: A length that no sequence reaches.
 _FARTHEST = 2**31
@@ -63,11 +63,13 @@ def refuse_negative(state: ForwardState, ids: Tensor, offset: int) -> None:
     Raises:
         SequenceLengthError: an `IndexError`, as stock raises.
     """
-    if traced() or ids.is_meta or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.jit.is_tracing() or ids.is_meta:
+        return
+    if not torch.compiler.is_compiling() and ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     negative = negative_positions(state, ids, -offset)
-    if negative is not None and bool(negative):
-        raise SequenceLengthError(NEGATIVE)
+    if negative is not None:
+        require(~negative, NEGATIVE)
 
 
 def in_dtype(encoded: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,10 +79,11 @@ def in_dtype(encoded: Tensor, dtype: torch.dtype) -> Tensor:
         SequenceLengthError: if they do not fit float16.
     """
     cast = encoded.to(dtype)
-    if dtype == torch.float16 and not traced() and not cast.is_meta and not bool(cast.isfinite().all()):
-        raise SequenceLengthError(
+    if dtype == torch.float16 and not torch.jit.is_tracing() and not cast.is_meta:
+        require(
+            cast.isfinite().all(),
             "The vectors of these positions grow beyond the range of float16 (65504). Use bfloat16 or float32, a "
-            "shorter sequence, or a smaller scale."
+            "shorter sequence, or a smaller scale.",
         )
     return cast
 

@@ -67,11 +67,13 @@ class Recomputation:
         if torch.compiler.is_compiling():
             return stack.modules()
         if self._places is None or any(children.get(name) is not module for children, name, module in self._places):
+            # Layers, wrappers around them, and patched attention, which may be wrapped later.
+            named = {*_CHECKPOINT_FUNCTIONS, "forward"}
             self._places = [
-                (parent._modules, name, module)
+                (parent._modules, name, one)
                 for parent in stack.modules()
-                for name, module in parent._modules.items()
-                if module is not None and _may_be_checkpointed(module)
+                for name, one in parent._modules.items()
+                if one is not None and (hasattr(one, "gradient_checkpointing") or named & one.__dict__.keys())
             ]
         return (stack, *(module for _, _, module in self._places))
 
@@ -129,10 +131,3 @@ def unwrap_checkpointing(stack: nn.Module) -> None:
             checkpoint = module.__dict__.get(name)
             if isinstance(checkpoint, CheckpointWithState):
                 module.__dict__[name] = checkpoint.checkpoint
-
-
-def _may_be_checkpointed(module: nn.Module) -> bool:
-    """Whether a module is a layer, a wrapper around one, or patched attention, which may be wrapped later."""
-    return hasattr(module, "gradient_checkpointing") or any(
-        name in module.__dict__ for name in (*_CHECKPOINT_FUNCTIONS, "forward")
-    )

@@ -177,7 +177,7 @@ class StackForward(PlacedForward):
                 self.runtime.recomputation.has_run = True
                 self.runtime.recomputation.keep_state(self.module)
             result = self._stock_or_view(state, *args, **kwargs)
-            if self.runtime.unattended and not torch.compiler.is_compiling() and self.runtime.watch is not None:
+            if self.runtime.unattended and self.runtime.watch is not None:
                 self.runtime.watch.refuse_unattended()
             cache = state.cache_object
             if cache is None and isinstance(result, tuple | dict):

@@ -97,9 +97,13 @@ class ScoresAttention(AttentionSite):
 
     def _subject(self) -> Any:
         """The module itself, or a view of it in which its tables of relative biases are zero."""
-        if not self.zero_tables:
-            return self.module
-        return view_of(self.module, {name: _zeros_in_place_of(name) for name in self.zero_tables})
+
+        def zeros(name: str) -> property:
+            return property(lambda view: torch.zeros_like(view._parameters[name]))
+
+        return (
+            view_of(self.module, {name: zeros(name) for name in self.zero_tables}) if self.zero_tables else self.module
+        )
 
     def _without_native_bias(
         self, forward: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -143,7 +147,3 @@ class ScoresAttention(AttentionSite):
         call = self.calls.top
         assert call is not None
         return self.rotate_tensors(call, query, key, 2)
-
-
-def _zeros_in_place_of(name: str) -> property:
-    return property(lambda view: torch.zeros_like(view._parameters[name]))

@@ -79,7 +79,7 @@ def attention_owners(model: PreTrainedModel) -> list[PartOwner]:
         UnsupportedError: if there is none.
     """
     _refuse_declared(model, architecture_of(model.config))
-    owners = [owner for owner in part_owners(model) if _has_self_attention(owner.module)]
+    owners = [one for one in part_owners(model) if any(self_attentions(one.module, architecture_of(one.module.config)))]
     inside = {id(module) for owner in owners for _, module in own_modules(owner.module)}
     owners = [owner for owner in owners if id(owner.module) not in inside]
     if not owners:
@@ -101,10 +101,6 @@ def _refuse_declared(model: PreTrainedModel, architecture: Architecture) -> None
     refusal = architecture.refusal(model.config)
     if refusal:
         raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
-
-
-def _has_self_attention(module: PreTrainedModel) -> bool:
-    return next(self_attentions(module, architecture_of(module.config)), None) is not None
 
 
 def own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -203,7 +203,9 @@ def refuse_running_batches(model: nn.Module) -> None:
     for thread in threading.enumerate() if batching is not None else ():
         # `_target` is the function that a `threading.Thread` runs. It is deleted when the thread ends.
         manager = getattr(getattr(thread, "_target", None), "__self__", None)
-        if isinstance(manager, batching.ContinuousBatchingManager) and _share_modules(manager.model, model):
+        if not isinstance(manager, batching.ContinuousBatchingManager):
+            continue
+        if model in manager.model.modules() or manager.model in model.modules():
             raise UnsupportedError(
                 f"Continuous batching is running on this {type(model).__name__}, and its pages hold keys of the "
                 "current position encoding, which therefore cannot be changed now. Stop it first "
@@ -221,11 +223,6 @@ def drop_kept_pages(model: nn.Module) -> None:
     if manager is not None:
         manager.batch_processor = None
         manager.warmed_up = False
-
-
-def _share_modules(first: nn.Module, second: nn.Module) -> bool:
-    """Whether one of the two modules contains the other, or they are the same."""
-    return any(module is second for module in first.modules()) or any(module is first for module in second.modules())
 
 
 def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
-from hf_posenc.schemes.positions import Positions, traced
+from hf_posenc.schemes.positions import Positions, require
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
@@ -66,16 +65,16 @@ class XposMap(RotaryMap):
         return super().rotate(x, cosine, sine)
 
     def _check_fit(self, phases: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-        if dtype != torch.float16 or traced() or phases[0].is_meta or not phases[0].numel():
+        if dtype != torch.float16 or torch.jit.is_tracing() or phases[0].is_meta or not phases[0].numel():
             return
-        if math.log(float(torch.hypot(*phases).max())) > MAX_LOG_MAGNITUDE_FLOAT16:
-            share = MAX_LOG_MAGNITUDE_FLOAT16 / MAX_LOG_MAGNITUDE
-            limit = math.floor(self.origin + share * ((self.length_reach.length or 0) - self.origin))
-            raise SequenceLengthError(
-                f"A token of this call is too far from xPos's origin {self.origin} for float16: magnitudes of queries "
-                f"and keys fit it up to position {limit}. Use bfloat16 or float32, give a larger scale_base or gamma, "
-                "or move the origin."
-            )
+        share = MAX_LOG_MAGNITUDE_FLOAT16 / MAX_LOG_MAGNITUDE
+        limit = math.floor(self.origin + share * ((self.length_reach.length or 0) - self.origin))
+        require(
+            torch.hypot(*phases).max() <= math.exp(MAX_LOG_MAGNITUDE_FLOAT16),
+            f"A token of this call is too far from xPos's origin {self.origin} for float16: magnitudes of queries "
+            f"and keys fit it up to position {limit}. Use bfloat16 or float32, give a larger scale_base or gamma, "
+            "or move the origin.",
+        )
 
     def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the first two."""
