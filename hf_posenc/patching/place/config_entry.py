@@ -116,8 +116,13 @@ def carry_entry(config: PreTrainedConfig) -> None:
     config.__class__ = carrier_class(stock)
 
 
-def detach_entry(config: PreTrainedConfig) -> None:
-    """Undoes `attach_entry`: restores the stock class and the native lengths of the config, and removes the entry."""
+def detach_entry(config: PreTrainedConfig, written: dict[str, Any] | None = None) -> None:
+    """Undoes `attach_entry`: restores the stock class and the native lengths of the config, and removes the entry.
+
+    `written` is the entry as it was written. The one in the config may have been changed since.
+    """
+    if written is not None:
+        setattr(config, ATTRIBUTE, written)
     if read_entry(config) is not None:
         write_lengths(config, native_lengths(config))
         delattr(config, ATTRIBUTE)
