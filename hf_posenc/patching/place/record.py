@@ -202,28 +202,27 @@ def _chosen(scheme: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in scheme.items() if name != "scheme" and defaults.get(name, absent) != value}
 
 
-def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None) -> str | None:
+def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None, reader: str = "") -> str | None:
     """Describes how the schemes of weights and of a model differ, and what to do; `None` if they are the same.
 
     Args:
         found: the scheme named in the weights; `None` for weights without a mark.
         config: the scheme in force; `None` for a stock model.
+        reader: what has read the scheme from a config. The user then has no model yet that could be patched, so the
+            caller says what to do.
     """
-    here = "its stock positions" if config is None else f"the position encoding {described(config.to_dict())}"
-    if found is None:
-        if config is None:
-            return None
-        return (
-            f"these weights do not name a position encoding, like those of a stock model, but this model has {here}. "
-            "To use the scheme with stock weights, load them before patch_model"
-        )
-    if config is not None and same_scheme(found, config):
+    if found is None if config is None else found is not None and same_scheme(found, config):
         return None
-    remedy = {"scheme": found["scheme"]} | _chosen(found)
-    return (
-        f"these weights were trained with the position encoding {described(found)}, but this model has {here}. Call "
-        f"patch_model(model, {remedy!r}) before loading them. To use another scheme, patch the model again afterwards"
-    )
+    here = "its stock positions" if config is None else f"the position encoding {described(config.to_dict())}"
+    here = f"the config that {reader} has read names {here}" if reader else f"this model has {here}"
+    if found is None:
+        fact = f"these weights do not name a position encoding, like those of a stock model, but {here}"
+        remedy = "To use the scheme with stock weights, load them before patch_model"
+    else:
+        fact = f"these weights were trained with the position encoding {described(found)}, but {here}"
+        scheme = {"scheme": found["scheme"]} | _chosen(found)
+        remedy = f"Call patch_model(model, {scheme!r}) before loading them. To use another, patch it again afterwards"
+    return fact if reader else f"{fact}. {remedy}"
 
 
 #: Added to a disagreement by a strict `load_state_dict`.
