@@ -211,7 +211,7 @@ def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None, r
         reader: what has read the scheme from a config. The user then has no model yet that could be patched, so the
             caller says what to do.
     """
-    if found is None if config is None else found is not None and same_scheme(found, config):
+    if found is config or (found is not None and config is not None and same_scheme(found, config)):
         return None
     here = "its stock positions" if config is None else f"the position encoding {described(config.to_dict())}"
     here = f"the config that {reader} has read names {here}" if reader else f"this model has {here}"
