@@ -308,16 +308,20 @@ def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) 
         return
     known = {found.path for found in stack.attentions} | {path for path, _ in stack.skipped}
     places = {_LAYER.sub("*", found.path, count=1) for found in stack.attentions}
+    layers = {_layer_of(path) for path in known}
+    lists = {layer.rpartition(".")[0] for layer in layers}
     for path, module in modules:
-        if _LAYER.sub("*", path, count=1) not in places:
+        layer, forward = _layer_of(path), type(module).forward
+        alone = layer not in layers and layer.rpartition(".")[0] in lists and _computes_scores(module)
+        if not alone and _LAYER.sub("*", path, count=1) not in places:
             continue
-        forward = type(module).forward
-        if path not in known and not is_of_transformers(forward.__module__):
+        # Layers of a stock model may have different attention, but it is defined in transformers.
+        own = is_of_transformers(forward.__module__) and not (alone and forward.__module__.startswith("torch."))
+        if path not in known and not own:
             raise UnsupportedError(
                 f"{path} ({type(module).__name__}, defined in {forward.__module__}) is no attention that hf_posenc "
-                f"recognises, in contrast to that of other layers, so it would keep its own positions. Let its forward "
-                f"use the names {INTERFACE} and apply_rotary_pos_emb, imported into its file, as those of transformers "
-                "do."
+                f"recognises, in contrast to that of other layers, so no scheme would act in it. Let its forward use "
+                f"the names {INTERFACE} and apply_rotary_pos_emb, imported into its file, as those of transformers do."
             )
         while path in known and hasattr(forward, "__wrapped__"):
             if not is_of_transformers(forward.__globals__["__name__"]):
@@ -326,6 +330,12 @@ def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) 
                     f"{forward.__globals__['__name__']}, which a scheme would bypass. Take the wrapper off the class."
                 )
             forward = forward.__wrapped__
+
+
+def _layer_of(path: str) -> str:
+    """The path up to the first number; empty for a module outside a list."""
+    number = _LAYER.search(path)
+    return path[: number.end()] if number else ""
 
 
 def _refuse_indexer(path: str, module: nn.Module) -> None:
