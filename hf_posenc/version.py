@@ -5,12 +5,15 @@ from importlib.metadata import PackageNotFoundError, version
 __version__ = "0.1.0"
 
 
+def with_version(package: str) -> str:
+    """A package and its version, or its name alone if it is not installed."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return package
+
+
 def installed() -> list[str]:
     """This package and those that decide what it does, with their versions."""
-    found = [f"hf_posenc {__version__}"]
-    for package in ("torch", "transformers", "peft"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return found
+    others = map(with_version, ("torch", "transformers", "peft"))
+    return [f"hf_posenc {__version__}", *(one for one in others if " " in one)]

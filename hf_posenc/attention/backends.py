@@ -97,7 +97,8 @@ def attend_with_bias(
             attention_mask = narrowed(attention_mask, form, query, key, value, _scaling(query, kwargs))
         given = (module, query, key, value, attention_mask, *args)
         return function(*given, position_bias=look_up(form), **kwargs)
-    stock_sdpa = _is_stock_sdpa(function)
+    # A function registered under this name by another package may do anything.
+    stock_sdpa = getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         with sdpa_kernel(SDPBackend.MATH):
@@ -114,11 +115,6 @@ def _takes_position_bias(function: Callable[..., Any]) -> bool:
     if known is None:
         known = _TAKES_POSITION_BIAS[function] = "position_bias" in inspect.signature(function).parameters
     return known
-
-
-def _is_stock_sdpa(function: Callable[..., Any]) -> bool:
-    # A function registered under this name by another package may do anything.
-    return getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
 
 
 def _attend_sdpa(
@@ -138,7 +134,8 @@ def _attend_sdpa(
         key, value, form = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], form.of_first(query.shape[2])
     compiling = torch.compiler.is_compiling()
     given = (module, query, key, value, attention_mask)
-    if exporting() or _learns_mask(attention_mask):
+    learned = isinstance(attention_mask, Tensor) and attention_mask.requires_grad and torch.is_grad_enabled()
+    if exporting() or learned:
         return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
     if _uses_other_features(args, kwargs):
         if compiling:
@@ -169,10 +166,6 @@ def _uses_other_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_set(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
-
-
-def _learns_mask(mask: Any) -> bool:
-    return isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled()
 
 
 def _separable(form: BiasForm) -> SeparableForm | None:

@@ -47,16 +47,13 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device:
     if biases is None:
         biases = _Biases()
         set_note(cache, _NAME, biases)
+    # The numbers change whenever a weight is replaced or written to.
+    weights = tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in bias.parameters())
     # A weak reference: a cache may outlive the model.
-    written = (weakref.ref(bias), device, tuple(_weight_version(weight) for weight in bias.parameters()))
+    written = (weakref.ref(bias), device, weights)
     known = biases.get(id(bias))
     if known is None or known[0] != written or known[1].shape[-1] < key_length:
         reach = 2 * key_length
         known = written, bias(torch.arange(1 - reach, 1, device=device))
         biases[id(bias)] = known
     return DistanceForm(known[1][:, known[1].shape[-1] - key_length :], 1, key_length, bias.slopes_behind(device))
-
-
-def _weight_version(weight: Tensor) -> tuple[int, int]:
-    """A value that changes whenever the weight is replaced or written to."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

@@ -79,7 +79,7 @@ def attention_owners(model: PreTrainedModel) -> list[PartOwner]:
         UnsupportedError: if there is none.
     """
     _refuse_declared(model, architecture_of(model.config))
-    owners = [owner for owner in part_owners(model) if _has_self_attention(owner.module)]
+    owners = [owner for owner in part_owners(model) if next(self_attentions(owner.module), None) is not None]
     inside = {id(module) for owner in owners for _, module in own_modules(owner.module)}
     owners = [owner for owner in owners if id(owner.module) not in inside]
     if not owners:
@@ -101,10 +101,6 @@ def _refuse_declared(model: PreTrainedModel, architecture: Architecture) -> None
     refusal = architecture.refusal(model.config)
     if refusal:
         raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
-
-
-def _has_self_attention(module: PreTrainedModel) -> bool:
-    return next(self_attentions(module, architecture_of(module.config)), None) is not None
 
 
 def own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -171,9 +167,9 @@ def _in_definition_order(stack: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in stack.named_modules() if not path or own.get(path) is module]
 
 
-def self_attentions(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
+def self_attentions(stack: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every self-attention layer that belongs to a stack."""
-    for place, candidate in _attentions(list(own_modules(stack)), architecture):
+    for place, candidate in _attentions(list(own_modules(stack)), architecture_of(stack.config)):
         if _reason_to_skip(place, candidate, stack) is None:
             yield place, candidate
 
@@ -308,10 +304,10 @@ def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) 
         return
     known = {found.path for found in stack.attentions} | {path for path, _ in stack.skipped}
     places = {_LAYER.sub("*", found.path, count=1) for found in stack.attentions}
-    layers = {_layer_of(path) for path in known}
+    layers = {path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]) for path in known}
     lists = {layer.rpartition(".")[0] for layer in layers}
     for path, module in modules:
-        layer, forward = _layer_of(path), type(module).forward
+        layer, forward = path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]), type(module).forward
         alone = layer not in layers and layer.rpartition(".")[0] in lists and _computes_scores(module)
         if not alone and _LAYER.sub("*", path, count=1) not in places:
             continue
@@ -330,12 +326,6 @@ def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) 
                     f"{forward.__globals__['__name__']}, which a scheme would bypass. Take the wrapper off the class."
                 )
             forward = forward.__wrapped__
-
-
-def _layer_of(path: str) -> str:
-    """The path up to the first number; empty for a module outside a list."""
-    number = _LAYER.search(path)
-    return path[: number.end()] if number else ""
 
 
 def _refuse_indexer(path: str, module: nn.Module) -> None:

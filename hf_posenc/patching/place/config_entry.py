@@ -55,10 +55,8 @@ def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
         scheme: the result of `SchemeConfig.to_dict`.
 
     Raises:
-        ValueError: if the dictionary names no scheme, or the config already uses the attribute for something else.
+        ValueError: if the config already uses the attribute for something else.
     """
-    if not isinstance(scheme.get("scheme"), str):
-        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {scheme!r}.")
     fields = read_fields(config)
     if ATTRIBUTE in config.__dict__ and fields is None:
         raise ValueError(
