@@ -1,3 +1,19 @@
 """The version, in a separate module so that the disk format can use it without importing the package."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 __version__ = "0.1.0"
+
+
+def with_version(package: str) -> str:
+    """A package and its version, or its name alone if it is not installed."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return package
+
+
+def installed() -> list[str]:
+    """This package and those that decide what it does, with their versions."""
+    others = map(with_version, ("torch", "transformers", "peft"))
+    return [f"hf_posenc {__version__}", *(one for one in others if " " in one)]

@@ -7,7 +7,6 @@ finds the arguments by the names that the function gives them, however the calle
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.version import with_version
 from hf_posenc.when_imported import when_imported
 
 _MARK = "_hf_posenc_wraps"
@@ -51,8 +51,8 @@ class Call:
         if name not in self.arguments:
             package = self.original.__module__.partition(".")[0]
             raise UnsupportedError(
-                f"{self.original.__qualname__} of {_version(package)} has no argument {name!r}, which hf_posenc reads "
-                f"there. Use a version of {package} that hf_posenc was tested with."
+                f"{self.original.__qualname__} of {with_version(package)} has no argument {name!r}, which hf_posenc "
+                f"reads there. Use a version of {package} that hf_posenc was tested with."
             )
         return self.arguments[name]
 
@@ -109,18 +109,11 @@ def wrap(module: str, wrappers: Mapping[str, Callable[[Call], Any]], *, moved: b
             except AttributeError as error:
                 if not moved:
                     raise ImportError(
-                        f"hf_posenc wraps {module}.{name}, which {_version(module.partition('.')[0])} does not have. "
-                        "Use a version that hf_posenc was tested with."
+                        f"hf_posenc wraps {module}.{name}, which {with_version(module.partition('.')[0])} does not "
+                        "have. Use a version that hf_posenc was tested with."
                     ) from error
 
     when_imported(module, place)
-
-
-def _version(package: str) -> str:
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return package
 
 
 def _place(module: ModuleType, path: str, wrapper: Callable[[Call], Any]) -> None:

@@ -285,8 +285,10 @@ def blockwise_backward(
             items, some, rows = block.items, block.heads, slice(block.start, block.stop)
             query_rows = (query[items, some, rows].to(dtype) * scaling).flip(2).flatten(0, 1)
             output_rows = gradient[items, rows, some].transpose(1, 2).to(dtype).flip(2).flatten(0, 1)
+            # Views `(items * heads, ...)`, which are possible because a block has either all heads or a single item.
             key_rows, value_rows, of_key_rows, of_value_rows = (
-                _one_axis(tensor, block)[:, block.keys] for tensor in (keys, values, of_key, of_value)
+                tensor[items, some].view(block.items_and_heads, *tensor.shape[2:])[:, block.keys]
+                for tensor in (keys, values, of_key, of_value)
             )
             of_block = (items.stop - items.start, some.stop - some.start)
             shape = (*query_rows.shape[:2], block.last - block.first)
@@ -307,11 +309,6 @@ def blockwise_backward(
         tensor.unflatten(1, (-1, groups)).sum(2).to(like.dtype) for tensor, like in ((of_key, key), (of_value, value))
     )
     return of_query, of_key, of_value
-
-
-def _one_axis(tensor: Tensor, block: Block) -> Tensor:
-    """A view `(items * heads, ...)`, which is possible because a block has either all heads or a single item."""
-    return tensor[block.items, block.heads].view(block.items_and_heads, *tensor.shape[2:])
 
 
 def refuse_second_derivative(*_: object) -> None:

@@ -44,13 +44,13 @@ class NamedSchemes:
         """The schemes that a state dict names."""
         return cls(weights, {key: marked_scheme(state_dict[key]) for key in find_marks(state_dict)})
 
-    def check(self, model: nn.Module, remedy: str = "", *, target: str = "") -> None:
+    def check(self, model: nn.Module, remedy: str = "", *, reader: str = "") -> None:
         """Compares the schemes with those of a model, before anything is copied.
 
         Args:
             model: any module; unpatched models have stock positions.
             remedy: sentences appended to the message.
-            target: what the weights should belong to; the model by default.
+            reader: what has read the config that the model was built from, as in `disagreement`.
 
         Raises:
             SchemeMismatchError: naming both schemes, if they differ.
@@ -60,9 +60,9 @@ class NamedSchemes:
         if len(found) == 1 and len(self.schemes) <= 1:  # Several paths may lead to one model.
             places = places[:1]
         placed = {f"{path}.{MARK}": module.config for path, module in places if isinstance(module, PositionEncoding)}
-        self.compare(placed, target or f"this {type(model).__name__}", remedy)
+        self.compare(placed, f"this {type(model).__name__}", remedy, reader)
 
-    def compare(self, placed: Mapping[str, SchemeConfig], target: str, remedy: str = "") -> None:
+    def compare(self, placed: Mapping[str, SchemeConfig], target: str, remedy: str = "", reader: str = "") -> None:
         """Compares the schemes with those in force, by the keys of their marks.
 
         Raises:
@@ -71,7 +71,7 @@ class NamedSchemes:
         pairs = [(self.schemes.get(key), placed.get(key)) for key in {**placed, **self.schemes}]
         if len(placed) <= 1 and len(self.schemes) <= 1:  # A model inside another module has prefixed keys.
             pairs = [(next(iter(self.schemes.values()), None), next(iter(placed.values()), None))]
-        problem = next(filter(None, (disagreement(found, config) for found, config in pairs)), None)
+        problem = next(filter(None, (disagreement(*pair, reader) for pair in pairs)), None)
         if problem is not None:
             raise SchemeMismatchError(f"The weights in {self.weights} do not belong to {target}: {problem}.{remedy}")
 
@@ -95,9 +95,9 @@ def check_loaded_mark(model: Any, info: Mapping[str, Any], source: str, entry_fo
     elif found is not None or absent:  # Else the weights stay on disk or come from another process.
         NamedSchemes(source, {} if found is None or absent else {MARK: found}).check(
             model,
-            " The config and the weights are from different models. Restore the missing file, or load the weights with "
-            "the config they were saved with.",
-            target="its config.json",
+            " Restore the config.json that was saved with them, or pass no `config`. To give them another scheme, load "
+            "them with their own config and call patch_model.",
+            reader="from_pretrained",
         )
 
 

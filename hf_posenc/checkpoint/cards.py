@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.version import __version__
+from hf_posenc.version import installed
 
 #: Tags of every card, by which patched models can be found.
 TAGS = ("hf_posenc", "position-encoding")
-
-_PACKAGES = ("torch", "transformers", "peft")
 
 
 def model_card(
@@ -197,13 +194,7 @@ def adapter_loading(path: str, class_name: str, base_model: str) -> str:
 
 def versions_section() -> str:
     """Returns the installed versions, in Markdown."""
-    lines = [f"- hf_posenc {__version__}"]
-    for package in _PACKAGES:
-        try:
-            lines.append(f"- {package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return "\n".join(lines)
+    return "\n".join(f"- {one}" for one in installed())
 
 
 def pipeline_tag(class_name: str) -> str | None:

@@ -13,6 +13,7 @@ from hf_posenc.cli import catalogue, evaluation, running, verbs
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.extensions import import_named_modules, name_modules
 from hf_posenc.report.tables import fitted_to, terminal_width
+from hf_posenc.version import installed
 
 _SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
 
@@ -93,6 +94,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         description="Replace the position encoding of Hugging Face models, and see what it does.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=", ".join(installed()))
     parser.add_argument(
         "--import",
         action="append",

@@ -191,4 +191,4 @@ def without_mark(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
             yield name, tensor
         else:
             marks[name] = tensor
-    NamedSchemes.of(marks, "this checkpoint").check(model, target="its config.json")
+    NamedSchemes.of(marks, "this checkpoint").check(model, " Restore their own config.json.", reader="the engine")

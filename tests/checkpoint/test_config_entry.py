@@ -160,8 +160,6 @@ def test_attribute_of_another_kind_is_not_overwritten() -> None:
     assert read_entry(config) is None
     with pytest.raises(ValueError, match="already has an attribute"):
         attach_entry(config, ENTRY)
-    with pytest.raises(ValueError, match="'scheme' name is expected"):
-        attach_entry(LlamaConfig(), {"theta": 1.0})
 
 
 def test_a_part_of_a_composite_checkpoint_is_refused(tmp_path) -> None:

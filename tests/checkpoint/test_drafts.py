@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc
 from hf_posenc.checkpoint import atomic_folder
-from hf_posenc.errors import UnsupportedError
 from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
 
 
@@ -212,14 +211,6 @@ def _repository(
     monkeypatch.setattr("transformers.utils.hub.hf_api", Repository)
     monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", card)
     return calls
-
-
-def test_a_config_that_names_another_scheme_is_not_saved(tmp_path: Path) -> None:
-    edited = patched("alibi", 0)
-    edited.config.position_encoding["scheme"] = {"scheme": "none"}
-    with pytest.raises(UnsupportedError, match=r"position encoding is alibi, but its config names none"):
-        edited.save_pretrained(tmp_path / "edited")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_a_long_name(tmp_path: Path) -> None:

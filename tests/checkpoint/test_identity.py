@@ -169,7 +169,8 @@ def test_position_weights_without_a_mark_are_no_stock_weights(tmp_path: Path) ->
 def test_both_schemes_and_the_remedy_are_named(tmp_path: Path) -> None:
     target = saved(T5_NEAR, tmp_path / "near")
     move_weights(saved(T5, tmp_path / "far"), target)
-    with pytest.raises(SchemeMismatchError, match=r"trained with the position encoding t5, .*t5\(max_distance=64\)"):
+    message = r"encoding t5, but the config that from_pretrained has read names .* t5\(max_distance=64\)\. Restore"
+    with pytest.raises(SchemeMismatchError, match=message):
         LlamaForCausalLM.from_pretrained(target)
     stock = saved(STOCK, tmp_path / "stock")
     move_weights(saved(ALIBI, tmp_path / "alibi"), stock)

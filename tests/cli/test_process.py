@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_posenc.cli import main
+from hf_posenc.version import __version__
 
 from .running import refused
 
@@ -108,6 +109,7 @@ def test_a_script_of_eval_runs_from_a_clone(tmp_path):
     ("words", "status", "output"),
     [
         (["--help"], 0, "VERB"),
+        (["--version"], 0, f"hf_posenc {__version__}, torch 2."),
         (["inspect"], 2, "usage: hf-posenc inspect"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from hf_posenc.cli.parser import _parser
 from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.schemes import SubConfig, registered_configs
 from tests.documentation.built import page
-from tests.documentation.conftest import site_extension
+from tests.documentation.conftest import ROOT, site_extension
 from training.study.settings import StudySettings, SwapArguments, TaskOptions
 
 PUBLIC = {
@@ -52,6 +53,16 @@ def test_every_public_name_is_documented(documented: dict[str, str]) -> None:
     }
     assert {name for name in PUBLIC if name not in documented and homes.get(name) not in documented} == set()
     assert {one.__name__ for one in CONFIGS if f"hf_posenc.{one.__name__}" not in documented} == set()
+
+
+def test_the_table_of_errors_has_every_class_with_its_bases_and_its_meaning() -> None:
+    table = (ROOT / "docs" / "reference" / "api" / "errors.md").read_text(encoding="utf-8")
+    stated = re.compile(r'^class (\w+Error)\((.+)\):\n    """(.+?)(?:"""|\n)', re.MULTILINE)
+    for file in Path(hf_posenc.__file__).parent.rglob("*.py"):
+        for name, bases, meaning in stated.findall(file.read_text(encoding="utf-8")):
+            shown = [f"`{base}`" for base in bases.split(", ") if base not in ("Exception", "PositionEncodingError")]
+            if name != "DoesNotApplyError":  # It is caught where it is raised.
+                assert f"| `{name}` | {', '.join(shown) or '-'} | {meaning} | " in table
 
 
 @pytest.mark.parametrize("cls", sorted(WITH_FIELDS, key=lambda one: one.__name__), ids=lambda one: one.__name__)

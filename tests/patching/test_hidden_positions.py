@@ -190,6 +190,17 @@ class Foreign(nn.Module):
         return self.inner(hidden_states.cumsum(1)), None
 
 
+class OfTorch(nn.Module):
+    """A layer of torch in place of one of transformers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.TransformerEncoderLayer(width, 2, width, batch_first=True)
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(hidden_states)
+
+
 class Numbering(nn.Embedding):
     def forward(self, input: Any) -> Any:
         return super().forward(input) + torch.arange(input.shape[1]).unsqueeze(-1)
@@ -225,6 +236,9 @@ def llama(change: str) -> Any:
         layer.self_attn = Foreign(layer.self_attn)
     elif change == "layer":
         layer.__class__ = Layer
+    elif change.startswith("of torch"):
+        for index in range(1 - change.endswith("all"), 2):
+            model.model.layers[index] = OfTorch(model.config.hidden_size)
     elif change == "embeddings":
         model.model.embed_tokens.__class__ = Numbering
     elif change == "outside":
@@ -242,6 +256,8 @@ def llama(change: str) -> Any:
     [
         ("rotating", r"output of layers\.1\.self_attn \(Rotating\)"),
         ("foreign", r"layers\.1\.self_attn \(Foreign, defined in .*\) is no attention that hf_posenc recognises"),
+        ("of torch", r"layers\.1\.inner\.self_attn \(MultiheadAttention, .*, so no scheme would act in it"),
+        ("of torch, all", "MultiheadAttention never multiplied queries"),
         ("layer", r"input of layers\.1\.self_attn depends on the position"),
         ("embeddings", "input of its first layer depends on the position"),
         ("outside", "input of its first layer depends on the position"),
@@ -255,6 +271,15 @@ def test_positions_of_other_code_are_refused(change: str, message: str, dtype: t
         patch_model(model, scheme)
     assert not hasattr(model, "position_encoding")
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_of_torch_in_a_model_of_images_are_refused(first: int) -> None:
+    model = tiny("ViTModel", num_hidden_layers=2)
+    for index in range(first, 2):
+        model.layers[index] = OfTorch(model.config.hidden_size)
+    with pytest.raises(UnsupportedError, match=r"layers\.\d\.inner\.self_attn .*(no scheme would act|did not run)"):
+        patch_model(model, "alibi")
 
 
 def test_the_forward_of_a_class_that_other_code_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

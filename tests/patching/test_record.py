@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import (
 from hf_posenc import (
     CheckpointError,
     UnsupportedError,
+    extend_context,
     inspect_model,
     patch_model,
     unpatch_model,
@@ -195,6 +197,37 @@ def test_a_patch_does_not_write_into_the_config_of_the_caller(nested: bool) -> N
 
 
 _BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+@pytest.mark.parametrize(
+    "value", ["rope", None, {}, {"scheme": "rope"}, {"format": 2, "scheme": {"scheme": "none"}}, ...]
+)
+@torch.no_grad()
+def test_a_field_that_is_overwritten_is_named_and_written_by_the_next_patch(
+    value: Any, scheme: str, tmp_path: Path
+) -> None:
+    model, ids = patched("llama_gqa", None), tokens(1, 8)
+    native, stock = model.config.max_position_embeddings, model(ids).logits
+    extend_context(patch_model(model, "alibi"), length=native * 2)
+    if value is ...:
+        model.config.position_encoding["scheme"]["scheme"] = value = 3  # In place.
+    else:
+        model.config.position_encoding = value
+    message = f"encoding is alibi, but the field 'position_encoding' .* holds .*{re.escape(str(value))}.*patch_model"
+    with pytest.raises(UnsupportedError, match=message):
+        model.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    inspect_model(model)
+    patch_model(model, scheme)
+    model.save_pretrained(tmp_path)
+    assert model.config.max_position_embeddings == native * 2
+    assert_loads(tmp_path, model(ids).logits, ids)
+    model.config.position_encoding = value
+    unpatch_model(model)
+    assert not hasattr(model.config, "position_encoding")
+    assert model.config.max_position_embeddings == native
+    assert torch.equal(model(ids).logits, stock)
 
 
 def test_the_config_of_a_patched_model_stays_the_same_object() -> None:

@@ -6,7 +6,6 @@ A scheme is a number for each head and bucket of distances, in every layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ _COUNTS = (32, 254, 508)
 def buckets(parts: ModelParts) -> GgufForm:
     """Any bias that is a number for each of llama.cpp's buckets, such as T5's own; no bias is zero in all buckets."""
     refuse_other_parts(parts, "logit_bias")
-    own = {layer.logit_bias.num_buckets for layer in _layers(parts) if isinstance(layer.logit_bias, T5Bias)}
+    biases = [layer.logit_bias for _, encoding in parts.stacks for layer in encoding.layers]
+    own = {bias.num_buckets for bias in biases if isinstance(bias, T5Bias)}
     refusals = []
     for count in dict.fromkeys([*sorted(own), *_COUNTS]):
         try:
@@ -53,10 +53,6 @@ def buckets(parts: ModelParts) -> GgufForm:
         form.metadata["attention.relative_buckets_count"] = count
         return form
     raise refusals[0]
-
-
-def _layers(parts: ModelParts) -> Iterator[LayerEncoding]:
-    return (layer for _, encoding in parts.stacks for layer in encoding.layers)
 
 
 def _bias_tables(parts: ModelParts, count: int) -> dict[str, Tensor]:

@@ -50,7 +50,8 @@ def write(request: Request, *, opset_version: int | None = None, quantize: bool 
     if quantize:
         checks += _quantized(reference, path)
     save_configs(request)
-    return Written("its own ONNX graph", checks, _usage(reference))
+    usage = "\n".join(("```python", _LOAD, _GENERATE if reference.can_generate() else _ENCODE, "```"))
+    return Written("its own ONNX graph", checks, usage)
 
 
 def _quantized(reference: transformers.PreTrainedModel, path: Path) -> tuple[Check, ...]:
@@ -88,10 +89,6 @@ def save_configs(request: Request) -> None:
     generation = getattr(request.model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(request.draft)
-
-
-def _usage(model: transformers.PreTrainedModel) -> str:
-    return "\n".join(("```python", _LOAD, _GENERATE if model.can_generate() else _ENCODE, "```"))
 
 
 _LOAD = """import numpy as np

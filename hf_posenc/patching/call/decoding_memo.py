@@ -46,8 +46,9 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dist
     if biases is None:
         biases = _Biases()
         set_note(cache, _NAME, biases)
-    # A weak reference: a cache may outlive the model.
+    # The numbers change whenever a weight is replaced or written to.
     weights = tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in bias.parameters())
+    # A weak reference: a cache may outlive the model.
     written = (weakref.ref(bias), device, weights)
     known = biases.get(id(bias))
     if known is None or known[0] != written or known[1].shape[-1] < key_length:

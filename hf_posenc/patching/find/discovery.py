@@ -79,7 +79,7 @@ def attention_owners(model: PreTrainedModel) -> list[PartOwner]:
         UnsupportedError: if there is none.
     """
     _refuse_declared(model, architecture_of(model.config))
-    owners = [one for one in part_owners(model) if any(self_attentions(one.module, architecture_of(one.module.config)))]
+    owners = [owner for owner in part_owners(model) if next(self_attentions(owner.module), None) is not None]
     inside = {id(module) for owner in owners for _, module in own_modules(owner.module)}
     owners = [owner for owner in owners if id(owner.module) not in inside]
     if not owners:
@@ -167,9 +167,9 @@ def _in_definition_order(stack: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in stack.named_modules() if not path or own.get(path) is module]
 
 
-def self_attentions(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
+def self_attentions(stack: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every self-attention layer that belongs to a stack."""
-    for place, candidate in _attentions(list(own_modules(stack)), architecture):
+    for place, candidate in _attentions(list(own_modules(stack)), architecture_of(stack.config)):
         if _reason_to_skip(place, candidate, stack) is None:
             yield place, candidate
 
@@ -304,16 +304,20 @@ def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) 
         return
     known = {found.path for found in stack.attentions} | {path for path, _ in stack.skipped}
     places = {_LAYER.sub("*", found.path, count=1) for found in stack.attentions}
+    layers = {path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]) for path in known}
+    lists = {layer.rpartition(".")[0] for layer in layers}
     for path, module in modules:
-        if _LAYER.sub("*", path, count=1) not in places:
+        layer, forward = path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]), type(module).forward
+        alone = layer not in layers and layer.rpartition(".")[0] in lists and _computes_scores(module)
+        if not alone and _LAYER.sub("*", path, count=1) not in places:
             continue
-        forward = type(module).forward
-        if path not in known and not is_of_transformers(forward.__module__):
+        # Layers of a stock model may have different attention, but it is defined in transformers.
+        own = is_of_transformers(forward.__module__) and not (alone and forward.__module__.startswith("torch."))
+        if path not in known and not own:
             raise UnsupportedError(
                 f"{path} ({type(module).__name__}, defined in {forward.__module__}) is no attention that hf_posenc "
-                f"recognises, in contrast to that of other layers, so it would keep its own positions. Let its forward "
-                f"use the names {INTERFACE} and apply_rotary_pos_emb, imported into its file, as those of transformers "
-                "do."
+                f"recognises, in contrast to that of other layers, so no scheme would act in it. Let its forward use "
+                f"the names {INTERFACE} and apply_rotary_pos_emb, imported into its file, as those of transformers do."
             )
         while path in known and hasattr(forward, "__wrapped__"):
             if not is_of_transformers(forward.__globals__["__name__"]):

@@ -135,13 +135,10 @@ def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[FoundBias]:
         for name, kind in _ATTRIBUTES.items():
             # A flag of a module without parameters of its own only repeats a setting.
             repeats = kind == "flag" and not any("rel_pos" in own for own in module._parameters)
-            if _is_set(getattr(module, name, None)) and not repeats:
+            value = getattr(module, name, None)
+            if value is not None and value is not False and not repeats:
                 found.append(FoundBias(path, module, name, kind))
     return found
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and value is not False
 
 
 def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:

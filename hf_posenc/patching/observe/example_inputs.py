@@ -29,7 +29,7 @@ _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel
 
 
 class NotRunnableError(UnsupportedError):
-    """A model cannot be run on inputs of our own."""
+    """A model cannot be run on inputs that this package makes."""
 
 
 def pixels(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:

@@ -39,10 +39,10 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
     position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
     embeddings, in the forward of an attention class and in an attention function, whoever has written them.
 
-    Features and pixels: in stacks in which nothing was found, or whose mechanism is disabled by a declaration, some
-    tokens close to each other must be equal at the input of the first layer if all frames of a series or pixels of an
-    image are, and the first attention must not depend on the order of its keys. The latter is not compared for
-    attention with a convolution over its keys.
+    Features and pixels: in stacks in which nothing was found, whose mechanism is disabled by a declaration, or with
+    code from outside transformers, some tokens close to each other must be equal at the input of the first layer if all
+    frames of a series or pixels of an image are, and the first attention must not depend on the order of its keys. The
+    latter is not compared for attention with a convolution over its keys.
 
     Models on the meta device and patched models are not checked.
 
@@ -55,7 +55,7 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
     text = [stack for stack in stacks if stack.grid is None and stack.series is None]
     others = [stack for stack in stacks if stack not in text]
     bare = [stack for stack in others if _nothing_found(stack)]
-    silenced = [stack for stack in others if _is_silenced(stack)]
+    silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
     if bare:
         _refuse_positions_of_features(transaction, bare)
     if silenced or text:

@@ -55,10 +55,8 @@ def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
         scheme: the result of `SchemeConfig.to_dict`.
 
     Raises:
-        ValueError: if the dictionary names no scheme, or the config already uses the attribute for something else.
+        ValueError: if the config already uses the attribute for something else.
     """
-    if not isinstance(scheme.get("scheme"), str):
-        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {scheme!r}.")
     fields = read_fields(config)
     if ATTRIBUTE in config.__dict__ and fields is None:
         raise ValueError(
@@ -116,8 +114,13 @@ def carry_entry(config: PreTrainedConfig) -> None:
     config.__class__ = carrier_class(stock)
 
 
-def detach_entry(config: PreTrainedConfig) -> None:
-    """Undoes `attach_entry`: restores the stock class and the native lengths of the config, and removes the entry."""
+def detach_entry(config: PreTrainedConfig, written: dict[str, Any] | None = None) -> None:
+    """Undoes `attach_entry`: restores the stock class and the native lengths of the config, and removes the entry.
+
+    `written` is the entry as it was written. The one in the config may have been changed since.
+    """
+    if written is not None:
+        setattr(config, ATTRIBUTE, written)
     if read_entry(config) is not None:
         write_lengths(config, native_lengths(config))
         delattr(config, ATTRIBUTE)

@@ -99,10 +99,12 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     if stack.series is not None:
         _install_series(stack, encoding, journal, report)
     if encoding.additive is not None and not _has_place_for_vectors(stack):
-        if stack.first_layer is None:
+        weighted = (one for one in (stack.first_layer or nn.Identity()).modules() if one._parameters)
+        # A convolution reads a map of channels.
+        if stack.first_layer is None or isinstance(next(weighted, None), nn.Conv2d):
             raise UnsupportedError(
-                f"{type(stack.module).__name__} has neither a position table nor a list of layers, so positions cannot "
-                "be added to its embeddings."
+                f"{type(stack.module).__name__} has neither a position table nor a list of layers that read vectors of "
+                "tokens, so positions cannot be added to its embeddings. Use a scheme that acts inside attention."
             )
         journal.add_forward_pre_hook(stack.first_layer, AddToHiddenStates(runtime, encoding.additive))
         record.stacks[stack.name].first_layer = stack.first_layer
@@ -193,6 +195,12 @@ def _install_grid(stack: Stack, encoding: StackEncoding, journal: Journal, repor
         _silence_bias(bias, journal)
         report.replaced.append(str(bias))
     if encoding.additive is not None and grid.tables:
+        if len(grid.tables) > 1 and isinstance(grid.projection, nn.Conv3d):
+            names = " and ".join(table.full_name for table in grid.tables)
+            raise UnsupportedError(
+                f"{type(stack.module).__name__} numbers the patches of a frame and the frames in separate tables "
+                f"({names}), so the vectors of a scheme have no place in it. Use a scheme that acts inside attention."
+            )
         report.placed.append(f"additive: {grid.tables[0].full_name}")
 
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.entry import FORMAT, is_entry, read_entry
+from hf_posenc.entry import ATTRIBUTE, FORMAT, is_entry, read_entry
 from hf_posenc.patching.find.fingerprint import Sample
 from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.stack_record import StackRecord, exchanged
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.limits import shown
 from hf_posenc.schemes.registry import scheme_from_dict
 
 
@@ -72,12 +73,19 @@ class SchemeRecord:
         """
         entry = read_entry(model.config)
         if entry is None or not same_scheme(entry, self.scheme):
+            placed = f"its position encoding is {described(self.scheme.to_dict())}, but"
+            if self.own is not None and model.config is self.own.config:
+                return (
+                    f"{placed} the field {ATTRIBUTE!r} of its config was changed after patch_model, and holds "
+                    f"{shown(getattr(model.config, ATTRIBUTE, None))}. The field records the scheme and does not set "
+                    "it. Call patch_model with the scheme that the model should have, which writes the field, or undo "
+                    "the change."
+                )
             named = "no scheme" if entry is None else described(entry)
             return (
-                f"its position encoding is {described(self.scheme.to_dict())}, but its config names {named}, so it "
-                "could not be loaded again. The config was exchanged or edited, or only a part of the model was "
-                "patched. Restore the config, or call unpatch_model on the model that was patched, and patch_model on "
-                "this one."
+                f"{placed} its config names {named}, so it could not be loaded again. The config was exchanged, or "
+                "only a part of the model was patched. Restore the config, or call unpatch_model on the model that was "
+                "patched, and patch_model on this one."
             )
         lost = exchanged(model, self.stacks.values())
         return lost or next(filter(None, (stack.problem() or stack.moved() for stack in self.stacks.values())), "")
@@ -90,9 +98,13 @@ class OwnConfig:
 
     Args:
         model: a stock model.
+
+    Attributes:
+        fields: a copy of the complete entry, once it is written.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.fields: dict[str, Any] | None = None
         copies: dict[int, Any] = {}
         originals = (model.config, getattr(model, "generation_config", None))
         self._pairs = [(original, copy.deepcopy(original, copies)) for original in originals if original is not None]
@@ -115,6 +127,7 @@ class OwnConfig:
 
     def place(self) -> None:
         """Gives the copies to the model. Calling it again changes nothing."""
+        self.fields = None
         for module, name, original, own in self._places:
             if module.__dict__.get(name) is original:
                 module.__dict__[name] = own
@@ -189,28 +202,27 @@ def _chosen(scheme: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in scheme.items() if name != "scheme" and defaults.get(name, absent) != value}
 
 
-def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None) -> str | None:
+def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None, reader: str = "") -> str | None:
     """Describes how the schemes of weights and of a model differ, and what to do; `None` if they are the same.
 
     Args:
         found: the scheme named in the weights; `None` for weights without a mark.
         config: the scheme in force; `None` for a stock model.
+        reader: what has read the scheme from a config. The user then has no model yet that could be patched, so the
+            caller says what to do.
     """
-    here = "its stock positions" if config is None else f"the position encoding {described(config.to_dict())}"
-    if found is None:
-        if config is None:
-            return None
-        return (
-            f"these weights do not name a position encoding, like those of a stock model, but this model has {here}. "
-            "To use the scheme with stock weights, load them before patch_model"
-        )
-    if config is not None and same_scheme(found, config):
+    if found is config or (found is not None and config is not None and same_scheme(found, config)):
         return None
-    remedy = {"scheme": found["scheme"]} | _chosen(found)
-    return (
-        f"these weights were trained with the position encoding {described(found)}, but this model has {here}. Call "
-        f"patch_model(model, {remedy!r}) before loading them. To use another scheme, patch the model again afterwards"
-    )
+    here = "its stock positions" if config is None else f"the position encoding {described(config.to_dict())}"
+    here = f"the config that {reader} has read names {here}" if reader else f"this model has {here}"
+    if found is None:
+        fact = f"these weights do not name a position encoding, like those of a stock model, but {here}"
+        remedy = "To use the scheme with stock weights, load them before patch_model"
+    else:
+        fact = f"these weights were trained with the position encoding {described(found)}, but {here}"
+        scheme = {"scheme": found["scheme"]} | _chosen(found)
+        remedy = f"Call patch_model(model, {scheme!r}) before loading them. To use another, patch it again afterwards"
+    return fact if reader else f"{fact}. {remedy}"
 
 
 #: Added to a disagreement by a strict `load_state_dict`.

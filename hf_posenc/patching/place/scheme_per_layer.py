@@ -54,11 +54,9 @@ def schedule(
         )
     assert elsewhere is not None
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
-    return ScheduleConfig(
-        layers=tuple(
-            _at(config if layer in chosen else elsewhere, layer, types.get(layer)) for layer in range(available[-1] + 1)
-        )
-    )
+    wanted = enumerate(config if layer in chosen else elsewhere for layer in range(available[-1] + 1))
+    placed = (one.for_layer(at, types.get(at)) if isinstance(one, LayeredConfig) else one for at, one in wanted)
+    return ScheduleConfig(layers=tuple(placed))
 
 
 def _indices(layers: Any) -> list[int]:
@@ -89,7 +87,3 @@ def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
                 f"{type(config).__name__}.{option} ({scheme.name!r}) would not be used in any layer: the layers with "
                 f"attention are {layers}. Change the layers that get it, or use a ScheduleConfig."
             )
-
-
-def _at(config: SchemeConfig, layer: int, layer_type: str | None) -> SchemeConfig:
-    return config.for_layer(layer, layer_type) if isinstance(config, LayeredConfig) else config

@@ -125,9 +125,8 @@ class StackRecord:
 
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
-        architecture = architecture_of(self.stack.config)
-        attentions = list(self_attentions(self.stack, architecture))
-        found_tables = list(tables(self.stack, architecture))
+        attentions = list(self_attentions(self.stack))
+        found_tables = list(tables(self.stack, architecture_of(self.stack.config)))
         owners = list(grid_table_owners(self.stack))
         self.adopt_copies()
         placed_in = {id(change.target) for change in self.journal.changes if change.kind == "forward"}

@@ -5,6 +5,7 @@ After an error or an interrupt, the model has either the complete old encoding o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_scheme import refuse_in_stock
 from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
@@ -53,8 +55,6 @@ from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
-
-ATTRIBUTE = "position_encoding"
 
 
 class Transaction:
@@ -304,6 +304,7 @@ class Transaction:
         initialize_lengths(encoding, model, stacks, default_part(model, self.parts()))
         fields = {path: one.fields for path, one in record.stacks_by_path().items()}
         remember(record.own.config, NATIVE_FIELDS, fields)
+        record.own.fields = copy.deepcopy(read_fields(record.own.config))
         record.base_weights = record.base_weights or samples(model, read_offloaded=False)
         mark_names(model, encoding)
         generation_config = getattr(model, "generation_config", None)
@@ -334,7 +335,7 @@ def _remove_encoding(encoding: PositionEncoding) -> None:
     encoding.record.journal.undo()
     holder, own = encoding.__dict__.get("holder"), encoding.record.own
     if own is not None:
-        detach_entry(own.config)
+        detach_entry(own.config, own.fields)
         own.remove()
     if holder is not None:
         unwrap_checkpointing(holder)

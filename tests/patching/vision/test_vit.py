@@ -16,7 +16,15 @@ import transformers
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from hf_posenc import SinusoidalConfig, UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
+from hf_posenc import (
+    LearnedConfig,
+    SinusoidalConfig,
+    UnsupportedError,
+    inspect_model,
+    native_scheme,
+    patch_model,
+    unpatch_model,
+)
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 
@@ -286,3 +294,18 @@ def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: 
         torch.manual_seed(0)
         assert torch.equal(output, model(pixels, interpolate_pos_encoding=True)[0] if name != "yolos" else output)
         assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vision-mobilevit", "nor a list of layers that read vectors of tokens"),
+        ("video-videoprism_vision_model", r"separate tables \(spatial.*temporal"),
+    ],
+)
+@pytest.mark.parametrize("scheme", [SinusoidalConfig(axes=2), SinusoidalConfig(), LearnedConfig(num_positions=512)])
+def test_vectors_that_have_no_place_are_refused(name: str, message: str, scheme: Any) -> None:
+    model = tiny_model(pair_named(name))
+    with pytest.raises(UnsupportedError, match=message):
+        patch_model(model, scheme)
+    assert not hasattr(model, "position_encoding")
