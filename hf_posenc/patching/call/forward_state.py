@@ -128,9 +128,7 @@ class ForwardState:
             # Real tokens of a mask are counted from 0, so no position reaches its width.
             return self.with_lengths(counted.to(device)).bounded(mask.shape[1])
         if self.rotary_position_ids is not None and (self.rotary_position_ids.dim() < 3 or self.offset is None):
-            own = self.with_lengths(one_axis(self.rotary_position_ids).to(device))
-            # The model counts its slots. Where reading a position costs nothing, it is read.
-            return own if own.ids.is_cpu or self.end is None else own.bounded(self.end)
+            return self.counted_by_model(one_axis(self.rotary_position_ids).to(device))
         start = 0 if self.offset is None else self.offset
         if self.attention_mask is None and isinstance(start, int):
             stop = start + self.query_length
@@ -138,6 +136,12 @@ class ForwardState:
             lengths = ids.new_full((1, 1), stop)
             return Positions(ids, lengths, self.coordinates, self.token_ids, memo=self.memo).bounded(stop)
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
+
+    def counted_by_model(self, ids: Tensor) -> Positions:
+        """Positions that the model itself has computed from its slots. Where reading them costs nothing, they are."""
+        found = self.with_lengths(ids)
+        trusted = self.end is not None and self.position_ids is None and not ids.is_cpu
+        return found.bounded(self.end or 0) if trusted else found
 
     def with_lengths(self, ids: Tensor) -> Positions:
         """Adds the length of each sequence: the largest position plus 1, or the number of real tokens in the mask."""

@@ -44,7 +44,8 @@ def of_images(sizes: Tensor, length: int, memo: dict[Hashable, Any]) -> Position
     placed = slots < patches
     coordinates = _unravelled(slots.where(placed, 0), list(sizes.T.unsqueeze(-1)))
     extents = sizes.T.unsqueeze(-1).expand(-1, -1, length)
-    return Positions(slots.where(placed, -1), patches, coordinates, None, extents, placed, memo=memo)
+    ids = slots.where(placed, -1)
+    return Positions(ids, patches, coordinates, None, extents, placed, memo=memo).bounded(length)
 
 
 def of_padded_images(shown: Tensor, memo: dict[Hashable, Any]) -> Positions:
@@ -62,7 +63,8 @@ def of_padded_images(shown: Tensor, memo: dict[Hashable, Any]) -> Positions:
     # The number of a patch is the one that it has in its image alone.
     ids = (coordinates[0] * extents[1] + coordinates[1]).where(placed, -1)
     coordinates = coordinates.expand_as(extents).where(placed, 0)
-    return Positions(ids, sizes.prod(0).unsqueeze(-1), coordinates, None, extents, placed, memo=memo)
+    found = Positions(ids, sizes.prod(0).unsqueeze(-1), coordinates, None, extents, placed, memo=memo)
+    return found.bounded(ids.shape[-1])
 
 
 def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
@@ -84,7 +86,8 @@ def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
     slots = torch.arange(rows.shape[1], device=rows.device)
     first = slots.new_full((rows.shape[1],), rows.shape[1]).scatter_reduce(0, image, slots, "amin")
     ids = (slots - first.index_select(0, image)).unsqueeze(0)
-    return Positions(ids, ids.amax(-1, keepdim=True) + 1, coordinates, None, extents, placed, memo=memo)
+    found = Positions(ids, ids.amax(-1, keepdim=True) + 1, coordinates, None, extents, placed, memo=memo)
+    return found.bounded(ids.shape[-1])
 
 
 def places_of_images(sizes: Tensor) -> Tensor:
@@ -126,16 +129,9 @@ def selected(positions: Positions, indices: Tensor, memo: dict[Hashable, Any]) -
 
     ids = take(positions.ids)
     assert ids is not None
-    return Positions(
-        ids,
-        positions.lengths,
-        take(positions.coordinates),
-        None,
-        take(positions.extents),
-        take(positions.placed),
-        positions.grid,
-        memo=memo,
-    )
+    coordinates, extents, placed = map(take, (positions.coordinates, positions.extents, positions.placed))
+    found = Positions(ids, positions.lengths, coordinates, None, extents, placed, positions.grid, memo=memo)
+    return found.bounded(positions.ids.shape[-1])
 
 
 def _unravelled(places: Tensor, sizes: list[Any]) -> Tensor:

@@ -155,7 +155,7 @@ class GridTokens(ForwardState):
         if self.grid is None:
             return super()._resolve()
         placed = in_raster(self.grid, self.query_length, self.suffix_tokens, self.device)
-        return dataclasses.replace(placed, memo=self.memo)
+        return dataclasses.replace(placed, memo=self.memo).bounded(self.query_length)
 
     def check_places(self, part: Part) -> None:
         """Refuses tokens without places for a part that reads them.

@@ -108,7 +108,7 @@ class TableSite(PlacedForward):
             # without padding. Rows whose first slot is padding are counted over real tokens instead.
             left_padded = state.attention_mask[:, :1] == 0
             ids = torch.where(left_padded.to(ids.device), counted.to(ids.device), ids)
-        return state.with_lengths(ids)
+        return state.counted_by_model(ids)
 
 
 class TableOwner(Viewed, PlacedForward):

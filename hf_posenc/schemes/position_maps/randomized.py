@@ -90,7 +90,8 @@ class RandomizedMap(PositionMap):
         if positions.coordinates is not None:
             axes = whole_positions(positions.coordinates, "randomized")
             last = torch.maximum(last, axes.amax(dim=(0, -1)).unsqueeze(-1))
-        self.length_reach.check(last)
+            positions.remembered("drawable", lambda: self.length_reach.check(axes), axes)
+        self.length_reach.check(positions)
         # The key compares by value, so that layers with separate copies share one draw.
         name = (RandomizedMap, self.max_position, self.real, last.shape[0])
         if name not in positions.memo:

@@ -1,0 +1,132 @@
+"""Where the host waits for the device in code of this library, and how much each scheme launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_posenc import PositionEncodingError
+from tests.devices import spreading, strict_device
+from tests.devices.inside.subjects import SCHEMES, SUBJECTS
+from tests.matrix.running import LENGTH, patched, tokens
+
+
+@pytest.fixture(autouse=True)
+def _on_one_device() -> None:
+    if spreading.placement != "one":
+        pytest.skip("counts what one device does")
+
+
+#: More launches per decoded token than the stock model has, in two layers, of what a formula computes from content.
+FORMULAS = {
+    "fire": 80, "selective_rope": 115, "string": 60, "transformer_xl": 65, "swin": 45, "grape_m": 50, "grape_ap": 45,
+    "repo": 30, "cope": 30, "tupe": 12, "disentangled": 15, "grape": 15, "low_rank_relative": 10, "forget_gate": 10,
+    "self_extend": 90, "rerope": 90, "hierarchical": 25, "rope_nd": 10, "fope": 20, "composed": 30, "blended": 60,
+}  # fmt: skip
+
+
+def model_of(scheme: str | None) -> Any:
+    config = None if scheme is None else SCHEMES[scheme]
+    with torch.device("cpu"):
+        try:
+            model = patched("llama_gqa", config, attn_implementation="sdpa")
+        except PositionEncodingError as refused:
+            pytest.skip(str(refused)[:100])
+    return model.to("strict:0")
+
+
+def waits(call: Callable[[], Any]) -> Counter[str]:
+    """How often the third call waits in this library, by place; what is made once is there by then."""
+    call()
+    call()
+    assert strict_device.loaded is not None
+    with strict_device.listened(strict_device.loaded) as seen:
+        call()
+    return Counter({place: count for place, count in seen["wait"].items() if "hf_posenc" in place.split(" ")[0]})
+
+
+def launches(call: Callable[[], Any]) -> int:
+    call()
+    assert strict_device.loaded is not None
+    with strict_device.listened(strict_device.loaded) as seen:
+        call()
+    return sum(seen["launch"].values())
+
+
+def step(model: Any, cache: Any) -> Callable[[], Any]:
+    """A call that decodes a token."""
+    ids = tokens()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return torch.no_grad()(lambda: model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_layer_and_no_token_waits(scheme: str) -> None:
+    model, ids = model_of(scheme), tokens()
+
+    def train() -> None:
+        model.train()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.eval()
+
+    assert not waits(torch.no_grad()(lambda: model(input_ids=ids, use_cache=False)))
+    assert not waits(train)
+    model.gradient_checkpointing_enable()
+    assert not waits(train)
+    model.gradient_checkpointing_disable()
+    if scheme in ("normalized_integer",):
+        return  # A cache is refused.
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=2 * LENGTH)):
+        assert not waits(step(model, cache))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_padding_is_looked_at_once_per_call(scheme: str) -> None:
+    model, ids = model_of(scheme), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    assert waits(lambda: model(input_ids=ids, attention_mask=mask, use_cache=False)).total() <= 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static", "disable_compile": True}])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_generate_does_not_wait_in_its_steps(scheme: str, padded: bool, options: dict[str, Any]) -> None:
+    if scheme == "normalized_integer":
+        pytest.skip("refuses a cache")
+    model, ids = model_of(scheme), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, : 3 if padded else 0] = 0
+
+    def generated(steps: int) -> int:
+        settings = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
+        return waits(lambda: model.generate(ids, attention_mask=mask, **settings, **options)).total()
+
+    few, many = generated(3), generated(9)
+    assert many == few <= 4
+
+
+@pytest.mark.parametrize("scheme", ["none", "learned", "alibi", "rope", "t5", "swin", "rope_nd"])
+@pytest.mark.parametrize("subject", ["vit", "bert"])
+@torch.no_grad()
+def test_models_of_images_and_encoders_do_not_wait(subject: str, scheme: str) -> None:
+    model = SUBJECTS[subject].model(scheme).to("strict:0")
+    inputs = {name: one.to("strict:0") for name, one in SUBJECTS[subject].inputs().items() if name != "attention_mask"}
+    assert not waits(lambda: model(**inputs))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_decoded_token_launches_little_more_than_stock(scheme: str) -> None:
+    if scheme == "normalized_integer":
+        pytest.skip("refuses a cache")
+    stock, model = model_of(None), model_of(scheme)
+    own, native = (launches(step(one, DynamicCache(config=one.config))) for one in (model, stock))
+    assert own - native <= FORMULAS.get(scheme, 3)
