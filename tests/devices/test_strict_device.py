@@ -15,7 +15,8 @@ import pytest
 from tests.devices import strict_device
 
 _ROOT = Path(__file__).parents[2]
-_INSIDE, _MATRIX = "tests/devices/inside", "tests/matrix/test_behaviour.py"
+_INSIDE, _WAITS = "tests/devices/inside", "tests/devices/inside/test_waits.py"
+_MATRIX = "tests/matrix/test_behaviour.py"
 #: What the stock model cannot do while accelerate keeps its weights elsewhere: be cast, or have its weights compared.
 _NOT_OFFLOADED = "not bfloat16 and not effect_and_undo"
 
@@ -41,9 +42,12 @@ def test_models_that_are_split_over_two_devices() -> None:
     _run(_INSIDE, "split")
 
 
-@pytest.mark.parametrize("placement", ["one", "split"])
-def test_the_behaviours_of_some_architectures(placement: str) -> None:
-    _run(_MATRIX, placement, "-k", "llama_gqa or gpt2 or bart or gemma3 or bert-")
+def test_the_behaviours_of_a_split_model() -> None:
+    _run(_MATRIX, "split", "-k", "gpt2")
+
+
+def test_the_host_does_not_wait_for_one_device() -> None:
+    _run(_WAITS, "one")
 
 
 @pytest.mark.slow

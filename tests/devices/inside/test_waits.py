@@ -14,6 +14,7 @@ from hf_posenc import PositionEncodingError
 from tests.devices import spreading, strict_device
 from tests.devices.inside.subjects import SCHEMES, SUBJECTS
 from tests.matrix.running import LENGTH, patched, tokens
+from tests.thinning import mostly_slow
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_padding_is_looked_at_once_per_call(scheme: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static", "disable_compile": True}])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"none", "learned", "t5", "alibi", "forget_gate"}.__contains__))
 @torch.no_grad()
 def test_generate_does_not_wait_in_its_steps(scheme: str, padded: bool, options: dict[str, Any]) -> None:
     if scheme == "normalized_integer":
