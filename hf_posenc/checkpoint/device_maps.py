@@ -18,7 +18,7 @@ _OFFLOADED = ("cpu", "disk")
 def install() -> None:
     """Wraps the functions that read a device map. Calling it again changes nothing."""
     wrap("accelerate.big_modeling", {"dispatch_model": _dispatch})
-    wrap("transformers.integrations.accelerate", {"_get_device_map": _device_map_of_transformers})
+    wrap("transformers.integrations.accelerate", {"_get_device_map": lambda call: completed(call["model"], call.run())})
 
 
 def with_parts(call: Call) -> Call:
@@ -75,7 +75,3 @@ def _dispatch(call: Call) -> Any:
         # The parts are where they are used, and so are their inputs.
         remove_hook_from_module(current_encoding(call["model"]), recurse=True)
     return dispatched
-
-
-def _device_map_of_transformers(call: Call) -> Any:
-    return completed(call["model"], call.run())

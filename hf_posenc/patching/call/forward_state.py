@@ -140,8 +140,9 @@ class ForwardState:
     def counted_by_model(self, ids: Tensor) -> Positions:
         """Positions that the model itself has computed from its slots. Where reading them costs nothing, they are."""
         found = self.with_lengths(ids)
-        trusted = self.end is not None and self.position_ids is None and not ids.is_cpu
-        return found.bounded(self.end or 0) if trusted else found
+        if ids.is_cpu or self.position_ids is not None or self.end is None:
+            return found
+        return found.bounded(self.end)
 
     def with_lengths(self, ids: Tensor) -> Positions:
         """Adds the length of each sequence: the largest position plus 1, or the number of real tokens in the mask."""

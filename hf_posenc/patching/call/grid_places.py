@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -127,8 +127,7 @@ def selected(positions: Positions, indices: Tensor, memo: dict[Hashable, Any]) -
         shape = (*values.shape[:-2], rows, -1)
         return values.expand(shape).gather(-1, indices.expand(*values.shape[:-2], rows, -1))
 
-    ids = take(positions.ids)
-    assert ids is not None
+    ids = cast("Tensor", take(positions.ids))
     coordinates, extents, placed = map(take, (positions.coordinates, positions.extents, positions.placed))
     found = Positions(ids, positions.lengths, coordinates, None, extents, placed, positions.grid, memo=memo)
     return found.bounded(positions.ids.shape[-1])

@@ -116,7 +116,7 @@ def slot_distances_are_exact(
     Returns:
         A 0-dim boolean tensor in a compiled graph, if the result depends on tensor values; else a bool.
     """
-    if (state.position_ids is not None or _usable_mask(state) is not None) and exporting():
+    if (state.position_ids is not None or state.attention_mask is not None) and exporting():
         # A program must be correct for every mask, and its bias is a matrix anyway.
         return False
     found = regularity(state)

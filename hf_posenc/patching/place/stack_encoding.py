@@ -81,7 +81,8 @@ class StackEncoding(nn.Module):
             parts = self._parts(layer_config, context, attention.path)
             _refuse_unsuited(attention.module, parts)
             _refuse_in_layers(stack, parts)
-            _refuse_other_axes(stack, layer_config, parts)
+            if stack.grid is not None and stack.grid.native is not None:
+                _refuse_other_axes(len(stack.grid.native), layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(
                 LayerEncoding(
@@ -246,13 +247,11 @@ def _refuse_in_layers(stack: Stack, parts: SchemeParts) -> None:
         )
 
 
-def _refuse_other_axes(stack: Stack, config: SchemeConfig, parts: SchemeParts) -> None:
-    """Refuses parts for another number of axes than the grid of the stack has."""
-    sizes = None if stack.grid is None else stack.grid.native
-    for part in (module for one in parts for module in one.modules() if sizes is not None):
+def _refuse_other_axes(number: int, config: SchemeConfig, parts: SchemeParts) -> None:
+    for part in (module for one in parts for module in one.modules()):
         axes = getattr(part, "axes", None)
-        if sizes is not None and getattr(part, "reads_coordinates", False) and axes not in (None, 1, len(sizes)):
-            raise UnsupportedError(other_axes(len(sizes), config.name, axes))
+        if getattr(part, "reads_coordinates", False) and axes not in (None, 1, number):
+            raise UnsupportedError(other_axes(number, config.name, axes))
 
 
 def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
