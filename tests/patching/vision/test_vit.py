@@ -303,7 +303,7 @@ def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: 
         ("video-videoprism_vision_model", r"separate tables \(spatial.*temporal"),
     ],
 )
-@pytest.mark.parametrize("scheme", [SinusoidalConfig(axes=2), SinusoidalConfig(), LearnedConfig(num_positions=512)])
+@pytest.mark.parametrize("scheme", [SinusoidalConfig(), LearnedConfig(num_positions=512)])
 def test_vectors_that_have_no_place_are_refused(name: str, message: str, scheme: Any) -> None:
     model = tiny_model(pair_named(name))
     with pytest.raises(UnsupportedError, match=message):
