@@ -22,6 +22,7 @@ from benchmarks.machine import DTYPES
 from benchmarks.peers import peer_subjects
 from benchmarks.subjects import (
     BARE,
+    NARROW_LEVEL,
     PATCH,
     SMOLLM2_LEVEL,
     STOCK,
@@ -40,7 +41,7 @@ from hf_posenc.schemes import as_scheme
 #: One attention call; a small Llama; a small BERT.
 LEVELS = ("attention", "model", "encoder")
 #: Levels of models with a cache.
-DECODERS = ("model", SMOLLM2_LEVEL)
+DECODERS = ("model", SMOLLM2_LEVEL, NARROW_LEVEL)
 CONTROL = "bare again"
 REFERENCES = (BARE, CONTROL, STOCK)
 #: What may follow the `@` of a scheme.

@@ -26,6 +26,8 @@ DECODE_BATCH = "decode_batch16"
 DECODING = {"decode": 1, DECODE_BATCH: 16}
 #: The level of a Llama of the shape of SmolLM2-135M; measured on request.
 SMOLLM2_LEVEL = "smollm2"
+#: A Llama so narrow that launching its kernels takes longer than running them; measured on request.
+NARROW_LEVEL = "narrow"
 #: A small ViT, and one of the shape of ViT-B; measured on request. Their lengths are numbers of patches.
 VISION_LEVELS = (VIT_LEVEL, VIT_BASE_LEVEL) = ("vit", "vit_base")
 #: Pixels along each side of a patch.
@@ -51,6 +53,9 @@ class Sizes:
 
 #: The shape of HuggingFaceTB/SmolLM2-135M, as its config has it.
 SMOLLM2 = Sizes(576, 30, 9, 1536, 49152, 3)
+
+
+NARROW = Sizes(64, 16, 4, 128)
 
 
 #: The shape of google/vit-base-patch16-224, as its config has it; no vocabulary.
@@ -86,7 +91,7 @@ class Setting:
 
     def at(self, level: str) -> Setting:
         """The setting of one level, with its sizes in `sizes`."""
-        own = {SMOLLM2_LEVEL: self.smollm2, VIT_BASE_LEVEL: VIT_BASE}
+        own = {SMOLLM2_LEVEL: self.smollm2, VIT_BASE_LEVEL: VIT_BASE, NARROW_LEVEL: NARROW}
         return dataclasses.replace(self, sizes=own[level]) if level in own else self
 
     def random(self, *shape: int) -> Tensor:

@@ -8,7 +8,17 @@ from typing import Any
 
 from benchmarks.lineup import CONTROL
 from benchmarks.machine import machine_line, subnormal_line
-from benchmarks.subjects import BARE, SMOLLM2_LEVEL, STOCK, VIT_BASE, VIT_BASE_LEVEL, VIT_LEVEL, has_smollm2_shape
+from benchmarks.subjects import (
+    BARE,
+    NARROW,
+    NARROW_LEVEL,
+    SMOLLM2_LEVEL,
+    STOCK,
+    VIT_BASE,
+    VIT_BASE_LEVEL,
+    VIT_LEVEL,
+    has_smollm2_shape,
+)
 from benchmarks.targets import verdicts
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.report.tables import format_table
@@ -17,6 +27,7 @@ _LEVELS = {
     "attention": "One attention call",
     "model": "A small Llama",
     SMOLLM2_LEVEL: "The shape of SmolLM2-135M",
+    NARROW_LEVEL: "A Llama of 16 layers that are 64 wide",
     "encoder": "A small BERT",
     VIT_LEVEL: "A small ViT, T patches of one image",
     VIT_BASE_LEVEL: "The shape of ViT-B/16, T patches of one image",
@@ -64,6 +75,8 @@ def write_tables(content: dict[str, Any]) -> str:
     shapes = [f"{name} {settings[name]}" for name in ("sizes", SMOLLM2_LEVEL) if name in settings]
     if any(cell["level"] == VIT_BASE_LEVEL for cell in content["cells"].values()):
         shapes.append(f"{VIT_BASE_LEVEL} {asdict(VIT_BASE)}")
+    if any(cell["level"] == NARROW_LEVEL for cell in content["cells"].values()):
+        shapes.append(f"{NARROW_LEVEL} {asdict(NARROW)}")
     introduction = f"""# What position encoding costs
 
 Time over that of the same model with no position at all (`{BARE}`), measured side by side. In every round each subject
@@ -144,7 +157,7 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
                     yield Record(name, "peer_own", row["ratio"]["median"], at)
             else:
                 # Beside the bare model, only the shape of a real one is compared with stock.
-                others = ("to_bare", "to_stock") if cell["level"] == SMOLLM2_LEVEL else ("to_bare",)
+                others = ("to_bare", "to_stock") if cell["level"] in (SMOLLM2_LEVEL, NARROW_LEVEL) else ("to_bare",)
                 for over in others:
                     if over in row and name != over.removeprefix("to_"):
                         yield Record(name, over, row[over]["median"], at, shown=spread(row[over]), details=row[over])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.subjects import BARE, SMOLLM2_LEVEL, has_smollm2_shape
+from benchmarks.subjects import BARE, NARROW_LEVEL, SMOLLM2_LEVEL, has_smollm2_shape
 
 _LONG = 16384
 #: Whom a target is about: schemes by the family of their rows, or by name.
@@ -16,6 +16,9 @@ _FAMILIES = {
     "distance biases and rotations": ("distance bias", "rotation"),
     "additive schemes": ("additive",),
 }
+_CONTENT, _CONTENT_FREE = "schemes that read the content", "schemes that do not read the content"
+#: Beside those of the family "content bias".
+_READ_CONTENT = ("pope", "repo", "selective_rope", "grape_m")
 #: Whom, at most how much, over which model, and in which cells; a cell is a level, its phases and its lengths.
 _ON_CPU = (
     *(
@@ -32,6 +35,9 @@ _ON_CPU = (
         for limit, names in ((1.1, ("none", "rope", "alibi", "t5", "forget_gate")), (1.25, ("self_extend",)))
         for name in names
     ),
+    (_CONTENT_FREE, 1.1, "to_stock", NARROW_LEVEL, ("decode",), (32,)),
+    (_CONTENT, 1.25, "to_stock", NARROW_LEVEL, ("decode",), (32,)),
+    ("all schemes", 1.25, "to_stock", NARROW_LEVEL, ("train",), (32,)),
 )
 #: Schemes at sdpa unless they name a backend. ALiBi and forget gates are to be faster than no position.
 _ON_CUDA = (
@@ -85,8 +91,12 @@ def _ratios(content: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
 def _is_meant(row: dict[str, Any], whom: str) -> bool:
     if whom in _FAMILIES:
         return row["family"] in _FAMILIES[whom]
+    scheme = row["family"] not in ("bare", "stock", "peer")
+    if whom in (_CONTENT, _CONTENT_FREE):
+        reads = row["family"] == "content bias" or row["subject"] in _READ_CONTENT
+        return scheme and reads == (whom == _CONTENT)
     if whom.startswith("all "):
-        return row["family"] not in ("bare", "stock", "peer")
+        return scheme
     return bool(row["subject"] == whom)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.errors import SequenceLengthError
 
@@ -27,6 +28,29 @@ def exporting() -> bool:
     Such a program must not contain operators of this package, and must not depend on the lengths of the example.
     """
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
+    """Values that follow from parameters of parts, kept with a cache. Not included when it is copied or pickled."""
+
+    def of(
+        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] = lambda _: True
+    ) -> Value:
+        """The value that is kept, if it `fits` and the parameters are the same, or `compute()`."""
+        # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
+        weights = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in part.parameters()]
+        state = (weakref.ref(part), weights)
+        known = self.get((id(part), name))
+        if known is not None and known[0] == state and fits(known[1]):
+            return known[1]
+        for key in [key for key, ((owner, _), _) in self.items() if owner() is None]:
+            del self[key]
+        value = compute()
+        self[id(part), name] = state, value
+        return value
+
+    def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:
+        return KeptValues, ()
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:
@@ -142,6 +166,14 @@ class Positions:
         if known is None:
             known = self.memo[key] = compute(), sources
         return known[0]
+
+    def kept(self, part: nn.Module, name: str, compute: Callable[[], Value]) -> Value:
+        """`compute()`, which reads nothing but parameters of `part`.
+
+        Without gradients, a cache keeps it for later tokens, until a parameter is replaced or written to.
+        """
+        kept: KeptValues | None = None if torch.is_grad_enabled() else self.memo.get(KeptValues)
+        return compute() if kept is None else kept.of(part, name, compute)
 
     def first(self, count: int) -> Positions:
         """The positions of the first `count` tokens; lengths are still those of the whole sequences."""

@@ -145,7 +145,7 @@ class PartChecker:
 
         value = attempt(placed)
         unpatch_model(self.model)
-        return 3 if isinstance(value, Finding) and "have 3 axes" in value.note else 2
+        return 3 if isinstance(value, Finding) and "positions on 3 axes" in value.note else 2
 
     def _check_scheme(self, scheme: str, options: dict[str, Any], found: dict[str, Finding]) -> None:
         try:

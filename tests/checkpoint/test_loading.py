@@ -211,7 +211,7 @@ def test_weights_of_another_scheme_are_an_error(folder: Path) -> None:
     disk = json.loads(path.read_text())
     disk["position_encoding"]["scheme"] = hf_posenc.get_scheme("alibi")().to_dict()
     path.write_text(json.dumps(disk))
-    with pytest.raises(PositionEncodingError, match="from different models"):
+    with pytest.raises(PositionEncodingError, match="the config that from_pretrained has read names"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -25,7 +25,6 @@ from hf_posenc.schemes.bias.relative_tables import sinusoidal_vectors, turn_freq
 from hf_posenc.schemes.bias.shaw import ShawConfig
 from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 
 HIDDEN, HEADS, HEAD_DIM, LENGTH = 24, 3, 8, 12
@@ -298,7 +297,7 @@ def test_sinusoids_of_early_tokens_do_not_depend_on_what_comes_later(config, lat
 
 @pytest.mark.parametrize("position", [5, 4096, 131_071, 1_000_000])
 def test_sinusoids_are_right_far_from_the_start(position):
-    found = sinusoidal_vectors(torch.tensor([position]), DeviceConstant(turn_frequencies(64, 10000.0)))[0]
+    found = sinusoidal_vectors(torch.tensor([position]), turn_frequencies(64, 10000.0))[0]
     angles = [position * 10000.0 ** (-2 * pair / 64) for pair in range(32)]
     expected = torch.tensor([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

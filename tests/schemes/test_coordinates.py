@@ -169,7 +169,7 @@ def test_a_position_map_moves_every_axis():
 
 
 def test_another_number_of_axes_is_refused():
-    with pytest.raises(ValueError, match=r"have 3 axes.*'rope_nd' was built for 2"):
+    with pytest.raises(ValueError, match=r"positions on 3 axes.*'rope_nd' was built for 2"):
         map_of(RopeNdConfig()).phases(at(scattered(3)))
 
 

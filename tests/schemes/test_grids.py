@@ -352,7 +352,7 @@ def _run(config: SchemeConfig, positions: Positions) -> Tensor:
 
 @pytest.mark.parametrize("config", [*RELATIVE, *ADDED[:2], ADDED[3]], ids=str)
 def test_another_number_of_axes_is_refused(config):
-    with pytest.raises(ValueError, match=f"have 3 axes.*'{config.name}' was built for 2.*Give it 3 axes"):
+    with pytest.raises(ValueError, match=f"positions on 3 axes.*'{config.name}' was built for 2.*Give it 3 axes"):
         _run(config, image(2, 3, 4))
 
 

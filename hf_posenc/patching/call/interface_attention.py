@@ -256,7 +256,8 @@ class InterfaceAttention(AttentionSite):
         for requests in requests_of(call.state, key.shape[2], mask, kwargs):
             own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
             own.key_features = None if features is None else cut_heads(features, requests.keys)
-            own.angles = None if call.angles is None else cut(call.angles, requests.queries)
+            if call.rotation is not None:
+                own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
             heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (key, value)))
             own_mask = requests.mask(implementation or _EAGER, mask, query.dtype)
             attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))

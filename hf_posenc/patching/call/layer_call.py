@@ -15,6 +15,7 @@ from hf_posenc.patching.call.split_parts import HeadShard
 from hf_posenc.schemes.features import feature_counts
 from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, Part, QueryKeyMap
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
 
 @dataclass
@@ -114,8 +115,8 @@ class LayerCall:
         rotated_query: the query last returned in place of a rotary function, `(batch, heads, query_len, width)`.
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         key_features: the features of the bias for each key, cached ones included, once they are known.
-        angles: `(batch, query_len, key_value_heads, rotary_dim / 2)` float32, in radians, if the layer's input has
-            rotated the keys of the new tokens before they entered the cache.
+        rotation: the factors with which the layer's input has rotated the keys of the new tokens before they entered
+            the cache, if it has.
     """
 
     state: ForwardState
@@ -126,7 +127,7 @@ class LayerCall:
     writes_pages: bool = False
     rotated_query: Tensor | None = None
     key_features: Tensor | None = None
-    angles: Tensor | None = None
+    rotation: RotationFactors | None = None
     next_token: int = 0
 
     def of_next(self, length: int) -> LayerCall:

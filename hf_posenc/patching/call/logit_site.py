@@ -28,6 +28,7 @@ from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions, assert_in_graph, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
 _UNEVEN = (
     "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "
@@ -131,10 +132,10 @@ class LogitSite(PlacedForward):
         assert bias is not None
         check_cache(bias, call.state)
         rotation = self.encoding.rotation_before_cache
-        if rotation is not None and call.angles is not None:
+        if rotation is not None and call.rotation is not None:
             check_heads(self.encoding.num_heads, query.shape[1])
             with without_autocast(query.device):
-                return call.state.own(rotation).turned(query, call.angles), key
+                return apply_rotation(query, call.rotation, rotation.layout), key
         # Rotated heads are multiplied by the layer itself, with its own factor.
         pairs = self._pairs(call, query, key, scaling=1.0)
         check_heads(self.encoding.num_heads, query.shape[1])
@@ -153,12 +154,13 @@ class LogitSite(PlacedForward):
         return key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
 
     def rotated_before_cache(self, call: LayerCall, key: Tensor) -> Tensor:
-        """Rotates new keys `(batch, key_value_heads, query_len, head_dim)`, and keeps the angles for the queries."""
+        """Rotates new keys `(batch, key_value_heads, query_len, head_dim)`, and keeps the factors for the queries."""
         assert self.encoding.rotation_before_cache is not None
         rotation = call.state.own(self.encoding.rotation_before_cache)
         with without_autocast(key.device):
-            call.angles = rotation.own_angles(call.hidden_states, call.state.positions())
-            return rotation.turned(key, call.angles)
+            features = rotation.key_features(call.hidden_states)
+            call.rotation = rotation.factors(features, call.state.positions(), key.dtype)
+            return apply_rotation(key, call.rotation, rotation.layout)
 
     def bias_is_zero(self, state: ForwardState) -> bool:
         """Whether the bias of all pairs of a call is known to be 0."""
@@ -233,7 +235,7 @@ class LogitSite(PlacedForward):
 
     def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float | Tensor) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
-        if self.encoding.num_features and call.key_features is None and call.angles is None:
+        if self.encoding.num_features and call.key_features is None and call.rotation is None:
             if key_length != query_length:
                 raise UnsupportedError(
                     f"{type(self.module).__name__} has {key_length} keys for {query_length} queries, but they did not "

@@ -17,6 +17,7 @@ from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
 from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache, remember_length
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
+from hf_posenc.patching.call.decoding_memo import keep_values
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
 from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.grid_state import grid_state
@@ -260,6 +261,7 @@ class StackForward(PlacedForward):
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
+        keep_values(state)
         if generation is not None and counted is not None:
             generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES

@@ -176,7 +176,7 @@ class SinusoidalConfig(SchemeConfig):
 def _frequencies(hidden_size: int, config: SinusoidalConfig) -> Tensor:
     """Returns turns per position in float64 ("vaswani"), or radians per position in float32 ("tensor2tensor")."""
     if config.frequencies == "vaswani":
-        return turn_frequencies(hidden_size, config.base)
+        return turn_frequencies(hidden_size, config.base).on(torch.device("cpu"))
     half = hidden_size // 2
     step = math.log(config.base) / (half - 1)
     return torch.exp(torch.arange(half, dtype=torch.int64, device="cpu").to(torch.float32) * -step)

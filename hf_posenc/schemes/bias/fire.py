@@ -65,7 +65,7 @@ class FireBias(PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         inputs = self.normalized_distance(pairs)
-        slopes, offsets, corners = self.pieces()
+        slopes, offsets, corners = pairs.keys.kept(self, "pieces", self.pieces)
         piece = torch.bucketize(inputs.detach(), corners)
         # One table row for all pairs of a linear piece, with heads first.
         slope, offset = (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.positions import traced
+from hf_posenc.schemes.positions import Positions, traced
 
 #: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 compared with its peak of
 #: 1.
@@ -109,10 +110,11 @@ def leading_keys_of_one_row(rows: Tensor) -> int:
     return int(others[0]) if len(others) else rows.shape[-1]
 
 
-def turn_frequencies(width: int, base: float) -> Tensor:
-    """`(width / 2,)` float64 on the CPU, in turns per position: `base ** (-2 m / width) / (2 pi)`."""
+@functools.lru_cache(maxsize=64)
+def turn_frequencies(width: int, base: float) -> DeviceConstant:
+    """`(width / 2,)` float64, in turns per position: `base ** (-2 m / width) / (2 pi)`. All layers share it."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
-    return base**-exponents / (2 * math.pi)
+    return DeviceConstant(base**-exponents / (2 * math.pi))
 
 
 def angles_of_turns(positions: Tensor, frequencies: DeviceConstant) -> Tensor:
@@ -131,7 +133,7 @@ def sinusoidal_vectors(positions: Tensor, frequencies: DeviceConstant) -> Tensor
 
 
 def sinusoidal_products(
-    query: Tensor, frequencies: DeviceConstant, query_positions: Tensor, key_positions: Tensor
+    query: Tensor, frequencies: DeviceConstant, query_positions: Tensor, keys: Positions, mirrored: bool = False
 ) -> Tensor:
     """`query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
 
@@ -144,18 +146,31 @@ def sinusoidal_products(
         query: `(batch, heads, query_len, width)` float32; components as in `sinusoidal_vectors`.
         frequencies: of `turn_frequencies`.
         query_positions: `(batch or 1, query_len)`.
-        key_positions: `(batch or 1, key_len)`.
+        keys: the positions of the keys. Layers share the sinusoids.
+        mirrored: whether the distance is that from the key to the query instead.
 
     Returns:
         `(batch, heads, query_len, key_len)` float32.
     """
-    origin = key_positions[:, :1]
-    turn = sinusoidal_vectors(query_positions - origin, frequencies).unsqueeze(1)
-    turn_sine, turn_cosine = turn.chunk(2, dim=-1)
-    sine, cosine = query.chunk(2, dim=-1)
-    turned = torch.cat((sine * turn_cosine + cosine * turn_sine, cosine * turn_cosine - sine * turn_sine), dim=-1)
-    keys = sinusoidal_vectors(key_positions - origin, frequencies).unsqueeze(1)
-    return turned @ keys.transpose(-1, -2)
+    origin, name = keys.ids[:, :1], f"{id(frequencies)} {mirrored}"
+
+    def of_queries() -> tuple[Tensor, Tensor]:
+        sine, cosine = sinusoidal_vectors(query_positions - origin, frequencies).unsqueeze(1).chunk(2, dim=-1)
+        own = torch.cat((-cosine if mirrored else cosine, cosine), dim=-1)
+        return own, torch.cat((sine, sine if mirrored else -sine), dim=-1)
+
+    def of_keys() -> Tensor:
+        return sinusoidal_vectors(keys.ids - origin, frequencies).unsqueeze(1).transpose(-1, -2)
+
+    own, exchanged = keys.remembered(f"turns {name}", of_queries, query_positions, keys.ids)
+    vectors = keys.remembered(f"sinusoids {name}", of_keys, keys.ids)
+    halves_exchanged = query.roll(query.shape[-1] // 2, dims=-1)
+    return torch.addcmul(query * own, halves_exchanged, exchanged) @ vectors
+
+
+def plus(first: Tensor, second: Tensor, factor: float | Tensor) -> Tensor:
+    """`first + factor * second`, in one kernel if the factor is a number."""
+    return first + second * factor if isinstance(factor, Tensor) else torch.add(first, second, alpha=factor)
 
 
 def ricker_wavelets(distance: Tensor, scales: Tensor, shifts: Tensor) -> Tensor:

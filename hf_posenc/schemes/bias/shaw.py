@@ -16,7 +16,6 @@ from hf_posenc.schemes.bias.relative_tables import (
 )
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
@@ -72,11 +71,11 @@ class SinusoidalShawBias(PairwiseBias):
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
-        self._frequencies = DeviceConstant(turn_frequencies(head_dim, 10000.0))
+        self._frequencies = turn_frequencies(head_dim, 10000.0)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        products = sinusoidal_products(pairs.query.float(), self._frequencies, pairs.query_positions, pairs.keys.ids)
+        products = sinusoidal_products(pairs.query.float(), self._frequencies, pairs.query_positions, pairs.keys)
         return products * pairs.query_scaling
 
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_distances,
+    plus,
     select_rows,
     sinusoidal_products,
     sinusoidal_vectors,
     turn_frequencies,
 )
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
@@ -43,7 +43,7 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         # The clamped table has one row for each whole distance.
         self.whole_positions = config.clamp_length is not None
         self.initializer_range = context.initializer_range
-        self._frequencies = DeviceConstant(turn_frequencies(hidden, config.base))
+        self._frequencies = turn_frequencies(hidden, config.base)
         self.content_bias = nn.Parameter(torch.empty(heads))
         self.position_bias = nn.Parameter(torch.empty(heads))
         self.position_projection = nn.Parameter(torch.empty(heads[0] * heads[1], hidden))
@@ -69,18 +69,15 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
         """
         by_key = self.content_bias.float().unsqueeze(-2) @ pairs.expanded_key.float().transpose(-1, -2)
         # Where the layer has scaled its queries, the bias is added to scaled ones.
-        query = pairs.query.float() + self.position_bias.float().unsqueeze(-2) * pairs.query_factor
+        query = plus(pairs.query.float(), self.position_bias.float().unsqueeze(-2), pairs.query_factor)
         # (heads, head_dim, hidden): W_R of each head.
         projection = self.position_projection.float().unflatten(0, self.content_bias.shape)
         if self.clamp_length is None:
-            # The sinusoid of i - j is that of j - i with its sines negated.
-            sine, cosine = (query @ projection).chunk(2, dim=-1)
-            mirrored = torch.cat((-sine, cosine), dim=-1)
-            places = pairs.query_positions, pairs.keys.ids
-            by_distance = sinusoidal_products(mirrored, self._frequencies, *places)
+            places = pairs.query_positions, pairs.keys
+            by_distance = sinusoidal_products(query @ projection, self._frequencies, *places, mirrored=True)
         else:
             by_distance = self._by_clamped_distance(query, projection, pairs, self.clamp_length)
-        return by_key * pairs.key_scaling + by_distance * pairs.query_scaling
+        return plus(by_distance * pairs.query_scaling, by_key, pairs.key_scaling)
 
     def _by_clamped_distance(
         self, query: Tensor, projection: Tensor, pairs: AttentionPairs, clamp_length: int

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, for_both_of_pair, rotation_factors
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 
 
 class ContextualRotation(PairwiseBias):
@@ -79,35 +80,16 @@ class ContextualRotation(PairwiseBias):
             raise ValueError(
                 f"{type(self).__name__} computes angles from hidden states, but this layer does not provide them."
             )
-        angles = self.angles(pairs.key_features, pairs.keys).transpose(1, 2)
-        query = self.turned(pairs.query, angles.index_select(1, pairs.query_slots))
-        return query, self.turned(pairs.key, angles)
+        factors = self.factors(pairs.key_features, pairs.keys, pairs.key.dtype)
+        query = apply_rotation(
+            pairs.query, factors.each(lambda factor: factor.index_select(-2, pairs.query_slots)), self.layout
+        )
+        return query, apply_rotation(pairs.key, factors, self.layout)
 
-    def own_angles(self, hidden_states: Tensor, positions: Positions) -> Tensor:
-        """The angles of new tokens, if they depend on no other token.
-
-        Args:
-            hidden_states: `(batch, length, hidden)`, the layer's input.
-            positions: the positions of these tokens.
-
-        Returns:
-            `(batch, length, key_value_heads, rotary_dim / 2)` float32, in radians.
-        """
-        return self.angles(self.key_features(hidden_states), positions).transpose(1, 2)
-
-    def turned(self, heads: Tensor, angles: Tensor) -> Tensor:
-        """Rotates queries or keys.
-
-        Args:
-            heads: `(batch, heads or key_value_heads, length, head_dim)`.
-            angles: `(batch, length, key_value_heads, rotary_dim / 2)` in radians.
-
-        Returns:
-            The heads in their shape and dtype.
-        """
-        both = for_both_of_pair(angles, self.layout)
-        factors = rotation_factors(both.cos(), both.sin(), self.layout, heads.dtype)
-        return apply_rotation(heads, factors, self.layout)
+    def factors(self, features: Tensor, positions: Positions, dtype: torch.dtype) -> RotationFactors:
+        """The factors of a rotation of heads of a dtype, from what `angles` takes."""
+        both = for_both_of_pair(self.angles(features, positions).transpose(1, 2), self.layout)
+        return rotation_factors(both.cos(), both.sin(), self.layout, dtype)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32: rotated logits minus those before the rotation."""

@@ -9,6 +9,7 @@ for which `x` does not need to be saved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +41,16 @@ class RotationFactors(NamedTuple):
     own: Tensor
     other: Tensor | None
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> RotationFactors:
+        """Both factors, changed by a function."""
+        return RotationFactors(change(self.own), None if self.other is None else change(self.other))
+
     def for_heads(self, heads: int) -> RotationFactors:
         """Repeats factors per key head for the query heads."""
         own_heads = self.own.shape[1]
         if own_heads in (1, heads):
             return self
-        groups = heads // own_heads
-        other = None if self.other is None else self.other.repeat_interleave(groups, dim=1)
-        return RotationFactors(self.own.repeat_interleave(groups, dim=1), other)
+        return self.each(lambda factor: factor.repeat_interleave(heads // own_heads, dim=1))
 
 
 def for_both_of_pair(values: Tensor, layout: str) -> Tensor:

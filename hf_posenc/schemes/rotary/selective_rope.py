@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,41 +71,60 @@ class SelectiveRotation(ContextualRotation):
 
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
+        steps = self.kernel.shape[-1]
         if not keys.may_hold_padding:
-            return self._sums(features, keys.ids)
-        # Tokens on both sides of padding are neighbours, so the padding is moved behind them, and back.
-        order = keys.padding.squeeze(1).to(torch.uint8).argsort(dim=-1, stable=True)
-        ids = keys.ids.gather(-1, order)
-        rows = order.expand(features.shape[0], -1)
-        sums = self._sums(_along_tokens(features, rows), ids)
-        return _along_tokens(sums, rows.argsort(dim=-1))
+            return self._sums(features, _neighbours(keys.ids, steps))
+        # Tokens on both sides of padding are neighbours, so the padding is moved behind them, and back. Layers share
+        # the order.
+        compute = functools.partial(_without_padding, keys, steps)
+        order, back, neighbours = keys.remembered(f"neighbours {steps}", compute, keys.ids)
+        return _along_tokens(self._sums(_along_tokens(features, order), neighbours), back)
 
-    def _sums(self, features: Tensor, ids: Tensor) -> Tensor:
-        """`angles` for tokens without padding between them."""
-        count = self.kernel.shape[1]
-        own = features[..., :count]
-        combined = own * self.kernel[..., -1].float().unsqueeze(-2)
-        documents = _documents(ids)
-        for steps in range(1, self.kernel.shape[-1]):
-            earlier = nn.functional.pad(own, (0, 0, steps, 0))[..., : own.shape[-2], :]
-            same = nn.functional.pad(documents, (steps, 0), value=-1)[:, : own.shape[-2]] == documents
-            weight = self.kernel[..., -1 - steps].float().unsqueeze(-2)
-            combined = combined + (earlier * weight).where(same.unsqueeze(1).unsqueeze(-1), 0.0)
+    def _sums(self, features: Tensor, neighbours: Tensor) -> Tensor:
+        """`angles` for tokens without padding between them.
+
+        Args:
+            features: as in `angles`.
+            neighbours: of `_neighbours`.
+        """
+        count, length = self.kernel.shape[1], features.shape[-2]
+        own, kernel = features[..., :count], self.kernel.float().unsqueeze(-3)
+        combined = own * kernel[..., -1]
+        earlier = nn.functional.pad(own, (0, 0, len(neighbours), 0)) if len(neighbours) else own
+        for steps, same in enumerate(neighbours.unbind(0), start=1):
+            shifted = earlier.narrow(-2, len(neighbours) - steps, length)
+            combined = torch.addcmul(combined, shifted * same, kernel[..., -1 - steps])
         if self.gate_weight is not None:
             combined = combined * features[..., count:]
         return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
 
 
 def _along_tokens(values: Tensor, order: Tensor) -> Tensor:
-    """Values `(batch, key_value_heads, key_len, numbers)` in another order of tokens, `(batch, key_len)`."""
+    """Values `(batch, key_value_heads, key_len, numbers)` in another order of tokens, `(batch or 1, key_len)`."""
+    if order.shape[0] == 1:
+        return values.index_select(2, order[0])
     index = order.unsqueeze(1).unsqueeze(-1)
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[-1]))
 
 
-def _documents(ids: Tensor) -> Tensor:
-    """Numbers the packed documents of each row, `(batch or 1, key_len)`: one begins where positions do not increase."""
+def _without_padding(keys: Positions, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of tokens with padding last, the order back, each `(batch or 1, key_len)`, and `_neighbours` in it."""
+    order = keys.padding.squeeze(1).to(torch.uint8).argsort(dim=-1, stable=True)
+    return order, order.argsort(dim=-1), _neighbours(keys.ids.gather(-1, order), steps)
+
+
+def _neighbours(ids: Tensor, steps: int) -> Tensor:
+    """1 where the token 1, 2, ... before a token is of the same packed document, else 0.
+
+    Returns:
+        `(steps - 1, batch or 1, 1, key_len, 1)` float32.
+    """
+    # A document begins where positions do not increase.
     begins = nn.functional.pad(ids[:, 1:] <= ids[:, :-1], (1, 0))
-    return begins.cumsum(dim=-1)
+    documents = nn.functional.pad(begins.cumsum(dim=-1), (steps - 1, 0), value=-1)
+    windows = documents.unfold(-1, steps, 1)
+    same = windows[..., :-1] == windows[..., -1:]
+    return same.flip(-1).float().movedim(-1, 0).unsqueeze(2).unsqueeze(-1)
 
 
 @register_scheme

@@ -42,18 +42,19 @@ class RotationInBasis(QueryKeyMap):
         raise NotImplementedError
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
-        """Returns cosine and sine of the rotation."""
-        return self.rotation.phases(positions)
+        """Returns cosine and sine of the rotation, and the basis."""
+        return *self.rotation.phases(positions), positions.kept(self, "basis", self.basis)
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        basis = self.basis().to(query.dtype)
+        *phases_in_basis, basis = phases
+        basis = basis.to(query.dtype)
         if basis.shape[0] > 1:
             basis = basis.repeat_interleave(query.shape[1] // basis.shape[0], dim=0)
         changed = query[..., : self.rotary_dim] @ basis.transpose(-1, -2)
         if self.rotary_dim < query.shape[-1]:
             changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
-        return self.rotation.rotate(changed.to(query.dtype), *phases)
+        return self.rotation.rotate(changed.to(query.dtype), *phases_in_basis)
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
