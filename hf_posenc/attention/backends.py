@@ -14,7 +14,8 @@ rows             in blocks; compiled, a       a matrix                    refuse
                  matrix
 ===============  ===========================  ==========================  =====================  =================
 
-With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a query are skipped
+With sdpa, short inputs (`hf_posenc.attention.by_blocks.SHORT_PAIRS`) get a matrix, because the kernels for distances
+take longer to launch than to run. With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a query are skipped
 (`hf_posenc.attention.windows`).
 
 If sdpa is called with dropout or a soft cap, transformers' own function gets the bias in blocks. Flash kernels do not
@@ -33,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import autocast_inputs
-from hf_posenc.attention.by_blocks import attend_by_blocks
+from hf_posenc.attention.by_blocks import SHORT_PAIRS, attend_by_blocks
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.attention.fused_attention import folds, fused_attention
@@ -142,10 +143,12 @@ def _attend_sdpa(
             return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
         return attend_by_blocks(function, form, causal, *given, *args, **kwargs)
     scaling = _scaling(query, kwargs)
+    fuses = compiling or query.shape[2] * key.shape[2] > SHORT_PAIRS
     if causal and query.device.type != "cpu" and folds(query):
         # A folded bias needs no mask, and kernels without a mask are faster on this device.
         form = _separable(form) or form
-    if not isinstance(form, RowsForm):
+        fuses = fuses or isinstance(form, SeparableForm)
+    if fuses and not isinstance(form, RowsForm):
         vector, terms, slots = form.tensors
         return fused_attention(query, key, value, vector, terms, slots, attention_mask, scaling, causal), None
     if compiling:

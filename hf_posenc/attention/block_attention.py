@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.attention.blockwise import (
-    additive_mask,
     autocast_inputs,
     for_each_query_head,
     for_kernel,
@@ -26,7 +25,7 @@ aten = torch.ops.aten
 
 
 def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, may_be_empty: bool
 ) -> Tensor:
     """`softmax(scaling * query . key + bias) . value`.
 
@@ -34,62 +33,58 @@ def block_attention(
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
         value: `(batch, key_value_heads, key_len, value_dim)`.
-        bias: `(batch or 1, heads, query_len, key_len)` float32.
-        mask: boolean (visible pairs) or additive; broadcasts to the bias.
+        bias: `(batch or 1, heads, query_len, key_len)` float32, the mask included.
         scaling: factor of `query . key`.
+        may_be_empty: whether a row of the bias may be -inf.
 
     Returns:
         `(batch, query_len, heads, value_dim)` in the dtype of the query.
     """
     query, key, value = autocast_inputs(query, key, value)
     key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
-    # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
-    may_be_empty = mask is not None and mask.dtype != torch.bool
-    mask = None if mask is None else additive_mask(mask, bias.dtype)
-    output: Tensor = _BlockAttention.apply(query, key, value, bias, mask, scaling, may_be_empty)
+    if bias.requires_grad and torch.is_grad_enabled():
+        output: Tensor = _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty)
+    else:
+        output = _forward(query, key, value, bias, scaling)
     return output.transpose(1, 2)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    masked = for_kernel(bias, query)
+    # The kernel reads a mask of another shape element by element.
+    masked = masked if masked.shape[0] == query.shape[0] else masked.expand(query.shape[0], -1, -1, -1)
+    # Autocast would round the bias.
+    with without_autocast(query.device):
+        return scaled_dot_product_attention(query, key, value, attn_mask=masked, scale=scaling)
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        may_be_empty: bool,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, may_be_empty: bool
     ) -> Tensor:
         ctx.scaling, ctx.may_be_empty = scaling, may_be_empty
-        ctx.save_for_backward(query, key, value, bias, mask)
-        masked = for_kernel(bias if mask is None else bias + mask, query).expand(query.shape[0], -1, -1, -1)
-        # Autocast would round the bias.
-        with without_autocast(query.device):
-            return scaled_dot_product_attention(query, key, value, attn_mask=masked, scale=scaling)
+        ctx.save_for_backward(query, key, value, bias)
+        return _forward(query, key, value, bias, scaling)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
-        query, key, value, bias, mask = ctx.saved_tensors
+        query, key, value, bias = ctx.saved_tensors
         heads, dtype = query.shape[1], torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device):
-            queries, keys, values, outputs = (
-                tensor.to(dtype).flatten(0, 1) for tensor in (query.to(dtype) * ctx.scaling, key, value, gradient)
-            )
-            scores = torch.bmm(queries, keys.transpose(1, 2)).unflatten(0, (-1, heads)).add_(bias)
-            if mask is not None:
-                scores.add_(mask)
-            probabilities = scores.softmax(-1).flatten(0, 1)
+            queries, keys, values, outputs = (one.to(dtype).flatten(0, 1) for one in (query, key, value, gradient))
+            of_pairs = bias.to(dtype).expand(query.shape[0], -1, -1, -1).flatten(0, 1)
+            scores = torch.baddbmm(of_pairs, queries, keys.transpose(1, 2), alpha=ctx.scaling)
+            probabilities = scores.softmax(-1)
             if ctx.may_be_empty:
                 probabilities.nan_to_num_(0.0)
-            of_scores = torch.bmm(outputs, values.transpose(1, 2), out=scores.flatten(0, 1))
+            of_scores = torch.bmm(outputs, values.transpose(1, 2), out=scores)
             of_value = torch.bmm(probabilities.transpose(1, 2), outputs)
             aten._softmax_backward_data.out(of_scores, probabilities, -1, dtype, grad_input=of_scores)
-            of_query = torch.bmm(of_scores, keys).mul_(ctx.scaling)
-            of_key = torch.bmm(of_scores.transpose(1, 2), queries)
+            of_query = torch.baddbmm(queries, of_scores, keys, beta=0, alpha=ctx.scaling)
+            of_key = torch.baddbmm(keys, of_scores.transpose(1, 2), queries, beta=0, alpha=ctx.scaling)
         of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype)
         if bias.shape[0] == 1:
             of_bias = of_bias.sum(0, keepdim=True)
@@ -97,4 +92,4 @@ class _BlockAttention(torch.autograd.Function):
             found.reshape(like.shape).to(like.dtype)
             for found, like in ((of_query, query), (of_key, key), (of_value, value))
         )
-        return *heads_first, of_bias, None, None, None
+        return *heads_first, of_bias, None, None

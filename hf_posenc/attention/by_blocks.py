@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.block_attention import block_attention
-from hf_posenc.attention.forms import BiasForm
+from hf_posenc.attention.forms import BiasForm, DistanceForm
+from hf_posenc.schemes.positions import gradients_may_be_shared
 
 #: Minimum number of bias values of a block, 4 bytes each; a smaller bias is passed in one piece. C libraries return
 #: freed memory of 32 MiB or more to the system; smaller pieces of growing sizes would fragment the memory.
 BLOCK_NUMBERS = 2**23
 _MIN_DIVIDED_LENGTH = 512
+#: Up to this many pairs, a bias of any form is faster as one matrix: the kernel for distances takes longer to launch.
+SHORT_PAIRS = 128**2
 
 
 def attend_by_blocks(
@@ -60,12 +63,15 @@ def attend_by_blocks(
 
     def block(start: int, stop: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen = stop if causal else key_length
-        bias = form.rows(start, stop, seen)
-        mask = _mask_of_rows(attention_mask, causal, start, stop, seen, query.device)
-        query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
+        if stop - start < query_length or seen < key_length:
+            query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         if function is None:
-            return block_attention(query, key, value, bias, mask, scaling)
-        bias = bias.to(query.dtype)
+            bias = _masked_rows(form, attention_mask, causal, start, stop, seen)
+            # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
+            may_be_empty = attention_mask is not None and attention_mask.dtype != torch.bool
+            return block_attention(query, key, value, bias, scaling, may_be_empty)
+        mask = _mask_of_rows(attention_mask, causal, start, stop, seen, query.device)
+        bias = form.rows(start, stop, seen).to(query.dtype)
         output: Tensor = function(module, query, key, value, mask, *args, position_bias=bias, **kwargs)[0]
         return output
 
@@ -80,7 +86,7 @@ def attend_by_blocks(
         else:
             block_output = block(start, stop, query, key, value)
         blocks.append(block_output)
-    return torch.cat(blocks, dim=1), None
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1), None
 
 
 def _bounds(query_length: int, key_length: int, causal: bool, pairs: float) -> Iterator[tuple[int, int]]:
@@ -95,6 +101,21 @@ def _bounds(query_length: int, key_length: int, causal: bool, pairs: float) -> I
         stop = min(start + math.ceil(min(rows, most)), query_length)
         yield start, stop
         start = stop
+
+
+def _masked_rows(form: BiasForm, mask: Tensor | None, causal: bool, start: int, stop: int, seen: int) -> Tensor:
+    """The rows of a bias with the smallest number at hidden pairs. Layers that share a distance bias share them."""
+    key = (id(mask), causal, start, stop, seen, torch.is_grad_enabled())
+    shared = isinstance(form, DistanceForm) and (not form.requires_grad or gradients_may_be_shared())
+    if isinstance(form, DistanceForm) and shared and key in form.matrices:
+        return form.matrices[key][0]
+    bias = form.rows(start, stop, seen)
+    own = _mask_of_rows(mask, causal, start, stop, seen, bias.device)
+    if own is not None:
+        bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
+    if isinstance(form, DistanceForm) and shared and form.query_length * form.key_length <= SHORT_PAIRS:
+        form.matrices[key] = bias, mask
+    return bias
 
 
 def _mask_of_rows(

@@ -13,8 +13,8 @@ The first three are fused into an attention kernel (`hf_posenc.attention.fused_a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class DistanceForm:
     query_length: int
     key_length: int
     slopes: Tensor | None = None
+    #: Rows of it with masks, and what they were made with.
+    matrices: dict[Hashable, tuple[Tensor, Tensor | None]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, None, None]:

@@ -37,6 +37,12 @@ BIASED |= {
 }
 
 
+@pytest.fixture(autouse=True)
+def _kernels_of_long_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short inputs as long ones: a matrix of so few pairs would take the place of the kernels."""
+    monkeypatch.setattr(backends, "SHORT_PAIRS", 0)
+
+
 def _takes(architecture: str, scheme: Any) -> bool:
     try:
         patched(architecture, scheme)

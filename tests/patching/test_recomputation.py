@@ -12,6 +12,7 @@ from hf_posenc import UnsupportedError, list_schemes, patch_model, unpatch_model
 from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import AlibiConfig, BlendedConfig, ComposedConfig, NoneConfig, RandomizedConfig, RopeConfig
+from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.registry import get_scheme
 
 from ..matrix.running import tokens
@@ -136,3 +137,31 @@ def test_forward_mode_and_meta_run_as_in_stock() -> None:
     assert abs(float(found) - expected) <= 1e-3 * abs(expected)
     on_meta = patch_model(build(attn_implementation="sdpa"), "alibi").to("meta")
     assert on_meta(ids.to("meta")).logits.shape == (1, 8, 96)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("scheme", LEARNED, ids=lambda scheme: scheme.name)
+def test_some_layers_may_be_recomputed_and_others_not(scheme: Any, reentrant: bool) -> None:
+    """Layers share what they learn together, but a layer that is recomputed has its own."""
+    model = patch_model(build(num_hidden_layers=4), scheme)
+    ids = tokens(2, 10)
+
+    expected = gradients(model, None)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for chosen in ((0,), (1, 2), (3,)):
+        for number, layer in enumerate(model.model.layers):
+            layer.gradient_checkpointing = number in chosen
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        for one, other in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(one.grad, other, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_share_what_they_learn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = patch_model(build(num_hidden_layers=4), "t5"), []
+    forward = T5Bias.forward
+    monkeypatch.setattr(T5Bias, "forward", lambda self, *args: calls.append(self) or forward(self, *args))
+    gradients(model, None)
+    assert len(calls) == 1
+    gradients(model, {"use_reentrant": False})
+    assert len(calls) == 1 + 2 * 4

@@ -17,7 +17,7 @@ from hf_posenc.patching.call.cached_positions import recorded
 from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.patching.find.offloading import copied_to
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.positions import Positions, gradients_may_be_shared
 
 Value = TypeVar("Value")
 PartType = TypeVar("PartType", bound=Part)
@@ -175,8 +175,8 @@ class ForwardState:
     ) -> Value:
         """`compute()`, evaluated once per forward and device.
 
-        A value that requires grad is computed again for every layer. If layers shared it, gradient checkpointing would
-        free its graph in the backward pass of the first layer that is recomputed.
+        Under gradient checkpointing, a value that requires grad is computed again for every layer. Otherwise its graph
+        would be freed in the backward pass of the first layer that is recomputed.
 
         Args:
             key: the name of the value.
@@ -195,9 +195,14 @@ class ForwardState:
         key = (key, None if everywhere else self.device, *lengths, torch.is_grad_enabled())
         if key in self.scratch:
             return self.scratch[key]
+        learned = ("learned", key)
+        if learned in self.scratch and gradients_may_be_shared():
+            return self.scratch[learned]
         value = compute()
         if not _requires_grad(value):
             self.scratch[key] = value
+        elif gradients_may_be_shared():
+            self.scratch[learned] = value
         return value
 
     def known(self, key: Hashable) -> Any:
