@@ -15,8 +15,8 @@ rows             in blocks; compiled, a       a matrix                    refuse
 ===============  ===========================  ==========================  =====================  =================
 
 With sdpa, short inputs (`hf_posenc.attention.by_blocks.SHORT_PAIRS`) get a matrix, because the kernels for distances
-take longer to launch than to run. With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a query are skipped
-(`hf_posenc.attention.windows`).
+take longer to launch than to run. With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a
+query are skipped (`hf_posenc.attention.windows`).
 
 If sdpa is called with dropout or a soft cap, transformers' own function gets the bias in blocks. Flash kernels do not
 support training a learned bias: see `hf_posenc.attention.fused_attention`.

@@ -55,8 +55,9 @@ class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
 
 def gradients_may_be_shared() -> bool:
     """Whether layers may share values that require grad: not if one of the layers is recomputed (checkpointing)."""
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return not hooked and not traced() and torch._C._current_graph_task_id() == -1
+    if traced() or torch._C._current_graph_task_id() != -1:
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:

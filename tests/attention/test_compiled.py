@@ -12,12 +12,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
 from tests.matrix.running import patched, tokens
+from tests.matrix.test_behaviour import SCHEMES as ALL_SCHEMES
 from tests.thinning import mostly_slow
 
 #: The second one compiles for any length, and the third one shows it.
 LENGTHS = (32, 48, 64)
 #: One for each form of a bias, and for each other place of a scheme.
 SCHEMES = ["alibi", "t5", "forget_gate", "shaw", "disentangled", "none", "rope", "sinusoidal", "learned"]
+#: All that a Llama takes.
+EVERY = {name: config for name, config in ALL_SCHEMES.items() if name not in ("swin", "rope_nd")}
 #: One for the first length, and one for all others.
 STOCK_GRAPHS = 2
 
@@ -65,13 +68,23 @@ def test_no_more_graphs_than_stock(architecture: str, scheme: str) -> None:
     assert graphs(architecture, scheme) <= STOCK_GRAPHS
 
 
-@pytest.mark.parametrize("scheme", mostly_slow(["t5", "forget_gate"], lambda scheme: scheme == "t5"))
+@pytest.mark.parametrize("scheme", mostly_slow(EVERY, {"t5", "forget_gate", "pope", "string"}.__contains__))
 def test_training_steps_too(scheme: str) -> None:
+    model = model_of("llama_gqa", EVERY[scheme])
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model_of("llama_gqa", scheme), backend=counter, fullgraph=True)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+
+    def gradients(call: Any, length: int) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        call(tokens(length=length), labels=tokens(length=length), use_cache=False).loss.backward()
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
     for length in LENGTHS:
-        input_ids = tokens(length=length)
-        compiled(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        found, wanted = gradients(compiled, length), gradients(model, length)
+        assert found.keys() == wanted.keys()
+        for name, one in wanted.items():
+            torch.testing.assert_close(found[name], one, atol=2e-6, rtol=1e-4)
     assert counter.frame_count <= STOCK_GRAPHS
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.activations import softplus
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
@@ -55,7 +56,7 @@ class GrapeBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        slope = nn.functional.softplus(self.rate.float()) * self._slopes.on(pairs.query.device)
+        slope = softplus(self.rate.float()) * self._slopes.on(pairs.query.device)
         gate: Tensor | float = 0.0
         if self.direction is not None:
             gate = self._gate(pairs.expanded_key, self.direction).unsqueeze(-2)
@@ -69,7 +70,7 @@ class GrapeBias(PairwiseBias):
         if self.normalize:
             direction = nn.functional.normalize(direction, dim=-1, eps=1e-6)
         products = (heads.float() * direction.unsqueeze(-2)).sum(dim=-1)
-        return nn.functional.softplus(products * heads.shape[-1] ** -0.5)
+        return softplus(products * heads.shape[-1] ** -0.5)
 
 
 @register_scheme

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.activations import softplus
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -70,7 +71,7 @@ class PopeMap(QueryKeyMap):
 
 
 def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    magnitude = nn.functional.softplus(x.float())
+    magnitude = softplus(x.float())
     # Queries have the phase of their key head, so that logits are relative.
     phases = (RotationFactors(with_heads_axis(phase), None).for_heads(x.shape[1]).own for phase in (cosine, sine))
     return torch.cat([magnitude * phase for phase in phases], dim=-1).to(x.dtype)
