@@ -16,7 +16,7 @@ from tests.fresh import run_fresh
 
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files and calls.
-BOUNDS = {"patch": (61, 3115), "patch and first forward": (73, 3782), "forward": (29, 218)}
+BOUNDS = {"patch": (61, 3110), "patch and first forward": (72, 3765), "forward": (28, 205)}
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
 import json, sys
@@ -81,6 +81,6 @@ def test_a_call_takes_no_longer_way(counted: dict[str, list[int]], path: str) ->
 
 def test_the_library_is_no_larger() -> None:
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")]
-    assert sum(lines) <= 50_650
+    assert sum(lines) <= 50_700
     assert max(lines) <= 500
     assert len(lines) <= 355

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_posenc.attention.block_windows import narrowed
@@ -42,17 +42,18 @@ from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.positions import exporting
 
+Function = Callable[..., Any]
 #: The maximum size, in bytes, of a bias matrix for backends that need one. Increase it to allow larger matrices.
 DENSE_LIMIT = 8 * 2**30
 
-_TAKES_POSITION_BIAS: dict[Callable[..., Any], bool] = {}
+_TAKES_POSITION_BIAS: dict[Function, bool] = {}
 
 
 def attend_with_bias(
     implementation: str | None,
-    function: Callable[..., Any],
+    function: Function,
     form: BiasForm,
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -84,7 +85,7 @@ def attend_with_bias(
         form = form.double()
     given = (module, query, key, value, attention_mask, *args)
     if "flash" in name:
-        return _attend_folded(name, function, form, *given, **kwargs)
+        return _attend_folded(name, function, form, given, kwargs)
     if name == "eager":
         merged = merge_mask(attention_mask, form.dense(), query.dtype)
         return function(module, query, key, value, merged, *args, **kwargs)
@@ -103,14 +104,14 @@ def attend_with_bias(
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         with sdpa_kernel(SDPBackend.MATH):
-            return _attend_dense(name, function, form, *given, **kwargs)
+            return _attend_dense(name, function, form, given, kwargs)
     if stock_sdpa and query.shape[2] > 1:
-        return _attend_sdpa(function, form, *given, **kwargs)
+        return _attend_sdpa(function, form, given, kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
-    return _attend_dense(name, function, form, *given, **kwargs)
+    return _attend_dense(name, function, form, given, kwargs)
 
 
-def _takes_position_bias(function: Callable[..., Any]) -> bool:
+def _takes_position_bias(function: Function) -> bool:
     # Inspected once for each function. A functools cache would cause warnings in compilers.
     known = _TAKES_POSITION_BIAS.get(function)
     if known is None:
@@ -118,30 +119,21 @@ def _takes_position_bias(function: Callable[..., Any]) -> bool:
     return known
 
 
-def _attend_sdpa(
-    function: Callable[..., Any],
-    form: BiasForm,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module, query, key, value, attention_mask, *args = given
     causal = attention_mask is None and _is_causal(module, kwargs)
     if causal and key.shape[2] > query.shape[2]:
         # An empty static cache: the slots after the queries are unused.
         key, value, form = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], form.of_first(query.shape[2])
     compiling = torch.compiler.is_compiling()
-    given = (module, query, key, value, attention_mask)
+    given = (module, query, key, value, attention_mask, *args)
     learns_mask = isinstance(attention_mask, Tensor) and attention_mask.requires_grad and torch.is_grad_enabled()
     if exporting() or learns_mask:
-        return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
+        return _attend_dense("sdpa", function, form, given, kwargs)
     if _uses_other_features(args, kwargs):
         if compiling:
-            return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
-        return attend_by_blocks(function, form, causal, *given, *args, **kwargs)
+            return _attend_dense("sdpa", function, form, given, kwargs)
+        return attend_by_blocks(function, form, causal, *given, **kwargs)
     scaling = _scaling(query, kwargs)
     fuses = compiling or query.shape[2] * key.shape[2] > SHORT_PAIRS
     if causal and query.device.type != "cpu" and folds(query):
@@ -152,7 +144,7 @@ def _attend_sdpa(
         vector, terms, slots = form.tensors
         return fused_attention(query, key, value, vector, terms, slots, attention_mask, scaling, causal), None
     if compiling:
-        return _attend_dense("sdpa", function, form, *given, **kwargs)
+        return _attend_dense("sdpa", function, form, given, kwargs)
     return attend_by_blocks(None, form, causal, *given, **kwargs)
 
 
@@ -161,7 +153,7 @@ def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
-def _uses_other_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _uses_other_features(args: list[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
     others = ("dropout", "softcap", "s_aux", "output_attentions")
     return bool(args) or any(_is_set(kwargs.get(name)) for name in others)
@@ -179,16 +171,9 @@ def _separable(form: BiasForm) -> SeparableForm | None:
 
 
 def _attend_folded(
-    name: str,
-    function: Callable[..., Any],
-    form: BiasForm,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    name: str, function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    module, query, key, value, *args = given
     separable = form if isinstance(form, SeparableForm) else None
     if isinstance(form, DistanceForm):
         separable = form.separable()
@@ -216,22 +201,13 @@ def _attend_folded(
     return attend_with_wide_values(function, module, query, key, value, *args, scaling=scaling, **kwargs)
 
 
-def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
-def _attend_dense(
-    name: str,
-    function: Callable[..., Any],
-    form: BiasForm,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _, query, key, *_ = given
     batch = query.shape[0] if isinstance(form, RowsForm) else form.batch
     size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
     if not torch.compiler.is_compiling() and size > DENSE_LIMIT:
@@ -245,7 +221,7 @@ def _attend_dense(
     if name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)
-    return function(module, query, key, value, *args, position_bias=bias, **kwargs)
+    return function(*given, position_bias=bias, **kwargs)
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -195,19 +195,8 @@ def _fused_attention_backward(
 
 
 @_fused_attention_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    vector: Tensor | None,
-    terms: Tensor | None,
-    query_slots: Tensor | None,
-    mask: Tensor | None,
-    scaling: float,
-    causal: bool,
-    learned: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, vector: Any, terms: Any, *rest: Any) -> tuple[Tensor, ...]:
+    learned = rest[-1]
     of_bias = _gradients_of_bias(query, vector, terms, learned)
     return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape), *of_bias
 

@@ -80,6 +80,14 @@ def require(condition: Tensor, message: str) -> None:
         raise SequenceLengthError(message)
 
 
+def softplus(numbers: Tensor) -> Tensor:
+    """`log(1 + exp(numbers))`, by the operator that suits: in a graph, torch misjudges the gradient of `softplus`.
+
+    Outside of a graph, `logsigmoid` wakes all threads of a CPU for any number of logits.
+    """
+    return -nn.functional.logsigmoid(-numbers) if torch.compiler.is_compiling() else nn.functional.softplus(numbers)
+
+
 def integers_on(device: torch.device, *values: int) -> Tensor:
     """`(len(values),)` int64. Numbers that are copied to a device would make the host wait for it."""
     return torch.stack([torch.full((), value, device=device) for value in values])

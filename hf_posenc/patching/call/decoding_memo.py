@@ -17,7 +17,7 @@ _NAME = "_hf_posenc_kept"
 def keep_values(state: ForwardState) -> None:
     """Gives a call the values that are a note about its cache, unless they would be part of a graph."""
     cache = state.cache_object
-    if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     kept: KeptValues | None = note_of(cache, _NAME)
     if kept is None:

@@ -261,7 +261,8 @@ class StackForward(PlacedForward):
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
-        keep_values(state)
+        if cache is not None:
+            keep_values(state)
         if generation is not None and counted is not None:
             generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES

@@ -8,23 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.activations import softplus
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, SeparableBias
-from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_numbers, option
-
-
-def minus_log_sigmoid(logits: Tensor) -> Tensor:
-    """`-log(sigmoid(logits))`, of any shape.
-
-    On a CPU, torch's `logsigmoid` wakes all threads for any number of logits, which costs 0.2 ms in every layer of a
-    decoding step.
-    """
-    return softplus(-logits)
 
 
 class ForgetGateBias(SeparableBias):
@@ -50,7 +40,7 @@ class ForgetGateBias(SeparableBias):
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns minus the logarithm of each token's forget gate, `(batch, heads, length, 1)` float32."""
         logits = nn.functional.linear(hidden_states.float(), self.weight.float(), self.bias.float())
-        return minus_log_sigmoid(logits).transpose(1, 2).unsqueeze(-1)
+        return softplus(-logits).transpose(1, 2).unsqueeze(-1)
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
         """Returns minus the sum of the log gates up to and including each key's own, `(batch, heads, key_len)` in
@@ -94,7 +84,7 @@ class ConstantForgetGateBias(DistanceBias):
 
     def slopes_behind(self, device: torch.device) -> Tensor:
         """`(heads,)` float32: minus the logarithm of each gate."""
-        return minus_log_sigmoid(self.bias.float())
+        return softplus(-self.bias.float())
 
 
 @register_scheme

@@ -9,13 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.activations import softplus
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import option
 

@@ -9,11 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.activations import softplus
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.parts import QueryKeyMap
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.positions import Positions, softplus
 from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, with_heads_axis
