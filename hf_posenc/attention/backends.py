@@ -207,10 +207,11 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _, query, key, *_ = given
+    module, query, key, value, mask, *args = given
     batch = query.shape[0] if isinstance(form, RowsForm) else form.batch
     size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
-    if not torch.compiler.is_compiling() and size > DENSE_LIMIT:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and size > DENSE_LIMIT:
         raise UnsupportedError(
             f"With the attention backend {name!r} this bias is a matrix of {query.shape[2]} x {key.shape[2]} for each "
             f"of {form.heads} heads and {batch} rows, which takes {size / 2**20:,.0f} MiB in every layer. Use "
@@ -221,7 +222,13 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
     if name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)
-    return function(*given, position_bias=bias, **kwargs)
+    if name != "sdpa" or mask is not None or exporting() or not (compiling or query.shape[2] == 1):
+        return function(*given, position_bias=bias, **kwargs)
+    # Without a mask, transformers asks for grouped heads, for which CUDA has no other kernel with a bias than "math".
+    if query.shape[2] > 1 and _is_causal(module, kwargs):
+        rows = torch.arange(query.shape[2], device=bias.device).unsqueeze(-1)
+        bias = bias.masked_fill(rows < rows.transpose(0, 1), torch.finfo(bias.dtype).min)
+    return function(module, query, key, value, bias, *args, **kwargs)
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,22 +14,22 @@ import pytest
 
 from tests.devices import strict_device
 
-_ROOT = Path(__file__).parents[2]
-_INSIDE, _WAITS = "tests/devices/inside", "tests/devices/inside/test_waits.py"
-_MATRIX = "tests/matrix/test_behaviour.py"
+ROOT = Path(__file__).parents[2]
+INSIDE, ON_ONE = "tests/devices/inside", "tests/devices/inside/test_waits.py tests/devices/inside/test_kernels.py"
+MATRIX = "tests/matrix/test_behaviour.py"
 #: What the stock model cannot do while accelerate keeps its weights elsewhere: be cast, or have its weights compared.
-_NOT_OFFLOADED = "not bfloat16 and not effect_and_undo"
+NOT_OFFLOADED = "not bfloat16 and not effect_and_undo"
 
 
 def _run(tests: str, placement: str, *options: str) -> None:
     missing = strict_device.missing()
     if missing is not None:
         pytest.skip(missing)
-    words = [tests, "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    words = [*tests.split(), "--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
-        cwd=_ROOT,
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
@@ -39,20 +39,20 @@ def _run(tests: str, placement: str, *options: str) -> None:
 
 
 def test_models_that_are_split_over_two_devices() -> None:
-    _run(_INSIDE, "split")
+    _run(INSIDE, "split")
 
 
 def test_the_behaviours_of_a_split_model() -> None:
-    _run(_MATRIX, "split", "-k", "gpt2")
+    _run(MATRIX, "split", "-k", "gpt2")
 
 
-def test_the_host_does_not_wait_for_one_device() -> None:
-    _run(_WAITS, "one")
+def test_waits_and_kernels_of_one_device() -> None:
+    _run(ON_ONE, "one")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["one", "split", "cpu", "disk"])
-@pytest.mark.parametrize("tests", [_INSIDE, _MATRIX])
+@pytest.mark.parametrize("tests", [INSIDE, MATRIX])
 def test_everything(tests: str, placement: str) -> None:
-    offloaded = ("-k", _NOT_OFFLOADED) if tests == _MATRIX and placement in ("cpu", "disk") else ()
+    offloaded = ("-k", NOT_OFFLOADED) if tests == MATRIX and placement in ("cpu", "disk") else ()
     _run(tests, placement, "-m", "slow or not slow", *offloaded)

@@ -1,0 +1,101 @@
+"""Writes docs/results/devices.md: what ran on the strict device, and which kernels CUDA would take.
+
+    python -m tests.devices.report
+
+It runs all tests of `tests/devices/inside` and the behaviours of `tests/matrix` for each placement, half an hour on two
+cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.devices.test_strict_device import INSIDE, MATRIX, NOT_OFFLOADED, ROOT
+
+PAGE = ROOT / "docs/results/devices.md"
+PLACEMENTS = {"one": "one device", "split": "split over two", "cpu": "split, a layer on the CPU", "disk": "on disk"}
+_INTRODUCTION = """# Devices
+
+A device for torch that keeps its memory on the CPU and has CUDA's rules runs the models
+([many devices](../how_to/many_devices.md)). The command makes this page:
+
+```bash
+python -m tests.devices.report
+```
+
+## What ran
+
+torch {torch}, transformers {transformers}. A cell has the number of checks that hold and, after the slash, of those that
+fail. The checks are: outputs and gradients equal to the CPU's in Llama, GPT-2, BERT, T5, Llava, ViT and Whisper, also
+with checkpointing; loading, saving and dispatching with a device map of the stock model; the behaviours of
+`tests/matrix` in its architectures; and on one device no wait for the device per layer or token.
+"""
+_KERNELS = """
+## Kernels
+
+What `scaled_dot_product_attention` would run on CUDA, by the conditions in torch's source, for a Llama with grouped
+heads; bfloat16 unless the column says float32. "efficient" is the memory-efficient kernel, which takes a bias as a mask,
+and "mask copied" means that its rows are not aligned to 16 bytes. "math" are plain operators. A scheme takes them only
+where the stock model does. cuDNN's kernel, which torch prefers on some devices, has the conditions of "flash".
+"""
+#: Outcomes of a test, by the element that a report has for it.
+_OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "left out"}
+
+
+def ran(tests: str, placement: str) -> list[tuple[str, str]]:
+    """The name with parameters and the outcome of each test."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        words += ["-m", "slow or not slow"]
+        if tests == MATRIX and placement in ("cpu", "disk"):
+            words += ["-k", NOT_OFFLOADED]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "pytest", tests, *words], cwd=ROOT, env=environment, check=False)
+        found = []
+        for case in ElementTree.parse(report).getroot().iter("testcase"):
+            outcome = next((_OUTCOMES[part.tag] for part in case if part.tag in _OUTCOMES), "ok")
+            found.append((case.get("name", ""), outcome))
+        return found
+
+
+def main() -> None:
+    """Runs everything and writes the page."""
+    from tests.devices.inside.subjects import SCHEMES
+
+    counts: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
+    names = sorted(SCHEMES, key=len, reverse=True)
+    for placement in PLACEMENTS:
+        for tests in (INSIDE, MATRIX):
+            for name, outcome in ran(tests, placement):
+                parameters = re.split(r"[\[\]-]", name)
+                scheme = next((one for one in names if one in parameters), "")
+                totals[placement][outcome] += 1
+                counts[scheme][placement][outcome] += 1
+    lines = [
+        _INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__),
+        "| scheme | " + " | ".join(PLACEMENTS.values()) + " |",
+        "|---" * (1 + len(PLACEMENTS)) + "|",
+    ]
+    for scheme in ["all", *SCHEMES]:
+        own = totals if scheme == "all" else counts[scheme]
+        cells = [f"{own[placement]['ok']:,} / {own[placement]['failed']}" for placement in PLACEMENTS]
+        lines.append(f"| {scheme} | " + " | ".join(cells) + " |")
+    words = [sys.executable, "-W", "ignore", "-m", "tests.devices.kernels"]
+    kernels = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    PAGE.write_text("\n".join([*lines, _KERNELS, kernels]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
