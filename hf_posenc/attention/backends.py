@@ -133,7 +133,7 @@ def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwa
     if _uses_other_features(args, kwargs):
         if compiling:
             return _attend_dense("sdpa", function, form, given, kwargs)
-        return attend_by_blocks(function, form, causal, *given, **kwargs)
+        return attend_by_blocks(function, form, causal, given, kwargs)
     scaling = _scaling(query, kwargs)
     fuses = compiling or query.shape[2] * key.shape[2] > SHORT_PAIRS
     if causal and query.device.type != "cpu" and folds(query):
@@ -145,7 +145,7 @@ def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwa
         return fused_attention(query, key, value, vector, terms, slots, attention_mask, scaling, causal), None
     if compiling:
         return _attend_dense("sdpa", function, form, given, kwargs)
-    return attend_by_blocks(None, form, causal, *given, **kwargs)
+    return attend_by_blocks(None, form, causal, given, kwargs)
 
 
 def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,16 +24,7 @@ SHORT_PAIRS = 128**2
 
 
 def attend_by_blocks(
-    function: Callable[..., Any] | None,
-    form: BiasForm,
-    causal: bool,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
+    function: Callable[..., Any] | None, form: BiasForm, causal: bool, given: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """Computes attention for one block of query rows at a time, each with its rows of the bias.
 
@@ -44,17 +36,13 @@ def attend_by_blocks(
             attention.
         form: the bias.
         causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
-        module: the attention module.
-        query: `(batch, heads, query_len, head_dim)`.
-        key: `(batch, key_value_heads, key_len, head_dim)`.
-        value: `(batch, key_value_heads, key_len, value_dim)`.
-        attention_mask: boolean or additive, broadcastable to `(batch, 1 or heads, query_len, key_len)`, or `None`.
-        *args: further arguments of the function.
-        **kwargs: further arguments of the function.
+        given: module, query, key, value, mask and further arguments of the function, as `attend_with_bias` gets them.
+        kwargs: its further arguments by name.
 
     Returns:
         `(batch, query_len, heads, value_dim)`, and `None` for the probabilities.
     """
+    module, query, key, value, attention_mask, *args = given
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
     kwargs = kwargs | {"is_causal": False}
@@ -75,17 +63,12 @@ def attend_by_blocks(
         output: Tensor = function(module, query, key, value, mask, *args, position_bias=bias, **kwargs)[0]
         return output
 
-    blocks = []
-    recompute = torch.is_grad_enabled() and batch * heads * query_length * key_length > BLOCK_NUMBERS
-    for start, stop in _bounds(query_length, key_length, causal, BLOCK_NUMBERS / (batch * heads)):
-        if recompute:
-            preserve = bool(kwargs.get("dropout"))
-            block_output = checkpoint(
-                block, start, stop, query, key, value, use_reentrant=False, preserve_rng_state=preserve
-            )
-        else:
-            block_output = block(start, stop, query, key, value)
-        blocks.append(block_output)
+    run: Callable[..., Tensor] = block
+    if torch.is_grad_enabled() and batch * heads * query_length * key_length > BLOCK_NUMBERS:
+        preserve = bool(kwargs.get("dropout"))
+        run = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve)
+    bounds = _bounds(query_length, key_length, causal, BLOCK_NUMBERS / (batch * heads))
+    blocks = [run(start, stop, query, key, value) for start, stop in bounds]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1), None
 
 

@@ -238,7 +238,8 @@ def test_parts_trace_without_a_graph_break(name, config, lengths):
         positions = positions_of(length)
         heads = heads_of(positions)
         for value, other in zip(outputs(parts, positions), compiled(positions, heads), strict=True):
-            torch.testing.assert_close(value, other, rtol=0, atol=1e-6)
+            # A graph computes logarithms of sigmoids by another operator, and they are summed over all tokens.
+            torch.testing.assert_close(value, other, rtol=5e-6, atol=1e-6)
 
 
 def kind(*kinds: str) -> Any:

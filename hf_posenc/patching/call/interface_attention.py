@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.backends import attend_with_bias, merge_mask
 from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
@@ -219,7 +220,12 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
-        attend = function
+        attend, state = function, call.state
+        row = None
+        if self.encoding.repeats_rows and query.shape[2] == 1 and implementation == "sdpa":
+            row = ("row", id(self.encoding.logit_bias), id(mask), key.shape[2], query.dtype)
+            if row in state.scratch:
+                return function(self.module, query, key, value, state.scratch[row][0], *args, **kwargs)
         flash = "flash" in (implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state)):
@@ -230,8 +236,10 @@ class InterfaceAttention(AttentionSite):
                 query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self._factors_before(factor))
-                rotated = self.encoding.rotates_by_input
-                bias = self.bias(call, *heads, *factors, mask, flash, rotated)
+                bias = self.bias(call, *heads, *factors, mask, flash, self.encoding.rotates_by_input)
+                if row is not None and isinstance(bias, DistanceForm) and not torch.compiler.is_compiling():
+                    # The next layers with this bias get it in their mask, without a look at the positions.
+                    state.scratch[row] = merge_mask(mask, bias.dense(), query.dtype), mask
                 attend = functools.partial(attend_with_bias, implementation, function, bias)
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
@@ -326,6 +334,9 @@ class _RotaryReplacement:
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.site.encoding.query_key_map is None and self.site.runtime.grid is None:
+            query, key, _ = self.rotary.tensors(args, kwargs)
+            return query if key is None else (query, key)
         return self.site.rotate(self.site.call, self.rotary, args, kwargs)
 
 

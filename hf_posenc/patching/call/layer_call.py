@@ -13,7 +13,7 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
 from hf_posenc.schemes.features import feature_counts
-from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, Part, QueryKeyMap
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, LogitScale, PairwiseBias, Part, QueryKeyMap
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
@@ -69,6 +69,8 @@ class LayerEncoding:
         self.only_rotates_by_input = any(kinds) and all(kinds)
         #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
         self.rotation_before_cache = _rotation_before_cache(summands)
+        #: Whether the logits of a decoded token change by the same row in every layer with this bias.
+        self.repeats_rows = isinstance(bias, DistanceBias) and self.logit_scale is None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         #: Whether the scheme needs no other change than replacing the rotary function.

@@ -60,9 +60,10 @@ class RotaryCall:
         """The query, the key (or `None`) and the token axis of one call."""
         if not kwargs and "unsqueeze_dim" not in self.parameters[: len(args)]:
             # Fast path: nearly all models call it this way, in every layer for every token.
-            query, key = (self.parameters.index(name) for name in (self.query_name, self.key_name or self.query_name))
-            axis = self._axis(args[query], args, kwargs) if self.other_axes else self.time_axis
-            return args[query], args[key] if self.key_name and key < len(args) else None, axis
+            query, names = args[self.parameters.index(self.query_name)], self.parameters
+            axis = self._axis(query, args, kwargs) if self.other_axes else self.time_axis
+            key = names.index(self.key_name) if self.key_name else len(args)
+            return query, args[key] if key < len(args) else None, axis
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         axis = self._axis(given[self.query_name], args, kwargs) if self.other_axes else self.time_axis
         if "unsqueeze_dim" in given:
