@@ -14,7 +14,7 @@ from tests.thinning import mostly_slow
 
 
 @pytest.mark.parametrize("implementation", mostly_slow(["eager", "sdpa"], "sdpa".__eq__))
-@pytest.mark.parametrize("architecture", ["llama_gqa", "bert"])
+@pytest.mark.parametrize("architecture", mostly_slow(["llama_gqa", "bert"], "llama_gqa".__eq__))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_forward_and_its_gradients_have_the_right_shapes(scheme: str, architecture: str, implementation: str) -> None:
     try:
