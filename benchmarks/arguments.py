@@ -12,7 +12,16 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.lineup import BACKENDS, LEVELS, REFERENCES, USUAL_SCHEMES
 from benchmarks.machine import DTYPES, check_device
 from benchmarks.peers import PEER_GROUPS
-from benchmarks.subjects import DECODE_BATCH, NARROW_LEVEL, PHASES, SMOLLM2_LEVEL, VISION_LEVELS, Setting, image_side
+from benchmarks.subjects import (
+    COMPILED,
+    DECODE_BATCH,
+    NARROW_LEVEL,
+    PHASES,
+    SMOLLM2_LEVEL,
+    VISION_LEVELS,
+    Setting,
+    image_side,
+)
 from benchmarks.timing import MIN_ROUNDS, Pace
 from hf_posenc import UnknownNameError, get_scheme, list_schemes
 from hf_posenc.cli.catalogue import parse_scheme
@@ -41,7 +50,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
         description="Measures what each position encoding costs over the same model without any, side by side.",
         epilog="Run the same command again to go on where a run was stopped.",
     )
-    levels, phases = (*LEVELS, SMOLLM2_LEVEL, NARROW_LEVEL, *VISION_LEVELS), (*PHASES, DECODE_BATCH)
+    levels, phases = (*LEVELS, SMOLLM2_LEVEL, NARROW_LEVEL, *VISION_LEVELS), (*PHASES, DECODE_BATCH, *COMPILED)
     add = parser.add_argument
     add("--output_dir", type=Path, default=Path("outputs/price"), help="default: %(default)s")
     add("--quick", action="store_true", help="a few schemes at two lengths, within three minutes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from benchmarks.machine import DTYPES
 from hf_posenc import accept_cache
@@ -23,7 +24,11 @@ PHASES = ("forward", "train", "decode")
 #: Sixteen sequences get a token each; measured on request.
 DECODE_BATCH = "decode_batch16"
 #: Sequences of the phases that are a step behind a cache. Their time grows no faster than the length.
-DECODING = {"decode": 1, DECODE_BATCH: 16}
+DECODING = {"decode": 1, DECODE_BATCH: 16, "decode_compiled": 1}
+#: Of compiled models; measured on request. A token is decoded with a static cache.
+COMPILED = ("train_compiled", "decode_compiled")
+#: Tokens that a static cache has room for beyond its first ones.
+_ROOM = 64
 #: The level of a Llama of the shape of SmolLM2-135M; measured on request.
 SMOLLM2_LEVEL = "smollm2"
 #: A Llama so narrow that launching its kernels takes longer than running them; measured on request.
@@ -164,7 +169,9 @@ class LanguageModel(Subject):
 
     def call(self, phase: str, length: int) -> Call:
         """Sets the mode of the model and makes its tokens and cache."""
-        model = self.model.train(phase == "train")
+        model = self.model.train(phase.startswith("train"))
+        if phase == "decode_compiled":
+            return self._decoded_by_graph(length)
         if phase in DECODING:
             cache = self.filled_cache(length, DECODING[phase])
             token = self.setting.tokens(1, DECODING[phase])
@@ -174,11 +181,34 @@ class LanguageModel(Subject):
             )
         tokens = self.setting.tokens(length)
         uncached = {"use_cache": False} if model.can_generate() else {}
-        if phase == "train":
+        if phase.startswith("train"):
+            run = self.compiled if phase in COMPILED else model
             return Call(
-                lambda: model(input_ids=tokens, labels=tokens, **uncached).loss.backward(), lambda: model.zero_grad()
+                lambda: run(input_ids=tokens, labels=tokens, **uncached).loss.backward(), lambda: model.zero_grad()
             )
         return Call(torch.no_grad()(lambda: model(input_ids=tokens, **uncached)))
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The compiled model."""
+        return torch.compile(self.model)
+
+    def _decoded_by_graph(self, length: int) -> Call:
+        cache, token = StaticCache(config=self.model.config, max_cache_len=length + _ROOM), self.setting.tokens(1)
+
+        @torch.no_grad()
+        def fill() -> None:
+            cache.reset()
+            self.model(input_ids=self.setting.tokens(length), past_key_values=cache, use_cache=True)
+
+        def after() -> None:
+            if int(cache.get_seq_length()) == length + _ROOM:
+                fill()
+
+        fill()
+        return Call(
+            torch.no_grad()(lambda: self.compiled(input_ids=token, past_key_values=cache, use_cache=True)), after
+        )
 
     def filled_cache(self, length: int, batch: int = 1) -> DynamicCache:
         """A cache of `length` tokens in each of `batch` sequences.

@@ -36,6 +36,8 @@ _PHASES = {
     "forward": "forward",
     "train": "forward and backward",
     "decode": "one token behind a cache of T",
+    "train_compiled": "forward and backward, compiled",
+    "decode_compiled": "one token behind a static cache of T, compiled",
     "decode_batch16": "a token for each of 16 sequences behind a cache of T",
 }
 #: By quantity: the heading of its columns, and what the title of its tables adds to level and phase.

@@ -111,12 +111,12 @@ def attend_with_bias(
     return _attend_dense(name, function, form, given, kwargs)
 
 
+@torch.compiler.assume_constant_result
 def _takes_position_bias(function: Function) -> bool:
-    # Inspected once for each function. A functools cache would cause warnings in compilers.
-    known = _TAKES_POSITION_BIAS.get(function)
-    if known is None:
-        known = _TAKES_POSITION_BIAS[function] = "position_bias" in inspect.signature(function).parameters
-    return known
+    # Not a functools cache, which would cause warnings in compilers.
+    if function not in _TAKES_POSITION_BIAS:
+        _TAKES_POSITION_BIAS[function] = "position_bias" in inspect.signature(function).parameters
+    return _TAKES_POSITION_BIAS[function]
 
 
 def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -90,8 +90,10 @@ def test_training_steps_too(scheme: str) -> None:
         call(tokens(length=length), labels=tokens(length=length), use_cache=False).loss.backward()
         return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
+    gradients(compiled, LENGTHS[0])
     for length in LENGTHS:
         found, wanted = gradients(compiled, length), gradients(model, length)
+        assert length > LENGTHS[0] or counter.frame_count == 1, "the second call of a shape is compiled again"
         assert found.keys() == wanted.keys()
         for name, one in wanted.items():
             torch.testing.assert_close(found[name], one, atol=2e-6, rtol=1e-4)

@@ -29,11 +29,6 @@ def keep_values(state: ForwardState) -> None:
 def cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> DistanceForm | None:
     """The bias of a single query that is the newest token, reusing values computed in an earlier decoding step.
 
-    Args:
-        bias: the scheme's part.
-        state: of the call.
-        key_length: number of keys, the query's own included.
-
     Returns:
         `None` if values cannot be stored: with gradients, in a compiled graph, without a cache, or if there are keys
         after the query, as in a static cache.

@@ -30,6 +30,7 @@ class SlotBuffers:
 
     def __init__(self) -> None:
         self.native_lengths: list[tuple[nn.Module, str, int]] = []
+        #: Measured before the first call, because a graph is made for the value that it finds.
         self.shortest: int | None = None
         #: Number of rows before that of the first token in the position table; RoBERTa indexes its buffers by row.
         self.rows_before = 0
@@ -44,9 +45,8 @@ class SlotBuffers:
         """
         length += self.rows_before
         if self.shortest is None:
-            lengths = [_length(name, buffer) for _, name, buffer in _slot_buffers(stack)]
-            self.shortest = min(lengths) if lengths else 0
-        if not 0 < self.shortest < length:
+            self.measure(stack)
+        if not 0 < (self.shortest or 0) < length:
             return
         for module, name, buffer in _slot_buffers(stack):
             native = _length(name, buffer)
@@ -61,7 +61,11 @@ class SlotBuffers:
             else:
                 rows = buffer.new_zeros(1, max(length, 2 * native))
                 module._buffers[name] = buffer[:, :1] + arange_like(rows) if name == "position_ids" else rows
-        self.shortest = None
+        self.measure(stack)
+
+    def measure(self, stack: nn.Module) -> None:
+        """Finds the length of the shortest buffer, 0 without any."""
+        self.shortest = min((_length(name, buffer) for _, name, buffer in _slot_buffers(stack)), default=0)
 
     def reach_positions(self, stack: nn.Module, position_ids: Tensor | None) -> None:
         """Same as `reach` for positions passed by the caller, by which BERT indexes its token types, but not masks."""
