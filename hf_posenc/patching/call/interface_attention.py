@@ -222,7 +222,8 @@ class InterfaceAttention(AttentionSite):
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
         attend, state = function, call.state
         row = None
-        if self.encoding.repeats_rows and query.shape[2] == 1 and implementation == "sdpa":
+        repeats = self.encoding.repeats_rows and implementation == "sdpa" and not torch.compiler.is_compiling()
+        if repeats and query.shape[2] == 1:
             row = ("row", id(self.encoding.logit_bias), id(mask), key.shape[2], query.dtype)
             if row in state.scratch:
                 return function(self.module, query, key, value, state.scratch[row][0], *args, **kwargs)
@@ -237,7 +238,7 @@ class InterfaceAttention(AttentionSite):
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self._factors_before(factor))
                 bias = self.bias(call, *heads, *factors, mask, flash, self.encoding.rotates_by_input)
-                if row is not None and isinstance(bias, DistanceForm) and not torch.compiler.is_compiling():
+                if row is not None and isinstance(bias, DistanceForm):
                     # The next layers with this bias get it in their mask, without a look at the positions.
                     state.scratch[row] = merge_mask(mask, bias.dense(), query.dtype), mask
                 attend = functools.partial(attend_with_bias, implementation, function, bias)

@@ -179,7 +179,6 @@ def build_encoding(
         placed = built[stack.name] = StackEncoding(scheme, stack, device)
         runtime = placed.runtime
         runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
-        runtime.slots.measure(stack.module)
         runtime.grid = stack.grid
         runtime.reads_features = stack.series is not None
         runtime.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)

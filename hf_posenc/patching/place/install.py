@@ -60,6 +60,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         UnsupportedError: if an additive scheme cannot be placed.
     """
     architecture, journal = stack.architecture, record.journal
+    encoding.runtime.slots.measure(stack.module)
     report = StackReport(stack.name, stack.part, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
     report.kept.extend(architecture.kept)
     runtime = encoding.runtime
