@@ -224,7 +224,7 @@ class InterfaceAttention(AttentionSite):
         row = None
         repeats = self.encoding.repeats_rows and implementation == "sdpa" and not torch.compiler.is_compiling()
         if repeats and query.shape[2] == 1:
-            row = ("row", id(self.encoding.logit_bias), id(mask), key.shape[2], query.dtype)
+            row = ("row", id(self.encoding.logit_bias), id(mask), key.shape[2], query.dtype, query.device)
             if row in state.scratch:
                 return function(self.module, query, key, value, state.scratch[row][0], *args, **kwargs)
         flash = "flash" in (implementation or "")
