@@ -224,7 +224,7 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
         bias = bias.expand(query.shape[0], -1, -1, -1)
     if name != "sdpa" or mask is not None or exporting() or not (compiling or query.shape[2] == 1):
         return function(*given, position_bias=bias, **kwargs)
-    # Without a mask, transformers asks for grouped heads, for which CUDA has no other kernel with a bias than "math".
+    # Without a mask, transformers asks for grouped heads. With a bias, some versions of torch then have only "math".
     if query.shape[2] > 1 and _is_causal(module, kwargs):
         rows = torch.arange(query.shape[2], device=bias.device).unsqueeze(-1)
         bias = bias.masked_fill(rows < rows.transpose(0, 1), torch.finfo(bias.dtype).min)

@@ -1,7 +1,9 @@
-"""The kernel that CUDA takes for a call of scaled_dot_product_attention, by the conditions in torch's source.
+"""A simple model of the kernel that CUDA takes for a call of scaled_dot_product_attention.
 
-`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13, for a device of compute capability 8.0 or above.
-Flash and cuDNN are tried before the memory-efficient kernel, and the plain operators ("math") are what remains.
+It was written from what transformers says of these kernels, and compared by hand with
+`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` at pytorch 001f694, for compute capability 8.0 or above. It is
+stricter in one point: there the memory-efficient kernel takes grouped heads, which transformers expects "math" to do.
+cuDNN's kernel is left out. It takes masks too, and torch may prefer it.
 """
 
 from __future__ import annotations
