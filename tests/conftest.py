@@ -14,7 +14,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from tests.devices import spreading
 from tests.schedule import longest_first, whole_files
+
+
+class DeviceGenerator(torch.Generator):
+    """A generator that is of the default device by default, which torch does not see to."""
+
+    def __new__(cls, device: torch.device | str | None = None) -> DeviceGenerator:
+        return super().__new__(cls, torch.get_default_device() if device is None else device)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,12 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if device == "cpu":
         return
     if device == "strict":
-        from tests.devices import spreading, strict_device
+        from tests.devices import strict_device
 
         strict_device.load()
-        spreading.placement = config.getoption("--placement")
+    spreading.device, spreading.placement = device, config.getoption("--placement")
     torch.set_default_device(device)
-    torch.Generator = _generator_of(device)  # type: ignore[misc]
+    torch.Generator = DeviceGenerator  # type: ignore[misc]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,13 +86,3 @@ def _freeze() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _generator_of(device: str) -> type[torch.Generator]:
-    """A class of generators that are of a device by default, which the default device does not see to."""
-
-    class DeviceGenerator(torch.Generator):
-        def __new__(cls, device: torch.device | str = device) -> torch.Generator:
-            return super().__new__(cls, device)
-
-    return DeviceGenerator

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from benchmarks.gpu.models import DECODER, tokens
+from hf_posenc.attention.blockwise import SIZES
 
 _PADS = 7
 #: Tokens that are decoded one by one, behind two longer pieces.
@@ -118,6 +120,13 @@ def _gradients(bench: Bench) -> Found:
     return (1 + errors).unsqueeze(-1), torch.ones(len(errors), 1, dtype=torch.float64)
 
 
+def _gradients_in_blocks(bench: Bench) -> Found:
+    """Gradients by the kernels that long inputs take; short ones get a matrix instead."""
+    divided = SIZES[bench.device == "cpu"]._replace(short_pairs=0, shared_numbers=0, distance_rows=64, backward_rows=64)
+    with mock.patch.dict(SIZES, {bench.device == "cpu": divided}):
+        return _gradients(bench)
+
+
 def _compiled(bench: Bench) -> Found:
     ids = tokens(bench.length)
     return bench.found(torch.compile(bench.model, backend=bench.compiler), ids), bench.wanted(ids)
@@ -150,6 +159,7 @@ CHECKS: dict[str, Callable[[Bench], Found]] = {
     "dynamic_cache": lambda bench: _decoded(bench, DynamicCache(config=bench.model.config), bench.model),
     "static_cache": lambda bench: _decoded(bench, bench.static_cache(), bench.model),
     "gradients": _gradients,
+    "gradients_in_blocks": _gradients_in_blocks,
     "long_forward": _long_forward,
     "compiled": _compiled,
     "cuda_graphs": _cuda_graphs,

@@ -44,6 +44,7 @@ _EAGER: Checks = (
     ("dynamic_cache", _USUAL, ("eager", "sdpa", _FLASH)),
     ("static_cache", _USUAL, ("eager", "sdpa")),
     ("gradients", _USUAL, ("sdpa", _FLASH)),
+    ("gradients_in_blocks", _USUAL, ("sdpa",)),
     ("long_forward", _USUAL, ("sdpa", _FLASH)),
 )
 _COMPILED: Checks = (
@@ -136,7 +137,8 @@ class Correctness(Part):
                 error = largest_error(*CHECKS[case.check](bench))
         except SkippedError as skipped:
             return {"status": SKIPPED, "reason": str(skipped)}
-        rounding = case.check if case.check in ("gradients", "long_forward") else "forward"
+        rounding = {"gradients_in_blocks": "gradients"}.get(case.check, case.check)
+        rounding = rounding if rounding in ("gradients", "long_forward") else "forward"
         rounded = _rounding_on_cpu(Case(rounding, *case[1:4], "eager"), self._lengths)
         tolerance = max(TOLERANCES[case.dtype], _FACTOR * rounded)
         effect = self._effect(case)

@@ -1,7 +1,8 @@
-"""Part (b): how many kernels a scheme launches, and where it waits for the device, beside the stock model.
+"""Part (b): how many kernels a scheme launches, which of them compute attention, and where it waits for the device.
 
-Both are counted, not timed, so the load of the machine does not matter. A wait is what
-`torch.cuda.set_sync_debug_mode` reports: the host reads a value that the device has to compute first.
+All are counted, not timed, so the load of the machine does not matter. A wait is what
+`torch.cuda.set_sync_debug_mode` reports: the host reads a value that the device has to compute first. The models are in
+bfloat16, because there is no flash kernel for float32.
 """
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ from hf_posenc import get_scheme, list_schemes
 #: What is counted, for a decoder and for an encoder.
 _PHASES = {DECODER: ("forward", "padded", "train", "token"), ENCODER: ("forward", "padded", "train")}
 _PADS = 7
+#: The operators by which torch calls the kernels of `scaled_dot_product_attention`.
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "cpu",
+    "aten::_scaled_dot_product_attention_math": "math",
+}
 _LIBRARY = Path(hf_posenc.__file__).parent
 
 
@@ -39,7 +48,7 @@ class Launches(Part):
 
     def settings(self) -> dict[str, Any]:
         """What all rows depend on."""
-        return {"length": self._length}
+        return {"length": self._length, "dtype": "bfloat16"}
 
     def cells(self) -> list[str]:
         """Phase, kind of model and scheme; for each phase the stock model first."""
@@ -56,15 +65,16 @@ class Launches(Part):
     def run(self, cell: str) -> Row:
         """Counts one cell; wrong is what waits in more places than the stock model."""
         phase, kind, scheme = cell.split(" ")
-        model = build(kind, scheme).to(self.device)
+        model = build(kind, scheme).to(self.device, torch.bfloat16)
         model.set_attn_implementation("sdpa")
         call = self._call(model, phase, kind)
         # Whatever is made once is there, and checked, after the first calls.
         call()
         call()
-        waits = _waits(call) if self.device == "cuda" else Counter()
+        waits = waits_on_cuda(call) if self.device == "cuda" else Counter()
         ours = {place: count for place, count in waits.items() if place.startswith(f"{_LIBRARY.name}/")}
-        row: Row = {"status": OK, "kernels": _kernels(call, self.device), "waits": sum(waits.values()), "ours": ours}
+        row: Row = {"status": OK, "kernels": _kernels(call, self.device), "attention": attention_kernels(call)}
+        row |= {"waits": sum(waits.values()), "ours": ours}
         return row | ({"status": WRONG, "reason": f"waits in {', '.join(sorted(ours))}"} if ours else {})
 
     def _call(self, model: Any, phase: str, kind: str) -> Callable[[], object]:
@@ -84,7 +94,7 @@ class Launches(Part):
         return torch.no_grad()(lambda: model(input_ids=ids, **uncached, **masked))
 
 
-def _waits(call: Callable[[], object]) -> Counter[str]:
+def waits_on_cuda(call: Callable[[], object]) -> Counter[str]:
     """How often one call waits for the device, by the place in Python."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
@@ -113,3 +123,10 @@ def _kernels(call: Callable[[], object], device: str) -> int:
             torch.cuda.synchronize()
     wanted = DeviceType.CUDA if cuda else DeviceType.CPU
     return sum(event.device_type == wanted for event in recorded.events())
+
+
+def attention_kernels(call: Callable[[], object]) -> dict[str, int]:
+    """How often one call takes each kernel of `scaled_dot_product_attention`."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        call()
+    return dict(Counter(_ATTENTION[event.name] for event in recorded.events() if event.name in _ATTENTION))

@@ -76,17 +76,26 @@ def _launches(file: PartFile) -> list[str]:
     for scheme in sorted({scheme for found in phases.values() for scheme in found} - {STOCK}):
         cells = [_more(found[scheme], found[STOCK]) if scheme in found else "-" for found in phases.values()]
         lines.append([scheme, *cells])
-    names = [f"{kind}, {phase} (stock {found[STOCK]['kernels']})" for (kind, phase), found in phases.items()]
+    names = [
+        f"{kind}, {phase} (stock {found[STOCK]['kernels']}, {_attention(found[STOCK])})"
+        for (kind, phase), found in phases.items()
+    ]
     explained = (
-        "Kernels and copies that one call starts, less those of the stock model, with sdpa; and how often the host "
-        "waits for the device more than there. On a CPU operators are counted."
+        f"Kernels and copies that one call starts, less those of the stock model, with sdpa, in "
+        f"{file.headers[-1]['settings']['dtype']}; the kernel that attention takes; and how often the host waits for "
+        "the device more than in the stock model. On a CPU operators are counted."
     )
     return [explained, format_table(("scheme", *names), lines, form="markdown")]
 
 
 def _more(row: Row, stock: Row) -> str:
     waits = row["waits"] - stock["waits"]
-    return f"{row['kernels'] - stock['kernels']:+}" + (f", {waits:+} waits" if waits else "")
+    return f"{row['kernels'] - stock['kernels']:+}, {_attention(row)}" + (f", {waits:+} waits" if waits else "")
+
+
+def _attention(row: Row) -> str:
+    """The kernels of attention, by name."""
+    return " and ".join(sorted(row["attention"])) or "none"
 
 
 def _price(file: PartFile) -> list[str]:

@@ -14,9 +14,9 @@ rows             in blocks; compiled, a       a matrix                    refuse
                  matrix
 ===============  ===========================  ==========================  =====================  =================
 
-With sdpa, short inputs (`hf_posenc.attention.by_blocks.SHORT_PAIRS`) get a matrix, because the kernels for distances
-take longer to launch than to run. With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a
-query are skipped (`hf_posenc.attention.windows`).
+With sdpa, short inputs get a matrix, because the kernels for distances take longer to launch than to run, and on
+accelerators a fixed distance bias, whose matrix layers share (`hf_posenc.attention.blockwise.Sizes`). With sdpa on a
+CPU, and with flex_attention, keys that cannot change the result of a query are skipped (`hf_posenc.attention.windows`).
 
 If sdpa is called with dropout or a soft cap, transformers' own function gets the bias in blocks. Flash kernels do not
 support training a learned bias: see `hf_posenc.attention.fused_attention`.
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_posenc.attention.block_windows import narrowed
-from hf_posenc.attention.blockwise import autocast_inputs
-from hf_posenc.attention.by_blocks import SHORT_PAIRS, attend_by_blocks
+from hf_posenc.attention.blockwise import SIZES, autocast_inputs
+from hf_posenc.attention.by_blocks import attend_by_blocks, is_shared_by_layers
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.attention.fused_attention import folds, fused_attention
@@ -87,13 +87,16 @@ def attend_with_bias(
     if "flash" in name:
         return _attend_folded(name, function, form, given, kwargs)
     if name == "eager":
-        merged = merge_mask(attention_mask, form.dense(), query.dtype)
+        merged = merge_mask(attention_mask, form.rows(), query.dtype)
         return function(module, query, key, value, merged, *args, **kwargs)
     if not _takes_position_bias(function):
         raise UnsupportedError(
             f"The attention backend {name!r} has no position_bias parameter, so a logit bias would be ignored. Use "
             'model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
         )
+    if name == "flex_attention" and query.device.type != "cpu" and not isinstance(form, SeparableForm):
+        # A kernel with three stages, which torch chooses for some heads, has no room for two blocks of a bias.
+        kwargs["kernel_options"] = {"num_stages": 2} | (kwargs.get("kernel_options") or {})
     if name == "flex_attention" and not isinstance(form, RowsForm):
         if not _is_set(kwargs.get("softcap")):
             attention_mask = narrowed(attention_mask, form, query, key, value, _scaling(query, kwargs))
@@ -135,14 +138,13 @@ def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwa
             return _attend_dense("sdpa", function, form, given, kwargs)
         return attend_by_blocks(function, form, causal, given, kwargs)
     scaling = _scaling(query, kwargs)
-    fuses = compiling or query.shape[2] * key.shape[2] > SHORT_PAIRS
-    if causal and query.device.type != "cpu" and folds(query):
+    short = query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
+    as_matrix = not compiling and (short or is_shared_by_layers(form, query, key, attention_mask))
+    if not as_matrix and causal and not query.is_cpu and folds(query):
         # A folded bias needs no mask, and kernels without a mask are faster on this device.
         form = _separable(form) or form
-        fuses = fuses or isinstance(form, SeparableForm)
-    if fuses and not isinstance(form, RowsForm):
-        vector, terms, slots = form.tensors
-        return fused_attention(query, key, value, vector, terms, slots, attention_mask, scaling, causal), None
+    if not as_matrix and not isinstance(form, RowsForm):
+        return fused_attention(query, key, value, form, attention_mask, scaling, causal), None
     if compiling:
         return _attend_dense("sdpa", function, form, given, kwargs)
     return attend_by_blocks(None, form, causal, given, kwargs)
@@ -218,7 +220,10 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
             'model.set_attn_implementation("sdpa"), which computes the bias in blocks unless the mask is learned, or '
             "increase hf_posenc.attention.backends.DENSE_LIMIT."
         )
-    bias = form.dense().to(query.dtype)
+    bias = form.rows().to(query.dtype)
+    if query.device.type != "cpu" and bias.stride(-1) != 1:
+        # Accelerators have kernels for contiguous rows only.
+        bias = bias.contiguous()
     if name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)

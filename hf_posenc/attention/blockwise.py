@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,40 @@ from hf_posenc.errors import UnsupportedError
 
 aten = torch.ops.aten
 
-#: Rows of a backward block: enough for efficient matrix products, few enough to stay in the caches.
-_BACKWARD_ROWS = 128
 #: Minimum number of rows of a forward block if only the keys in a window are needed.
 _WINDOW_ROWS = 320
 _NOTHING = nullcontext()
-#: Maximum number of scores in a block, 4 bytes each.
-_BLOCK_SCORES = 2**23
+
+
+class Sizes(NamedTuple):
+    """How far attention with a bias is divided. The defaults are for a CPU (measured on an AMD EPYC and an Intel Xeon).
+
+    There, a block should fit into the caches, and calls cost little. An accelerator computes a block faster than Python
+    launches it, so blocks are as large as memory allows (measured on an NVIDIA H200, docs/results/gpu/blocks.md).
+    """
+
+    #: Up to this many pairs of a query and a key, a bias of any form is one matrix.
+    short_pairs: int = 128**2
+    #: Up to this many numbers, layers share one matrix of a fixed distance bias.
+    shared_numbers: int = 0
+    #: Numbers of a block of a bias that is computed pair by pair, 4 bytes each. C libraries return freed memory of 32
+    #: MiB or more to the system; smaller pieces of growing sizes would fragment the memory.
+    bias_numbers: int = 2**23
+    #: From this many queries on, a causal bias has at least four blocks.
+    divided_length: int = 512
+    #: Queries of a block for a distance bias. Torch's CPU kernel divides 192 to 767 rows into tiles of 64 and more into
+    #: tiles of 256; the smaller block skips more of a causal layer's invisible keys.
+    distance_rows: int = 256
+    long_distance_rows: int = 768
+    #: Queries of a block for a number per key, and of a backward pass.
+    term_rows: int = 128
+    backward_rows: int = 128
+    #: The most scores of a block, 4 bytes each.
+    scores: int = 2**23
+
+
+#: By `is_cpu` of a tensor.
+SIZES = {True: Sizes(), False: Sizes(256**2, 2**26, 2**25, 4096, 2048, 2048, 2048, 1024, 2**26)}
 
 
 @dataclass(frozen=True)
@@ -77,12 +105,13 @@ def blocks(
         mask: the output of `fitting_mask`.
         causal: whether query i sees no key after key i.
         rows: queries per block.
-        limited: whether to limit a block to `_BLOCK_SCORES` scores, if possible.
+        limited: whether to limit the scores of a block, if possible.
         windows: the keys that are needed. Each block then has one item of the batch, and heads with similar windows.
     """
     batch, heads, query_length, _ = query.shape
     found = []
-    for items, start, stop in _divided(batch, heads, query_length, key_length, rows, limited):
+    most_scores = SIZES[query.is_cpu].scores if limited else None
+    for items, start, stop in _divided(batch, heads, query_length, key_length, rows, most_scores):
         if windows is None:
             first, last = _visible_keys(mask, items, start, stop, key_length, causal)
             found.append(Block(items, slice(0, heads), start, stop, first, last))
@@ -98,13 +127,13 @@ def blocks(
 
 
 def _divided(
-    batch: int, heads: int, query_length: int, key_length: int, rows: int, limited: bool
+    batch: int, heads: int, query_length: int, key_length: int, rows: int, most_scores: int | None
 ) -> Iterator[tuple[slice, int, int]]:
     items = max(1, batch)
-    if limited:
+    if most_scores is not None:
         row_scores = max(1, heads * key_length)
-        rows = min(rows, max(16, _BLOCK_SCORES // row_scores))
-        items = max(1, _BLOCK_SCORES // (row_scores * max(1, min(rows, query_length))))
+        rows = min(rows, max(16, most_scores // row_scores))
+        items = max(1, most_scores // (row_scores * max(1, min(rows, query_length))))
     for first in range(0, batch, items):
         for start in range(0, query_length, rows):
             yield slice(first, min(first + items, batch)), start, min(start + rows, query_length)
@@ -164,13 +193,16 @@ def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Ten
 def for_kernel(bias: Tensor, query: Tensor) -> Tensor:
     """Converts a float32 bias to the dtype that the device's kernel needs.
 
-    The CPU's kernel accepts a float32 bias with narrower dtypes. With a float64 query it would misread it.
+    The CPU's kernel accepts a float32 bias with narrower dtypes. With a float64 query it would misread it. Other
+    devices have kernels for contiguous rows only.
     """
     if query.dtype == torch.float64:
         return bias.double()
-    if query.device.type == "cpu" or bias.dtype == query.dtype:
+    if query.device.type == "cpu":
         return bias
-    return bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+    if bias.dtype != query.dtype:
+        bias = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
@@ -235,7 +267,8 @@ def blockwise_forward(
     output = query.new_empty(batch, query_length, heads, value.shape[-1])
     # Autocast would round the bias.
     with without_autocast(query.device):
-        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None, windows):
+        # On a CPU, a bias without a mask is a view.
+        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None or not query.is_cpu, windows):
             result = scaled_dot_product_attention(
                 query[block.items, block.heads, block.start : block.stop].flip(2),
                 key[block.items, block.heads, block.keys],
@@ -273,7 +306,7 @@ def blockwise_backward(
     # Contiguous, so that batch and heads can be one axis without a copy in every block.
     keys, values = (for_each_query_head(tensor, heads).to(dtype).contiguous() for tensor in (key, value))
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
-    divided = blocks(query, key_length, mask, causal, _BACKWARD_ROWS, True, windows)
+    divided = blocks(query, key_length, mask, causal, SIZES[query.is_cpu].backward_rows, True, windows)
     # Blocks differ in size, and separate allocations for each would fragment the memory.
     sizes = [block.items_and_heads * (block.stop - block.start) for block in divided]
     buffers = [keys.new_empty(max(sizes, default=0) * key_length) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -12,15 +13,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.block_attention import block_attention
+from hf_posenc.attention.blockwise import SIZES, for_kernel
 from hf_posenc.attention.forms import BiasForm, DistanceForm
 from hf_posenc.schemes.positions import gradients_may_be_shared
 
-#: Minimum number of bias values of a block, 4 bytes each; a smaller bias is passed in one piece. C libraries return
-#: freed memory of 32 MiB or more to the system; smaller pieces of growing sizes would fragment the memory.
-BLOCK_NUMBERS = 2**23
-_MIN_DIVIDED_LENGTH = 512
-#: Up to this many pairs, a bias of any form is faster as one matrix: the kernel for distances takes longer to launch.
-SHORT_PAIRS = 128**2
+
+def is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether layers of an accelerator share one matrix of a fixed bias, with the mask in it, at any length."""
+    if not isinstance(form, DistanceForm) or form.requires_grad:
+        return False
+    batch = 1 if mask is None else mask.shape[0]
+    return batch * form.heads * query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].shared_numbers
 
 
 def attend_by_blocks(
@@ -54,7 +57,7 @@ def attend_by_blocks(
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         if function is None:
-            bias = _masked_rows(form, attention_mask, causal, start, stop, seen)
+            bias = _masked_rows(form, attention_mask, causal, start, stop, seen, query)
             # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
             may_be_empty = attention_mask is not None and attention_mask.dtype != torch.bool
             return block_attention(query, key, value, bias, scaling, may_be_empty)
@@ -63,22 +66,23 @@ def attend_by_blocks(
         output: Tensor = function(module, query, key, value, mask, *args, position_bias=bias, **kwargs)[0]
         return output
 
+    if function is None and not query.is_cpu and is_shared_by_layers(form, query, key, attention_mask):
+        return block(0, query_length, query, key, value), None
     run: Callable[..., Tensor] = block
-    if torch.is_grad_enabled() and batch * heads * query_length * key_length > BLOCK_NUMBERS:
+    sizes = SIZES[query.is_cpu]
+    if torch.is_grad_enabled() and batch * heads * query_length * key_length > sizes.bias_numbers:
         preserve = bool(kwargs.get("dropout"))
         run = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve)
-    bounds = _bounds(query_length, key_length, causal, BLOCK_NUMBERS / (batch * heads))
+    # Four blocks skip most of the invisible pairs.
+    most = query_length / 4 if causal and query_length >= sizes.divided_length else query_length
+    bounds = _bounds(query_length, key_length, causal, most, sizes.bias_numbers / (batch * heads))
     blocks = [run(start, stop, query, key, value) for start, stop in bounds]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1), None
 
 
-def _bounds(query_length: int, key_length: int, causal: bool, pairs: float) -> Iterator[tuple[int, int]]:
-    """Returns the rows `[start, stop)` of each block, chosen so that a block has about `pairs` visible pairs or
-    slightly more.
-    """
+def _bounds(query_length: int, key_length: int, causal: bool, most: float, pairs: float) -> Iterator[tuple[int, int]]:
+    """The rows `[start, stop)` of each block: at most `most`, with about `pairs` visible pairs or slightly more."""
     start = 0
-    # Four blocks skip most of the invisible pairs. With few queries this is not worth the additional calls.
-    most = query_length / 4 if causal and query_length >= _MIN_DIVIDED_LENGTH else query_length
     while start < query_length:
         rows = (math.sqrt(start**2 + 4 * pairs) - start) / 2 if causal else pairs / key_length
         stop = min(start + math.ceil(min(rows, most)), query_length)
@@ -86,17 +90,22 @@ def _bounds(query_length: int, key_length: int, causal: bool, pairs: float) -> I
         start = stop
 
 
-def _masked_rows(form: BiasForm, mask: Tensor | None, causal: bool, start: int, stop: int, seen: int) -> Tensor:
+def _masked_rows(
+    form: BiasForm, mask: Tensor | None, causal: bool, start: int, stop: int, seen: int, query: Tensor
+) -> Tensor:
     """The rows of a bias with the smallest number at hidden pairs. Layers that share a distance bias share them."""
-    key = (id(mask), causal, start, stop, seen, torch.is_grad_enabled())
+    key = (id(mask), causal, start, stop, seen, query.dtype, torch.is_grad_enabled())
     shared = isinstance(form, DistanceForm) and (not form.requires_grad or gradients_may_be_shared())
     if isinstance(form, DistanceForm) and shared and key in form.matrices:
         return form.matrices[key][0]
+    if not query.is_cpu and isinstance(form, DistanceForm) and not form.requires_grad:
+        # Converted before there is a number for every pair.
+        form = dataclasses.replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
     own = _mask_of_rows(mask, causal, start, stop, seen, bias.device)
     if own is not None:
         bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
-    if isinstance(form, DistanceForm) and shared and form.query_length * form.key_length <= SHORT_PAIRS:
+    if isinstance(form, DistanceForm) and shared:
         form.matrices[key] = bias, mask
     return bias
 

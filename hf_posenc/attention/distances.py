@@ -39,4 +39,6 @@ def distance_form(
     """
     farthest = first_key_slot(offset, query_length, key_length) - offset - (query_length - 1)
     distances = torch.arange(query_length + key_length - 1, device=device) + farthest
-    return DistanceForm(bias(distances), query_length, key_length, bias.slopes_behind(device))
+    # Torch's fused kernels refuse a mask whose rows are not contiguous. Tables give one number per head for a distance.
+    vector = bias(distances).contiguous()
+    return DistanceForm(vector, query_length, key_length, bias.slopes_behind(device))

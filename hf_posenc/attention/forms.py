@@ -56,8 +56,9 @@ class DistanceForm:
         """Whether the bias is learned."""
         return self.vector.requires_grad
 
-    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+    def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
         """`(1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
+        stop = self.query_length if stop is None else stop
         if self.query_length == 1:
             row = self.vector[None, :, None]
             return row if key_count is None else row[..., :key_count]
@@ -68,10 +69,6 @@ class DistanceForm:
             return self.vector[:, keys - queries + self.query_length - 1].unsqueeze(0)
         own = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
         return own.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
-
-    def dense(self) -> Tensor:
-        """`(1, heads, query_len, key_len)` float32."""
-        return self.rows(0, self.query_length)
 
     @property
     def batch(self) -> int:
@@ -142,7 +139,7 @@ class SeparableForm:
         """The same in float64."""
         return SeparableForm(self.terms.double(), self.query_slots)
 
-    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+    def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         if self.query_slots.shape[0] == 1:
             # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
@@ -151,10 +148,6 @@ class SeparableForm:
             return (terms - own).unsqueeze(-2)
         own = self.terms.index_select(-1, self.query_slots[start:stop])
         return self.terms[..., :key_count].unsqueeze(-2) - own.unsqueeze(-1)
-
-    def dense(self) -> Tensor:
-        """`(batch or 1, heads, query_len, key_len)` float32."""
-        return self.rows(0, self.query_slots.shape[0])
 
 
 @dataclass(frozen=True)
@@ -197,13 +190,9 @@ class SumForm:
         """The same in float64."""
         return SumForm(self.distance.double(), self.separable.double())
 
-    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+    def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         return self.distance.rows(start, stop, key_count) + self.separable.rows(start, stop, key_count)
-
-    def dense(self) -> Tensor:
-        """`(batch or 1, heads, query_len, key_len)` float32."""
-        return self.rows(0, self.distance.query_length)
 
 
 @dataclass(frozen=True)
@@ -231,16 +220,13 @@ class RowsForm:
         """The same in float64."""
         return RowsForm(lambda *rows: self.compute(*rows).double(), self.query_length, self.key_length, self.heads)
 
-    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+    def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys.
 
         If fewer than all keys are requested, no query may see the others.
         """
+        stop = self.query_length if stop is None else stop
         return self.compute(start, stop, self.key_length if key_count is None else key_count)
-
-    def dense(self) -> Tensor:
-        """`(batch or 1, heads, query_len, key_len)` float32."""
-        return self.rows(0, self.query_length)
 
 
 FusedForm = DistanceForm | SeparableForm | SumForm

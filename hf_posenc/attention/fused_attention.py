@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.attention.block_bias import BlockBias, diagonal_sums
 from hf_posenc.attention.blockwise import (
+    SIZES,
     Block,
     additive_mask,
     autocast_inputs,
@@ -34,38 +35,25 @@ from hf_posenc.attention.blockwise import (
     without_autocast,
 )
 from hf_posenc.attention.folding import fold, of_one_width
+from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.windows import call_of, windows_of
 
 #: Up to this many queries, a number per key is faster on a CPU in blocks than in wider heads.
 _SHORT = 1024
-#: Rows of a block for a number per key.
-_TERM_ROWS = 128
-#: Rows of a block for a distance bias, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows
-#: into tiles of 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
-_DISTANCE_ROWS, _LONG_DISTANCE_ROWS, _LONG = 256, 768, 4096
+#: Queries from which on blocks of a distance bias may be larger.
+_LONG = 4096
 
 
 def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    vector: Tensor | None,
-    terms: Tensor | None,
-    query_slots: Tensor | None,
-    mask: Tensor | None,
-    scaling: float,
-    causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, form: FusedForm, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
-    """`softmax(scaling * query . key + vector[j - i] + terms[j] - terms[i]) . value`, without terms that are `None`.
+    """`softmax(scaling * query . key + bias) . value`.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
         value: `(batch, key_value_heads, key_len, value_dim)`; on the CPU the fast kernel needs `head_dim` here too.
-        vector: `(heads, query_len + key_len - 1)` float32, a bias by rising distance: query i and key j have `vector[:,
-            j - i + query_len - 1]`.
-        terms: `(batch or 1, heads, key_len)` float32, a number per key.
-        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query; with `terms`.
+        form: the bias, float32.
         mask: boolean (visible pairs) or additive; broadcasts to `(batch, 1 or heads, query_len, key_len)`.
         scaling: factor of `query . key`.
         causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
@@ -78,6 +66,7 @@ def fused_attention(
     """
     query, key, value = autocast_inputs(query, key, value)
     mask = fitting_mask(mask, query.shape[2], key.shape[2])
+    vector, terms, query_slots = form.tensors
     if terms is not None:
         terms = terms.expand(query.shape[0], -1, -1)
     result: Tensor = _fused_attention(query, key, value, vector, terms, query_slots, mask, scaling, causal)
@@ -97,13 +86,13 @@ def _fused_attention(
     causal: bool,
 ) -> Tensor:
     windows = windows_of(call_of(query, key, value, mask, scaling, causal), vector, terms)
-    query_length = query.shape[2]
+    query_length, sizes = query.shape[2], SIZES[query.is_cpu]
     if windows is not None:
         rows = rows_of_window_blocks()
     elif terms is None:
-        rows = _DISTANCE_ROWS if query_length < _LONG else _LONG_DISTANCE_ROWS
+        rows = sizes.distance_rows if query_length < _LONG else sizes.long_distance_rows
     elif vector is not None or not folds(query):
-        rows = _TERM_ROWS if query.device.type == "cpu" else _LONG_DISTANCE_ROWS
+        rows = sizes.term_rows
     else:
         assert query_slots is not None
         return _folded(query, key, value, terms, query_slots, mask, scaling, causal)

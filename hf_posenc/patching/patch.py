@@ -19,9 +19,8 @@ from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.observe.verify_native import verify_adopted_tables
 from hf_posenc.patching.place.config_lengths import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
-from hf_posenc.patching.place.raster_order import TWO_DIMENSIONAL
 from hf_posenc.patching.place.scheme_per_layer import schedule
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.stack_encoding import TWO_DIMENSIONAL, StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from hf_posenc.attention.fused_attention import fused_attention
 
 
 def distance_attention(
     query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
-    return fused_attention(query, key, value, vector, None, None, mask, scaling, causal)
+    form = DistanceForm(vector, query.shape[2], key.shape[2])
+    return fused_attention(query, key, value, form, mask, scaling, causal)
 
 
 def separable_attention(
@@ -23,4 +25,4 @@ def separable_attention(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    return fused_attention(query, key, value, None, terms, query_slots, mask, scaling, causal)
+    return fused_attention(query, key, value, SeparableForm(terms, query_slots), mask, scaling, causal)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc import ComposedConfig, RopeConfig
-from hf_posenc.attention import backends, blockwise, by_blocks, fused_attention
+from hf_posenc.attention import backends
 from hf_posenc.attention.forms import DistanceForm, RowsForm, SeparableForm, SumForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import get_scheme
@@ -21,6 +21,8 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import outputs, patched, tokens
 from tests.schemes.table import VARIANTS, parts_for
 from tests.thinning import mostly_slow
+
+from .block_sizes import set_sizes
 
 LENGTH = 14
 
@@ -40,7 +42,7 @@ BIASED |= {
 @pytest.fixture(autouse=True)
 def _kernels_of_long_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short inputs as long ones: a matrix of so few pairs would take the place of the kernels."""
-    monkeypatch.setattr(backends, "SHORT_PAIRS", 0)
+    set_sizes(monkeypatch, short_pairs=0, shared_numbers=0)
 
 
 def _takes(architecture: str, scheme: Any) -> bool:
@@ -73,9 +75,7 @@ def in_turn(name: str, cases: dict[str, list[str]]) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_attention, "_DISTANCE_ROWS", 5)
-    monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 4)
-    monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 2 * 4 * 3 * LENGTH)
+    set_sizes(monkeypatch, distance_rows=5, backward_rows=4, bias_numbers=2 * 4 * 3 * LENGTH)
 
 
 def inputs(kind: str, length: int) -> dict[str, Tensor]:
@@ -133,8 +133,7 @@ def test_in_a_decoder(label: str, kind: str, monkeypatch: pytest.MonkeyPatch) ->
     if label == "kerple-3":
         # Numbers below their minimum drop gradients that lead further out, block by block where positions have gaps,
         # and what is dropped does not add up: compared in one block.
-        monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 2**22)
-        monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", LENGTH)
+        set_sizes(monkeypatch, bias_numbers=2**22, backward_rows=LENGTH)
     if kind == "packing" and any(part.length_dependent for part in parts_for(BIASED[label])):
         with pytest.raises(UnsupportedError, match="packed"):
             compare("llama_gqa", label, kind)
@@ -338,7 +337,7 @@ def test_the_scale_of_a_query_multiplies_its_bias() -> None:
     site.scale = lambda *_: torch.arange(6.0).view(1, 1, 6)
     scaled = site._scaled_form(form, state, torch.zeros(1, 4, 6, 8), 6)
     assert torch.equal(scaled.rows(2, 4)[0, 0, :, 0], torch.tensor([2.0, 3.0]))
-    assert torch.equal(scaled.dense()[0, 1, :, 5], torch.arange(6.0))
+    assert torch.equal(scaled.rows()[0, 1, :, 5], torch.arange(6.0))
 
 
 def test_a_function_of_somebody_else_gets_the_matrix() -> None:

@@ -55,7 +55,7 @@ def heads() -> list[Tensor]:
 
 def weights(form: Any, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
     """`(batch, heads, query_len, key_len)`, in float64; a row that sees nothing is zero."""
-    scores = WIDTH**-0.5 * query.double() @ key.double().transpose(-1, -2) + form.dense().double()
+    scores = WIDTH**-0.5 * query.double() @ key.double().transpose(-1, -2) + form.rows().double()
     return scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_posenc.attention import blockwise, fused_attention as module
 from hf_posenc.errors import UnsupportedError
 
+from .block_sizes import set_sizes
 from .fused import distance_attention
 from .plain_attention import masks, plain_attention, toeplitz
 
@@ -23,10 +24,8 @@ MASKS = list(masks(1, 1, 1))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks, of which the last is not full, at lengths of a test."""
-    monkeypatch.setattr(module, "_DISTANCE_ROWS", 5)
-    monkeypatch.setattr(module, "_LONG_DISTANCE_ROWS", 7)
+    set_sizes(monkeypatch, distance_rows=5, long_distance_rows=7, backward_rows=6)
     monkeypatch.setattr(module, "_LONG", 20)
-    monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 6)
 
 
 def tensors(
@@ -88,7 +87,7 @@ def test_any_shape(batch: int, groups: int, query_length: int, extra: int, kind:
 
 
 def test_a_budget_for_scores_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "_BLOCK_SCORES", 4 * 17 * 5)
+    set_sizes(monkeypatch, scores=4 * 17 * 5)
     compare(tensors(3, 4, 2, 17, 17, torch.float32), masks(3, 17, 17)["left padding"], False, CLOSE[torch.float32])
 
 

@@ -34,7 +34,7 @@ def test_values_and_gradients(groups: int, scaling: float) -> None:
     terms = (drawn(2, HEADS, LENGTH, seed=3).abs() * 3).cumsum(-1).requires_grad_()
     form = SeparableForm(terms, torch.arange(LENGTH))
     found = attention_of_folded(query, key, value, form, scaling)
-    wanted = plain_attention(query, key, value, form.dense(), None, scaling, True)
+    wanted = plain_attention(query, key, value, form.rows(), None, scaling, True)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     given = (query, key, value, terms)
     weights = drawn(*wanted.shape, seed=4).double()
@@ -60,7 +60,7 @@ def test_terms_that_have_grown_large_keep_their_differences(dtype: torch.dtype, 
     for dimension in range(wide_query.shape[-1]):
         scores += wide_query[..., dimension].float().unsqueeze(-1) * wide_key[..., dimension].float().unsqueeze(-2)
     form = SeparableForm(terms.double(), torch.arange(LENGTH))
-    exact = query.double() @ key.double().transpose(-1, -2) * scaling + form.dense()
+    exact = query.double() @ key.double().transpose(-1, -2) * scaling + form.rows()
     torch.testing.assert_close(scores.double() * factor, exact.expand_as(scores), atol=bound, rtol=0)
 
 
@@ -71,5 +71,5 @@ def test_a_linear_bias_of_distance_is_separable() -> None:
     separable = form.separable()
     assert separable is not None
     below = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    torch.testing.assert_close(separable.dense()[..., below], form.dense()[..., below])
+    torch.testing.assert_close(separable.rows()[..., below], form.rows()[..., below])
     assert DistanceForm(form.vector, LENGTH, LENGTH).separable() is None

@@ -34,7 +34,7 @@ def biased(scheme: str, queries: int, length: int, query: Tensor, key: Tensor) -
     if scheme in ("alibi", "kerple"):
         distances = torch.arange(1 - length, queries)
         form = DistanceForm(bias(distances).detach(), queries, length, bias.slopes_behind(torch.device("cpu")))
-        return form, form.dense().double()
+        return form, form.rows().double()
     if scheme == "forget_gate":
         # Gates of a trained model: most remember, some forget.
         generator = torch.Generator().manual_seed(1)

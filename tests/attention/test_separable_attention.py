@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.attention import blockwise
 from hf_posenc.attention.forms import SeparableForm
 from hf_posenc.attention.fused_attention import _fused_attention
 
+from .block_sizes import set_sizes
 from .fused import separable_attention
 from .plain_attention import masks, plain_attention
 
@@ -18,7 +18,7 @@ MASKS = list(masks(1, 1, 1))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 6)
+    set_sizes(monkeypatch, backward_rows=6)
 
 
 def tensors(batch: int, groups: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -38,7 +38,7 @@ def test_masks(kind: str, groups: int) -> None:
     mask, slots = masks(3, 17, 17)[kind], torch.arange(17)
     terms = given[3].exp().cumsum(-1)
     found = separable_attention(*given[:3], terms, slots, mask, 0.3, kind == "none")
-    bias = SeparableForm(terms, slots).dense()
+    bias = SeparableForm(terms, slots).rows()
     wanted = plain_attention(*given[:3], bias, mask, 0.3, kind == "none")
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
     weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -60,7 +60,7 @@ def test_wide_heads_keep_their_digits_beside_large_terms(largest: tuple[float, f
     terms = (steps.cumsum(-1) * (torch.tensor(largest).view(1, 2, 1) / 512)).requires_grad_()
     slots = torch.arange(1024)
     found = separable_attention(query, key, value, terms, slots, None, 128**-0.5, True)
-    wanted = plain_attention(query, key, value, SeparableForm(terms, slots).dense(), None, 128**-0.5, True)
+    wanted = plain_attention(query, key, value, SeparableForm(terms, slots).rows(), None, 128**-0.5, True)
     torch.testing.assert_close(found.double(), wanted, atol=2**-17, rtol=0)
     weights = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
     given = (query, key, value, terms)
@@ -84,7 +84,7 @@ def test_the_gradient_of_gates_over_a_long_row(dtype: torch.dtype, bound: float)
         terms = -torch.nn.functional.logsigmoid(logits).cumsum(-1)
         slots = torch.arange(1024)
         if exact:
-            output = plain_attention(query, key, value, SeparableForm(terms, slots).dense(), None, 0.3, True)
+            output = plain_attention(query, key, value, SeparableForm(terms, slots).rows(), None, 0.3, True)
         else:
             output = separable_attention(query, key, value, terms, slots, None, 0.3, True).double()
         weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -97,9 +97,7 @@ def test_half_precision_does_not_overflow() -> None:
     query, key, value, _ = tensors(1, 1, 32, torch.float16)
     terms = (torch.arange(32) + 4064.0).mul(2.3).expand(1, 4, -1)
     output = separable_attention(query, key, value, terms, torch.arange(32), None, 64**-0.5 / 8, True)
-    wanted = plain_attention(
-        query, key, value, SeparableForm(terms, torch.arange(32)).dense(), None, 64**-0.5 / 8, True
-    )
+    wanted = plain_attention(query, key, value, SeparableForm(terms, torch.arange(32)).rows(), None, 64**-0.5 / 8, True)
     torch.testing.assert_close(output.double(), wanted, atol=5e-3, rtol=5e-3)
 
 
@@ -110,7 +108,7 @@ def test_autocast_of_float32_heads() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = separable_attention(query, key, value, terms, torch.arange(64), None, 0.3, True)
     halves = (tensor.detach().to(torch.bfloat16) for tensor in (query, key, value))
-    wanted = plain_attention(*halves, SeparableForm(terms, torch.arange(64)).dense(), None, 0.3, True)
+    wanted = plain_attention(*halves, SeparableForm(terms, torch.arange(64)).rows(), None, 0.3, True)
     torch.testing.assert_close(found.double(), wanted, atol=2e-2, rtol=2e-2)
 
 
@@ -126,7 +124,7 @@ def test_values_that_are_wider_than_keys(dtype: torch.dtype) -> None:
     value = torch.randn(1, 2, 1100, 64, generator=generator).to(dtype)
     terms = torch.rand(1, 2, 1100, generator=generator).cumsum(-1)
     found = separable_attention(query, key, value, terms, torch.arange(1100), None, 0.25, True)
-    bias = SeparableForm(terms, torch.arange(1100)).dense()
+    bias = SeparableForm(terms, torch.arange(1100)).rows()
     wanted = plain_attention(query, key, value, bias, None, 0.25, True)
     assert found.shape[-1] == 64
     torch.testing.assert_close(found.double(), wanted, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
@@ -139,6 +137,6 @@ def test_terms_of_ten_million_fit_into_half_precision() -> None:
     terms = torch.zeros(1, 1, 1500)
     terms[..., 750:] = 1e7
     found = separable_attention(query, key, value, terms, torch.arange(1500), None, 0.25, True)
-    bias = SeparableForm(terms, torch.arange(1500)).dense()
+    bias = SeparableForm(terms, torch.arange(1500)).rows()
     wanted = plain_attention(query, key, value, bias, None, 0.25, True)
     torch.testing.assert_close(found.double(), wanted, atol=4e-3, rtol=0)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention import blockwise, windows
+from hf_posenc.attention.forms import DistanceForm, SeparableForm, SumForm
 from hf_posenc.attention.fused_attention import fused_attention
 from hf_posenc.attention.windows import Windows, call_of, windows_of
 
+from .block_sizes import set_sizes
 from .fused import distance_attention, separable_attention
 
 pytestmark = pytest.mark.on_cpu("windows are used on a CPU")
@@ -27,7 +29,7 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "SHORTEST", 8)
     monkeypatch.setattr(windows, "_TILE", 8)
     monkeypatch.setattr(blockwise, "_WINDOW_ROWS", 32)
-    monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 24)
+    set_sizes(monkeypatch, backward_rows=24)
 
 
 def inputs(
@@ -188,7 +190,8 @@ def test_the_sum_of_a_bias_of_distance_and_a_number_per_key(name: str, causal: b
     assert (skipped(alone) > skipped(windows)) == (name == "bump")
     given = [tensor.requires_grad_() for tensor in (*heads, vector, terms)]
     wanted = [tensor.detach().double().requires_grad_() for tensor in given]
-    found = fused_attention(*given, torch.arange(LENGTH), None, SCALING, causal)  # type: ignore[call-arg]
+    form = SumForm(DistanceForm(given[3], LENGTH, LENGTH), SeparableForm(given[4], torch.arange(LENGTH)))
+    found = fused_attention(*given[:3], form, None, SCALING, causal)  # type: ignore[call-arg]
     bias = matrix(wanted[3], LENGTH) + wanted[4].unsqueeze(-2) - wanted[4].unsqueeze(-1)
     expected = reference(*wanted[:3], bias, visible(causal))
     # Sums of terms of 9,000 are rounded to 9,000 eps before the softmax.

@@ -44,11 +44,12 @@ scheme followed the layers, 1,420 of 1,964 checks of models split over two faile
 _KERNELS = """
 ## Kernels
 
-What `scaled_dot_product_attention` would run on CUDA for a Llama with grouped heads, by a simple model
-(`tests/devices/kernels.py`); no GPU has confirmed it. bfloat16 unless the column says float32. "efficient" is the
-memory-efficient kernel, which takes a bias as a mask, and "mask copied" means that its rows are not aligned to 16
-bytes. "math" are plain operators. They occur here only where the stock model has them too: in float32 without a mask,
-with grouped heads. Newer versions of torch have a kernel there. cuDNN's kernel, which takes masks as well, is left out.
+What `scaled_dot_product_attention` runs on CUDA for a Llama with grouped heads, by a simple model
+(`tests/devices/kernels.py`). On an NVIDIA H200 with torch 2.11, it was right for all 416 calls that were compared
+(stock and 26 schemes), except that cuDNN's kernel takes the place of "flash" and "efficient" in bfloat16 there. The
+columns are bfloat16 unless they say float32. "efficient" is the memory-efficient kernel, which takes a bias as a mask,
+and "mask copied" means that its rows are not aligned to 16 bytes. "math" are plain operators. They occur here only
+where the stock model has them too: in float32 without a mask, with grouped heads.
 """
 #: Outcomes of a test, by the element that a report has for it.
 _OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "left out"}

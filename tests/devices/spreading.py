@@ -1,4 +1,4 @@
-"""Spreading a model over the two strict devices, as `device_map="auto"` does it with two GPUs."""
+"""Spreading a model over two devices, as `device_map="auto"` does it with two GPUs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Any
 from accelerate import dispatch_model
 from torch import nn
 
-from tests.devices.strict_device import NAME
-
-#: Where the layers of the second half go. Those of the first half are on the first device.
-PLACEMENTS = {"split": f"{NAME}:1", "cpu": "cpu", "disk": "disk"}
-_FIRST = f"{NAME}:0"
-#: What `--placement` says.
+#: What `--device` says, if it names devices that tests may spread models over: "strict" or "cuda".
+device = ""
+#: What `--placement` says: all layers on the first device, or those of the second half elsewhere.
 placement = "one"
+
+
+def first() -> str:
+    """The device of the layers of the first half."""
+    return f"{device}:0"
+
+
+def second(placement: str) -> str:
+    """Where a placement puts the layers of the second half."""
+    return {"split": f"{device}:1", "cpu": "cpu", "disk": "disk"}[placement]
 
 
 def device_map(model: Any, placement: str) -> dict[str, str]:
@@ -22,15 +29,15 @@ def device_map(model: Any, placement: str) -> dict[str, str]:
 
     Args:
         model: the model.
-        placement: of `PLACEMENTS`.
+        placement: "split", "cpu" or "disk".
     """
     names = model._no_split_modules or ()
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    second = {id(layer) for layer in layers[(len(layers) + 1) // 2 :]}
+    later = {id(layer) for layer in layers[(len(layers) + 1) // 2 :]}
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is getattr(model.get_input_embeddings(), "weight", None)
     found: dict[str, str] = {}
-    last = _FIRST
+    last = first()
 
     def place(module: nn.Module, prefix: str) -> None:
         nonlocal last
@@ -40,11 +47,11 @@ def device_map(model: Any, placement: str) -> dict[str, str]:
                 place(child, f"{prefix}{name}.")
                 continue
             if inside:
-                last = PLACEMENTS[placement] if id(child) in second else _FIRST
+                last = second(placement) if id(child) in later else first()
             with_embeddings = tied and any(one is head for one in child.modules())
-            found[f"{prefix}{name}"] = _FIRST if with_embeddings else last
+            found[f"{prefix}{name}"] = first() if with_embeddings else last
         for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            found[f"{prefix}{name}"] = _FIRST
+            found[f"{prefix}{name}"] = first()
 
     place(model, "")
     return found
@@ -56,5 +63,5 @@ def spread(model: Any) -> Any:
         return model
     placed = device_map(model, placement)
     if len(set(placed.values())) == 1:
-        return model.to(_FIRST)
-    return dispatch_model(model, placed, main_device=_FIRST, offload_dir=tempfile.mkdtemp())
+        return model.to(first())
+    return dispatch_model(model, placed, main_device=first(), offload_dir=tempfile.mkdtemp())

@@ -38,7 +38,7 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dist
         return None
 
     def compute() -> Tensor:
-        return state.own(bias)(torch.arange(1 - 2 * key_length, 1, device=state.device))
+        return state.own(bias)(torch.arange(1 - 2 * key_length, 1, device=state.device)).contiguous()
 
     values = kept.of(bias, f"bias on {state.device}", compute, lambda known: known.shape[-1] >= key_length)
     row = values[:, values.shape[-1] - key_length :]

@@ -240,7 +240,7 @@ class InterfaceAttention(AttentionSite):
                 bias = self.bias(call, *heads, *factors, mask, flash, self.encoding.rotates_by_input)
                 if row is not None and isinstance(bias, DistanceForm):
                     # The next layers with this bias get it in their mask, without a look at the positions.
-                    state.scratch[row] = merge_mask(mask, bias.dense(), query.dtype), mask
+                    state.scratch[row] = merge_mask(mask, bias.rows(), query.dtype), mask
                 attend = functools.partial(attend_with_bias, implementation, function, bias)
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:

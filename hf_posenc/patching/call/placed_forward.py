@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 
@@ -97,3 +97,19 @@ def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
             "in place. Then remove that forward (with the library that set it, or `del module.forward`), patch the "
             "model, and wrap the forward that the module has then."
         )
+
+
+class ZeroOutput(PlacedForward):
+    """Stands in for the `forward` of a linear layer, or of a network that ends with one."""
+
+    def __call__(self, inputs: Tensor) -> Any:
+        """Returns zeros `(..., out_features)`."""
+        if self.retired:
+            return self.stock(inputs)
+        width = getattr(self.module, "out_features", None) or [*self.module.parameters()][-1].shape[0]
+        return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
+
+
+def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for a method that rotates its first argument, and returns it unchanged."""
+    return heads

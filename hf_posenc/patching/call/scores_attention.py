@@ -69,7 +69,7 @@ class ScoresAttention(AttentionSite):
 
         def bias(scaling: Factor, query_factor: Factor, key_factor: Factor) -> Tensor:
             rotated = self.encoding.rotates_by_input
-            return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).dense()
+            return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).rows()
 
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
         mode = ScoresMode(

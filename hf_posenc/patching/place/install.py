@@ -13,8 +13,7 @@ from hf_posenc.patching.call.grid_sites import GridRotarySite, PictureSite, Proj
 from hf_posenc.patching.call.grid_tables import GridTableSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.call.native_stand_ins import ZeroOutput, unrotated
-from hf_posenc.patching.call.placed_forward import forward_on_instance
+from hf_posenc.patching.call.placed_forward import ZeroOutput, forward_on_instance, unrotated
 from hf_posenc.patching.call.replicas import refuse_replicas
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.call.runtime import StackForward
@@ -29,10 +28,9 @@ from hf_posenc.patching.find.grids import FoundBias
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.find.tables import OwnedTable
 from hf_posenc.patching.place.journal import Journal
-from hf_posenc.patching.place.raster_order import TWO_DIMENSIONAL, order_readers
 from hf_posenc.patching.place.record import SchemeRecord
 from hf_posenc.patching.place.report import StackReport
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.stack_encoding import TWO_DIMENSIONAL, StackEncoding, order_readers
 from hf_posenc.patching.place.stack_record import StackRecord
 
 _DESCRIPTIONS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.find.layer_context import build_context, execution_device, with_layout
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
-from hf_posenc.patching.place.raster_order import order_readers
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.grids import other_axes
@@ -31,6 +30,11 @@ from hf_posenc.schemes.parts import (
 )
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
+#: What to do about schemes that number patches row by row, for messages.
+TWO_DIMENSIONAL = (
+    "For rows and columns use 'rope_nd', 'swin', axes=2 (sinusoidal, alibi, t5), or grid=(rows, columns) (learned); "
+    "for videos axes=3 or a grid of three sizes."
+)
 _KINDS: dict[str, tuple[type, ...]] = {
     "additive": (AdditiveEncoding,),
     "query_key_map": (QueryKeyMap,),
@@ -276,3 +280,23 @@ def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
             "a bias is added, but this scheme corrects logits with a bias. Use a RoPE scaling or position_scale "
             "instead."
         )
+
+
+def order_readers(parts: Iterable[nn.Module]) -> list[str]:
+    """What those parts of a scheme do that read positions but no coordinates, for messages that name the scheme."""
+    return sorted({_effect(part) for part in parts if reads_order_only(part)})
+
+
+def _effect(part: nn.Module) -> str:
+    if isinstance(part, AdditiveEncoding):
+        return "the added vectors"
+    if isinstance(part, QueryKeyMap):
+        return "the rotation"
+    return "the logit scale" if isinstance(part, LogitScale) else "the bias"
+
+
+def reads_order_only(part: nn.Module) -> bool:
+    """Whether a part reads positions but no part of it reads coordinates."""
+    if not getattr(part, "reads_positions", True):
+        return False
+    return not any(getattr(module, "reads_coordinates", False) for module in part.modules())

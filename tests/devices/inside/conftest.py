@@ -1,10 +1,17 @@
-"""Tests of the strict device; `tests/devices/test_strict_device.py` runs them in processes of their own."""
+"""Tests of devices other than the CPU.
+
+`tests/devices/test_strict_device.py` runs them on the strict device, in processes of their own. On a GPU:
+
+    python -m pytest tests/devices/inside --device cuda --placement one -m "slow or not slow"
+
+`--placement split` needs two GPUs; `cpu` and `disk` take one.
+"""
 
 from __future__ import annotations
 
-from tests.devices import strict_device
+from tests.devices import spreading
 
 
 def pytest_ignore_collect() -> bool | None:
-    """Leaves them out where there is no strict device."""
-    return True if strict_device.loaded is None else None
+    """Leaves them out on the CPU."""
+    return None if spreading.device else True

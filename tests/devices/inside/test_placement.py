@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import PositionEncodingError, extend_context, inspect_model, native_scheme, patch_model, unpatch_model
+from tests.attention.block_sizes import set_sizes
 from tests.devices import spreading
 from tests.devices.inside.subjects import SCHEMES, SUBJECTS
 from tests.matrix.running import tokens
@@ -20,7 +21,7 @@ from tests.thinning import mostly_slow
 
 #: Relative, of float32. The layers round alike on every device, but the CPU's own kernels add in another order.
 CLOSE = 2e-5
-_FIRST = "strict:0"
+_FIRST, _SECOND = spreading.first(), spreading.second("split")
 #: The others load as Llama does.
 LOADED = ("none", "t5", "alibi", "rope", "learned", "sinusoidal", "forget_gate", "fire", "cope", "composed")
 NATIVE = {"llama": "rope", "llava": "rope", "bert": "learned", "t5": "t5"}
@@ -66,7 +67,30 @@ def test_outputs_and_gradients_are_those_of_the_cpu(subject: str, scheme: str, c
         _without_dropout(model)
         if scheme == "randomized":
             pytest.skip("draws positions in training")
-    found = SUBJECTS[subject].outputs(model, _FIRST)
+    _compare(model, reference, SUBJECTS[subject].outputs(model, _FIRST), wanted)
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["", "divided"])
+@pytest.mark.parametrize(
+    ("subject", "scheme"), mostly_slow(itertools.product(("llama", "bert"), SCHEMES), lambda cell: cell[0] == "llama")
+)
+def test_gradients_with_sdpa_are_those_of_the_cpu(
+    subject: str, scheme: str, divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels for short inputs and, in blocks, with those for long ones."""
+    if divided:
+        set_sizes(monkeypatch, short_pairs=0, shared_numbers=0, distance_rows=5, term_rows=5, backward_rows=6)
+    model, reference = built(subject, scheme), built(subject, scheme)
+    with torch.device("cpu"):
+        ids = {"input_ids": tokens()}
+    wanted = reference(**ids).logits
+    model = spreading.spread(model.to(_FIRST))
+    model.set_attn_implementation("sdpa")
+    _compare(model, reference, model(input_ids=ids["input_ids"].to(_FIRST)).logits.cpu(), wanted)
+
+
+def _compare(model: Any, reference: Any, found: Tensor, wanted: Tensor) -> None:
+    """Outputs, and gradients where accelerate computes them."""
     assert close(found, wanted)
     if spreading.placement in ("cpu", "disk"):
         return
@@ -145,7 +169,7 @@ def test_parts_of_a_layer_stand_where_the_layer_stands(scheme: str) -> None:
         sites = list(zip(devices, model.position_encoding.stacks["model"].layers, strict=True))
         owned = {str(device): {one.device for part in own.parts for one in part.parameters()} for device, own in sites}
         shared = sites[0][1].parts[0] is sites[1][1].parts[0]
-        assert owned == {_FIRST: {torch.device(_FIRST)}, "strict:1": {torch.device(_FIRST if shared else "strict:1")}}
+        assert owned == {_FIRST: {torch.device(_FIRST)}, _SECOND: {torch.device(_FIRST if shared else _SECOND)}}
 
 
 @torch.no_grad()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+import hf_posenc
+from benchmarks.gpu.launches import waits_on_cuda
 from hf_posenc import PositionEncodingError
 from tests.devices import spreading, strict_device
 from tests.devices.inside.subjects import SCHEMES, SUBJECTS
@@ -25,7 +28,7 @@ def _on_one_device() -> None:
 
 #: More launches per decoded token than the stock model has, in two layers, of what a formula computes from content.
 FORMULAS = {
-    "fire": 13, "selective_rope": 65, "string": 29, "transformer_xl": 29, "swin": 45, "grape_m": 38, "grape_ap": 45,
+    "fire": 17, "selective_rope": 65, "string": 29, "transformer_xl": 29, "swin": 45, "grape_m": 38, "grape_ap": 45,
     "repo": 17, "cope": 30, "tupe": 12, "disentangled": 15, "grape": 15, "low_rank_relative": 10, "forget_gate": 10,
     "self_extend": 90, "rerope": 90, "hierarchical": 25, "rope_nd": 10, "fope": 20, "composed": 30, "blended": 60,
 }  # fmt: skip
@@ -38,17 +41,20 @@ def model_of(scheme: str | None) -> Any:
             model = patched("llama_gqa", config, attn_implementation="sdpa")
         except PositionEncodingError as refused:
             pytest.skip(str(refused)[:100])
-    return model.to("strict:0")
+    return model.to(spreading.first())
 
 
 def waits(call: Callable[[], Any]) -> Counter[str]:
     """How often the third call waits in this library, by place; what is made once is there by then."""
     call()
     call()
-    assert strict_device.loaded is not None
-    with strict_device.listened(strict_device.loaded) as seen:
-        call()
-    return Counter({place: count for place, count in seen["wait"].items() if "hf_posenc" in place.split(" ")[0]})
+    if strict_device.loaded is None:
+        found, own = waits_on_cuda(call), "hf_posenc/"
+    else:
+        with strict_device.listened(strict_device.loaded) as seen:
+            call()
+        found, own = seen["wait"], f"{Path(hf_posenc.__file__).parent}/"
+    return Counter({place: count for place, count in found.items() if place.startswith(own)})
 
 
 def launches(call: Callable[[], Any]) -> int:
@@ -119,8 +125,9 @@ def test_generate_does_not_wait_in_its_steps(scheme: str, padded: bool, options:
 @pytest.mark.parametrize("subject", ["vit", "bert"])
 @torch.no_grad()
 def test_models_of_images_and_encoders_do_not_wait(subject: str, scheme: str) -> None:
-    model = SUBJECTS[subject].model(scheme).to("strict:0")
-    inputs = {name: one.to("strict:0") for name, one in SUBJECTS[subject].inputs().items() if name != "attention_mask"}
+    model = SUBJECTS[subject].model(scheme).to(spreading.first())
+    inputs = {name: one.to(spreading.first()) for name, one in SUBJECTS[subject].inputs().items()}
+    inputs.pop("attention_mask", None)
     assert not waits(lambda: model(**inputs))
 
 
@@ -128,6 +135,8 @@ def test_models_of_images_and_encoders_do_not_wait(subject: str, scheme: str) ->
 def test_a_decoded_token_launches_little_more_than_stock(scheme: str) -> None:
     if scheme == "normalized_integer":
         pytest.skip("refuses a cache")
+    if strict_device.loaded is None:
+        pytest.skip("the bounds count operators, of which CUDA may launch several kernels")
     stock, model = model_of(None), model_of(scheme)
     own, native = (launches(step(one, DynamicCache(config=one.config))) for one in (model, stock))
     assert own - native <= FORMULAS.get(scheme, 3)
