@@ -139,7 +139,7 @@ def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwa
         return attend_by_blocks(function, form, causal, given, kwargs)
     scaling = _scaling(query, kwargs)
     short = query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
-    as_matrix = not compiling and (short or is_shared_by_layers(form, query, key, attention_mask))
+    as_matrix = short or is_shared_by_layers(form, query, key, attention_mask)
     if not as_matrix and causal and not query.is_cpu and folds(query):
         # A folded bias needs no mask, and kernels without a mask are faster on this device.
         form = _separable(form) or form

@@ -62,8 +62,8 @@ class DistanceForm:
         if self.query_length == 1:
             row = self.vector[None, :, None]
             return row if key_count is None else row[..., :key_count]
-        if exporting():
-            # A view would fix the length that the model was exported with.
+        if exporting() or torch.compiler.is_compiling():
+            # A view would fix the length that the graph was made with.
             keys = torch.arange(self.key_length, device=self.vector.device)[:key_count]
             queries = torch.arange(start, stop, device=self.vector.device).unsqueeze(-1)
             return self.vector[:, keys - queries + self.query_length - 1].unsqueeze(0)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
-from tests.matrix.running import patched, tokens
-from tests.matrix.test_behaviour import SCHEMES as ALL_SCHEMES
+from tests.matrix.running import tokens
 from tests.thinning import mostly_slow
 
-#: The second one compiles for any length, and the third one shows it.
-LENGTHS = (32, 48, 64)
+from .block_sizes import set_sizes
+from .graphs import DECODED, LENGTHS, SCHEMES, decoded, model_of, trained
+
 #: One for each form of a bias, and for each other place of a scheme.
-SCHEMES = ["alibi", "t5", "forget_gate", "shaw", "disentangled", "none", "rope", "sinusoidal", "learned"]
-#: All that serve a cache.
-DECODED = [name for name in ALL_SCHEMES if name != "normalized_integer"]
-#: Operators that read the device on the host, or copy numbers of the host: CUDA graphs cannot hold them.
-SPOILERS = ("_local_scalar_dense", "lift_fresh", "nonzero", "unique", "masked_select")
+FORMS = ["alibi", "t5", "forget_gate", "shaw", "disentangled", "none", "rope", "sinusoidal", "learned"]
 #: One for the first length, and one for all others.
 STOCK_GRAPHS = 2
 
@@ -34,12 +27,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def model_of(architecture: str, scheme: str | None) -> Any:
-    """A graph grows with the layers, so there is one."""
-    overrides = {"max_position_embeddings": 128, "num_hidden_layers": 1}
-    return patched(architecture, scheme, attn_implementation="sdpa", **overrides)
 
 
 def graphs(architecture: str, scheme: str | None) -> int:
@@ -64,7 +51,7 @@ def test_what_stock_needs(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "scheme"),
     mostly_slow(
-        [pair for pair in product(["llama_gqa", "bert"], SCHEMES) if pair != ("bert", "forget_gate")],
+        [pair for pair in product(["llama_gqa", "bert"], FORMS) if pair != ("bert", "forget_gate")],
         {("llama_gqa", "t5"), ("bert", "learned")}.__contains__,
     ),
 )
@@ -72,56 +59,36 @@ def test_no_more_graphs_than_stock(architecture: str, scheme: str) -> None:
     assert graphs(architecture, scheme) <= STOCK_GRAPHS
 
 
-@pytest.mark.parametrize("scheme", mostly_slow(ALL_SCHEMES, {"t5", "forget_gate", "pope", "string"}.__contains__))
+def test_long_inputs_add_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones get a matrix, and long ones the kernel for distances."""
+    set_sizes(monkeypatch, short_pairs=50**2)
+    assert graphs("llama_gqa", "alibi") == STOCK_GRAPHS + 1
+
+
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"t5", "forget_gate", "pope", "string"}.__contains__))
 def test_training_steps_too(scheme: str) -> None:
-    model, operators = model_of("llama_gqa", ALL_SCHEMES[scheme]), set()
-
-    def read(graph: torch.fx.GraphModule, _: Any) -> Any:
-        operators.update(str(node.target) for node in graph.graph.nodes)
-        assert not list(graph.buffers()), "a constant of the host"
-        return make_boxed_func(graph.forward)
-
-    counter = CompileCounterWithBackend(aot_autograd(fw_compiler=read))
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-
-    def gradients(call: Any, length: int) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        torch.manual_seed(0)
-        call(tokens(length=length), labels=tokens(length=length), use_cache=False).loss.backward()
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-
-    gradients(compiled, LENGTHS[0])
-    for length in LENGTHS:
-        found, wanted = gradients(compiled, length), gradients(model, length)
-        assert length > LENGTHS[0] or counter.frame_count == 1, "the second call of a shape is compiled again"
+    steps = trained(SCHEMES[scheme])
+    for found, wanted in zip(steps.found, steps.wanted, strict=True):
         assert found.keys() == wanted.keys()
         for name, one in wanted.items():
             torch.testing.assert_close(found[name], one, atol=2e-6, rtol=1e-4)
-    assert counter.frame_count <= STOCK_GRAPHS
-    assert operators
-    assert not [one for one in operators if any(word in one for word in SPOILERS)]
+    assert steps.graphs <= STOCK_GRAPHS
+    assert not steps.again, "the second call of a shape is compiled again"
+    assert not steps.spoilers
 
 
 @pytest.mark.parametrize("scheme", mostly_slow(DECODED, {"forget_gate", "shaw", "rope", "learned"}.__contains__))
-@torch.no_grad()
 def test_a_static_cache_is_decoded_in_one_graph(scheme: str) -> None:
-    model = model_of("llama_gqa", ALL_SCHEMES[scheme])
-    input_ids = tokens(batch=1, length=12)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    wanted = model(input_ids).logits[:, 8:]
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    model(input_ids[:, :8], past_key_values=cache)
-    found = [compiled(input_ids[:, slot : slot + 1], past_key_values=cache).logits for slot in range(8, 12)]
-    torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=1e-4, rtol=1e-4)
+    graphs, found, wanted = decoded(SCHEMES[scheme])
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     # Before torch 2.13, a cache whose update was intercepted in a graph is another one for the next call.
-    assert counter.frame_count <= (1 if torch.__version__ >= "2.13" else 2)
+    assert graphs <= (1 if torch.__version__ >= "2.13" else 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ALL_SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_inductor_computes_the_same(scheme: str) -> None:
-    model, ids = model_of("llama_gqa", ALL_SCHEMES[scheme]), tokens(batch=1, length=12)
+    model, ids = model_of("llama_gqa", SCHEMES[scheme]), tokens(batch=1, length=12)
     compiled = torch.compile(model, fullgraph=True)
     results: list[list[torch.Tensor]] = []
     for call in (compiled, model):

@@ -1,4 +1,4 @@
-"""Writes docs/results/devices.md: what ran on the strict device, and which kernels CUDA would take.
+"""Writes docs/results/devices.md: what ran on the strict device, which kernels CUDA would take, and graphs.
 
     python -m tests.devices.report
 
@@ -51,6 +51,12 @@ columns are bfloat16 unless they say float32. "efficient" is the memory-efficien
 and "mask copied" means that its rows are not aligned to 16 bytes. "math" are plain operators. They occur here only
 where the stock model has them too: in float32 without a mask, with grouped heads.
 """
+_GRAPHS = """
+## Graphs
+
+What `torch.compile` makes of a Llama. All graphs are whole (`fullgraph=True`). Numbers of graphs are those of the stock
+model: one for the first length, and one for all others.
+"""
 #: Outcomes of a test, by the element that a report has for it.
 _OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "left out"}
 
@@ -95,9 +101,14 @@ def main() -> None:
         own = totals if scheme == "all" else counts[scheme]
         cells = [f"{own[placement]['ok']:,} / {own[placement]['failed']}" for placement in PLACEMENTS]
         lines.append(f"| {scheme} | " + " | ".join(cells) + " |")
-    words = [sys.executable, "-W", "ignore", "-m", "tests.devices.kernels"]
-    kernels = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    PAGE.write_text("\n".join([*lines, _KERNELS, kernels]), encoding="utf-8")
+    lines += [_KERNELS, printed("tests.devices.kernels"), _GRAPHS, printed("tests.attention.graphs")]
+    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def printed(module: str) -> str:
+    """What a module prints that is run in a process of its own."""
+    words = [sys.executable, "-W", "ignore", "-m", module]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
