@@ -140,9 +140,10 @@ def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwa
     scaling = _scaling(query, kwargs)
     short = query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
     as_matrix = short or is_shared_by_layers(form, query, key, attention_mask)
-    if not as_matrix and causal and not query.is_cpu and folds(query):
-        # A folded bias needs no mask, and kernels without a mask are faster on this device.
-        form = _separable(form) or form
+    unmasked = not as_matrix and causal and not query.is_cpu and folds(query)
+    if unmasked and isinstance(form, DistanceForm) and not form.requires_grad:
+        # A bias that is folded as a number per key needs no mask. Kernels without a mask are faster on this device.
+        form = form.separable() or form
     if not as_matrix and not isinstance(form, RowsForm):
         return fused_attention(query, key, value, form, attention_mask, scaling, causal), None
     if compiling:
@@ -163,13 +164,6 @@ def _uses_other_features(args: list[Any], kwargs: dict[str, Any]) -> bool:
 
 def _is_set(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
-
-
-def _separable(form: BiasForm) -> SeparableForm | None:
-    """Converts a fixed distance bias to a number per key, which is equivalent if no query sees a later key."""
-    if not isinstance(form, DistanceForm) or form.requires_grad:
-        return None
-    return form.separable()
 
 
 def _attend_folded(

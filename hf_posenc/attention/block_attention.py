@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_posenc.attention.blockwise import (
-    autocast_inputs,
-    for_each_query_head,
-    for_kernel,
-    refuse_second_derivative,
-    without_autocast,
-)
+from hf_posenc.attention.blockwise import for_each_query_head, for_kernel, refuse_second_derivative, without_autocast
 
 aten = torch.ops.aten
 
@@ -40,7 +34,6 @@ def block_attention(
     Returns:
         `(batch, query_len, heads, value_dim)` in the dtype of the query.
     """
-    query, key, value = autocast_inputs(query, key, value)
     key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
     if bias.requires_grad and torch.is_grad_enabled():
         output: Tensor = _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty)

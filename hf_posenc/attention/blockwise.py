@@ -40,6 +40,8 @@ class Sizes(NamedTuple):
     #: Numbers of a block of a bias that is computed pair by pair, 4 bytes each. C libraries return freed memory of 32
     #: MiB or more to the system; smaller pieces of growing sizes would fragment the memory.
     bias_numbers: int = 2**23
+    #: Up to this many, each layer keeps what it computed such a bias from, several times its size, for its gradients.
+    kept_numbers: int = 2**23
     #: From this many queries on, a causal bias has at least four blocks.
     divided_length: int = 512
     #: Queries of a block for a distance bias. Torch's CPU kernel divides 192 to 767 rows into tiles of 64 and more into
@@ -54,7 +56,7 @@ class Sizes(NamedTuple):
 
 
 #: By `is_cpu` of a tensor.
-SIZES = {True: Sizes(), False: Sizes(256**2, 2**26, 2**25, 4096, 2048, 2048, 2048, 1024, 2**26)}
+SIZES = {True: Sizes(), False: Sizes(256**2, 2**26, 2**25, 2**23, 4096, 2048, 2048, 2048, 1024, 2**26)}
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.block_attention import block_attention
-from hf_posenc.attention.blockwise import SIZES, for_kernel
-from hf_posenc.attention.forms import BiasForm, DistanceForm
+from hf_posenc.attention.blockwise import SIZES, autocast_inputs, for_kernel
+from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm
 from hf_posenc.schemes.positions import gradients_may_be_shared
+
+#: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
+_MOST_MATRICES = 4
 
 
 def is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -31,8 +34,8 @@ def attend_by_blocks(
 ) -> tuple[Tensor, None]:
     """Computes attention for one block of query rows at a time, each with its rows of the bias.
 
-    The backward pass recomputes each block, so it also stores the bias of one block only, unless the whole bias fits
-    into one block.
+    The backward pass recomputes each block, so it also stores the bias of one block only, unless the whole bias is
+    small (`Sizes.kept_numbers`).
 
     Args:
         function: takes `position_bias=`, as transformers' "sdpa" does, and is called for every block; `None` for plain
@@ -66,11 +69,14 @@ def attend_by_blocks(
         output: Tensor = function(module, query, key, value, mask, *args, position_bias=bias, **kwargs)[0]
         return output
 
+    if function is None:
+        query, key, value = autocast_inputs(query, key, value)
     if function is None and not query.is_cpu and is_shared_by_layers(form, query, key, attention_mask):
         return block(0, query_length, query, key, value), None
     run: Callable[..., Tensor] = block
     sizes = SIZES[query.is_cpu]
-    if torch.is_grad_enabled() and batch * heads * query_length * key_length > sizes.bias_numbers:
+    kept = sizes.bias_numbers if function is None and not isinstance(form, RowsForm) else sizes.kept_numbers
+    if torch.is_grad_enabled() and batch * heads * query_length * key_length > kept:
         preserve = bool(kwargs.get("dropout"))
         run = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve)
     # Four blocks skip most of the invisible pairs.
@@ -98,14 +104,18 @@ def _masked_rows(
     shared = isinstance(form, DistanceForm) and (not form.requires_grad or gradients_may_be_shared())
     if isinstance(form, DistanceForm) and shared and key in form.matrices:
         return form.matrices[key][0]
-    if not query.is_cpu and isinstance(form, DistanceForm) and not form.requires_grad:
-        # Converted before there is a number for every pair.
+    converts = not query.is_cpu and isinstance(form, DistanceForm) and not form.requires_grad
+    if isinstance(form, DistanceForm) and converts and (mask is None or mask.dtype == torch.bool):
+        # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
         form = dataclasses.replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
     own = _mask_of_rows(mask, causal, start, stop, seen, bias.device)
     if own is not None:
         bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
+    bias = for_kernel(bias, query) if converts else bias
     if isinstance(form, DistanceForm) and shared:
+        if len(form.matrices) == _MOST_MATRICES:
+            form.matrices.pop(next(iter(form.matrices)))
         form.matrices[key] = bias, mask
     return bias
 

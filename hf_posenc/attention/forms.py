@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class DistanceForm:
     query_length: int
     key_length: int
     slopes: Tensor | None = None
-    #: Rows of it with masks, and what they were made with.
+    #: Rows of it with masks, and what they were made with. Forms that are derived from this one share them.
     matrices: dict[Hashable, tuple[Tensor, Tensor | None]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -77,13 +77,11 @@ class DistanceForm:
 
     def of_first(self, key_length: int) -> DistanceForm:
         """The same for the first `key_length` keys only."""
-        vector = self.vector[:, : self.query_length + key_length - 1]
-        return DistanceForm(vector, self.query_length, key_length, self.slopes)
+        return replace(self, vector=self.vector[:, : self.query_length + key_length - 1], key_length=key_length)
 
     def double(self) -> DistanceForm:
         """The same in float64."""
-        slopes = None if self.slopes is None else self.slopes.double()
-        return DistanceForm(self.vector.double(), self.query_length, self.key_length, slopes)
+        return replace(self, vector=self.vector.double(), slopes=None if self.slopes is None else self.slopes.double())
 
     def separable(self, query_slots: Tensor | None = None) -> SeparableForm | None:
         """Returns the same bias as a number per key, if possible for all earlier keys.

@@ -106,9 +106,7 @@ def folds(query: Tensor) -> bool:
     In float32 the kernels of GPUs do not sum a product in the order of its dimensions, so that large terms would cost
     digits of the content.
     """
-    if query.device.type == "cpu":
-        return query.shape[2] >= _SHORT
-    return query.dtype in (torch.bfloat16, torch.float16)
+    return query.shape[2] >= _SHORT if query.is_cpu else query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _folded(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.blockwise import without_autocast
 from hf_posenc.attention.distances import distance_form, first_key_slot
-from hf_posenc.attention.forms import BiasForm, RowsForm, SeparableForm, sum_of_forms
+from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.decoding_memo import cached_row
 from hf_posenc.patching.call.forward_state import ForwardState
@@ -119,7 +119,10 @@ class LogitSite(PlacedForward):
                 whole = dataclasses.replace(whole, query_factor=query_factor, key_factor=key_factor)
                 pairs = pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(state.own(summand), pairs[index]))
-        form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
+        lengths = query.shape[-2], key.shape[-2]
+        form = total = sum_of_forms(forms, *lengths, self.encoding.causal)
+        if len(forms) > 1 and isinstance(total, DistanceForm):
+            form = state.shared(("sum", id(bias)), lambda: total, *lengths)  # Layers share its matrices.
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 

@@ -1,0 +1,76 @@
+"""Matrices of a bias: layers share them, few are kept, and what one layer keeps for its gradients is small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_posenc import ComposedConfig
+from hf_posenc.attention import block_attention, blockwise
+from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm
+from tests.matrix.running import patched, tokens
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The masks that reach the kernel."""
+    seen: list[Tensor] = []
+
+    def heard(*heads: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        seen.append(attn_mask)
+        return scaled_dot_product_attention(*heads, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(block_attention, "scaled_dot_product_attention", heard)
+    return seen
+
+
+def attend(
+    form: BiasForm, dtype: torch.dtype, mask: Tensor | None = None, queries: int = 6, causal: bool = True
+) -> Any:
+    """A call of one layer, with the keys of the form."""
+    heads, keys = form.heads, form.key_length  # type: ignore[union-attr]
+    query, key, value = (
+        torch.ones(1, heads, count, 4, dtype=dtype, requires_grad=True) for count in (queries, keys, keys)
+    )
+    return attend_with_bias(
+        "sdpa", sdpa_attention_forward, form, nn.Module(), query, key, value, mask, scaling=0.3, is_causal=causal
+    )[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("keys", [6, 9], ids=["", "static cache"])
+def test_layers_share_a_matrix(given: list[Tensor], dtype: torch.dtype, keys: int) -> None:
+    form = DistanceForm(torch.randn(2, 6 + keys - 1), 6, keys)
+    for _ in range(3):
+        attend(form, dtype)
+    assert len({one.data_ptr() for one in given}) == 1
+
+
+@torch.no_grad()
+def test_layers_share_the_matrix_of_a_sum_of_biases(given: list[Tensor]) -> None:
+    patched("llama_gqa", ComposedConfig(("alibi", "t5")), attn_implementation="sdpa")(input_ids=tokens())
+    assert len(given) > 1
+    assert len({one.data_ptr() for one in given}) == 1
+
+
+def test_few_matrices_are_kept_if_every_layer_has_its_own_mask() -> None:
+    form = DistanceForm(torch.randn(2, 11), 6, 6)
+    for _ in range(9):
+        attend(form, torch.float32, torch.ones(1, 1, 6, 6, dtype=torch.bool), causal=False)
+    assert len(form.matrices) < 5
+
+
+def test_a_large_bias_of_an_accelerator_is_computed_again_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(blockwise.SIZES, True, blockwise.SIZES[False])
+    numbers: list[int] = []
+    weight = torch.ones(8, 1, 1, requires_grad=True)
+    form = RowsForm(lambda start, stop, keys: (weight * torch.ones(stop - start, keys)).exp()[None], 1100, 1100, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: numbers.append(one.numel()) or one, lambda one: one):
+        attend(form, torch.float32, queries=1100)
+    assert max(numbers) < 2**20
