@@ -215,9 +215,8 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
             "increase hf_posenc.attention.backends.DENSE_LIMIT."
         )
     bias = form.rows().to(query.dtype)
-    if query.device.type != "cpu" and bias.stride(-1) != 1:
-        # Accelerators have kernels for contiguous rows only.
-        bias = bias.contiguous()
+    # Accelerators have kernels for contiguous rows only.
+    bias = bias if query.is_cpu or bias.stride(-1) == 1 else bias.contiguous()
     if name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)

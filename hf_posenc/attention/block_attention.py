@@ -43,9 +43,8 @@ def block_attention(
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    masked = for_kernel(bias, query)
     # The kernel reads a mask of another shape element by element.
-    masked = masked if masked.shape[0] == query.shape[0] else masked.expand(query.shape[0], -1, -1, -1)
+    masked = for_kernel(bias, query).expand(query.shape[0], -1, -1, -1)
     # Autocast would round the bias.
     with without_autocast(query.device):
         return scaled_dot_product_attention(query, key, value, attn_mask=masked, scale=scaling)

@@ -14,16 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.block_attention import block_attention
 from hf_posenc.attention.blockwise import SIZES, autocast_inputs, for_kernel
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm
+from hf_posenc.attention.forms import MOST_MATRICES, BiasForm, DistanceForm, RowsForm
 from hf_posenc.schemes.positions import gradients_may_be_shared
-
-#: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
-_MOST_MATRICES = 4
 
 
 def is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether layers of an accelerator share one matrix of a fixed bias, with the mask in it, at any length."""
-    if not isinstance(form, DistanceForm) or form.requires_grad:
+    if not isinstance(form, DistanceForm) or form.requires_grad or not form.of_layers:
         return False
     batch = 1 if mask is None else mask.shape[0]
     return batch * form.heads * query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].shared_numbers
@@ -114,7 +111,7 @@ def _masked_rows(
         bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
     bias = for_kernel(bias, query) if converts else bias
     if isinstance(form, DistanceForm) and shared:
-        if len(form.matrices) == _MOST_MATRICES:
+        if len(form.matrices) == MOST_MATRICES:
             form.matrices.pop(next(iter(form.matrices)))
         form.matrices[key] = bias, mask
     return bias

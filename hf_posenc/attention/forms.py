@@ -21,6 +21,9 @@ from torch import Tensor
 
 from hf_posenc.schemes.positions import exporting
 
+#: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
+MOST_MATRICES = 4
+
 
 @dataclass(frozen=True)
 class DistanceForm:
@@ -32,13 +35,15 @@ class DistanceForm:
         query_length: number of queries.
         key_length: number of keys.
         slopes: `(heads,)` float32 if the bias of every earlier key is `slope * distance`.
+        of_layers: whether several layers may have it: not if many forms came before it in this call.
+        matrices: rows of it with masks, and what they were made with. Forms that are derived from this one share them.
     """
 
     vector: Tensor
     query_length: int
     key_length: int
     slopes: Tensor | None = None
-    #: Rows of it with masks, and what they were made with. Forms that are derived from this one share them.
+    of_layers: bool = True
     matrices: dict[Hashable, tuple[Tensor, Tensor | None]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -267,6 +272,7 @@ def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, 
         query_length,
         key_length,
         None if any(one is None for one in slopes) else _total([one for one in slopes if one is not None]),
+        all(form.of_layers for form in distances),
     )
     return distance if separable is None else SumForm(distance, separable)
 

@@ -16,6 +16,8 @@ from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm
 from tests.matrix.running import patched, tokens
 
+from .block_sizes import set_sizes
+
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -74,3 +76,15 @@ def test_a_large_bias_of_an_accelerator_is_computed_again_for_gradients(monkeypa
     with torch.autograd.graph.saved_tensors_hooks(lambda one: numbers.append(one.numel()) or one, lambda one: one):
         attend(form, torch.float32, queries=1100)
     assert max(numbers) < 2**20
+
+
+@torch.no_grad()
+def test_layers_with_biases_of_their_own_take_few_matrices(
+    given: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_sizes(monkeypatch, short_pairs=0, shared_numbers=2**20)
+    model = patched("llama_gqa", "tisa", num_hidden_layers=9, attn_implementation="sdpa")
+    found = model(input_ids=tokens()).logits
+    assert 0 < len(given) < 5
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, model(input_ids=tokens()).logits)

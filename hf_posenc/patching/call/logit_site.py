@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.blockwise import without_autocast
 from hf_posenc.attention.distances import distance_form, first_key_slot
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
+from hf_posenc.attention.forms import MOST_MATRICES, BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.decoding_memo import cached_row
 from hf_posenc.patching.call.forward_state import ForwardState
@@ -185,15 +185,16 @@ class LogitSite(PlacedForward):
             # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
             restarts = mask is None and query.shape[0] == 1
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
-        return state.shared(
-            ("bias", id(bias)),
-            lambda: (
-                (cached_row(bias, state, key_length) if query_length == 1 else None)
-                or distance_form(state.own(bias), offset, query_length, key_length, device)
-            ),
-            query_length,
-            key_length,
-        )
+
+        def compute() -> DistanceForm:
+            row = cached_row(bias, state, key_length) if query_length == 1 else None
+            form = row or distance_form(state.own(bias), offset, query_length, key_length, device)
+            if row is None and not torch.compiler.is_compiling():
+                others = sum(isinstance(one, DistanceForm) for one in state.scratch.values())
+                form = dataclasses.replace(form, of_layers=others < MOST_MATRICES)
+            return form
+
+        return state.shared(("bias", id(bias)), compute, query_length, key_length)
 
     def _form_of_positions(
         self,
