@@ -19,7 +19,7 @@ from hf_posenc.schemes.positions import gradients_may_be_shared
 
 
 def is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether layers of an accelerator share one matrix of a fixed bias, with the mask in it, at any length."""
+    """Whether layers of an accelerator share one matrix of a fixed bias, with the mask in it, beyond short inputs."""
     if not isinstance(form, DistanceForm) or form.requires_grad or not form.of_layers:
         return False
     batch = 1 if mask is None else mask.shape[0]
