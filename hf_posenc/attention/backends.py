@@ -7,16 +7,15 @@ has chosen, so kernels, soft caps, attention sinks and dropout do not change. Ho
 ===============  ===========================  ==========================  =====================  =================
 form             sdpa                         flex_attention              flash                  eager, others
 ===============  ===========================  ==========================  =====================  =================
-distance         a strided view, no matrix    a look-up per pair          folded if linear       a matrix
+distance         blocks; views on a CPU       a look-up per pair          folded if linear       a matrix
 separable        folded into queries, keys    a look-up per pair          folded                 a matrix
 sum of the two   blocks of a bias             two look-ups per pair       refused                a matrix
-rows             in blocks; compiled, a       a matrix                    refused                a matrix
-                 matrix
+rows             blocks; a matrix in graphs   a matrix                    refused                a matrix
 ===============  ===========================  ==========================  =====================  =================
 
-With sdpa, short inputs get a matrix, because the kernels for distances take longer to launch than to run, and on
-accelerators a fixed distance bias, whose matrix layers share (`hf_posenc.attention.blockwise.Sizes`). With sdpa on a
-CPU, and with flex_attention, keys that cannot change the result of a query are skipped (`hf_posenc.attention.windows`).
+With sdpa, short inputs get a matrix, whose kernel is launched sooner (`hf_posenc.attention.blockwise.Sizes`). On
+accelerators, layers share one matrix of a fixed distance bias at most lengths. With sdpa on a CPU, and with
+flex_attention, keys that cannot change the result of a query are skipped (`hf_posenc.attention.windows`).
 
 If sdpa is called with dropout or a soft cap, transformers' own function gets the bias in blocks. Flash kernels do not
 support training a learned bias: see `hf_posenc.attention.fused_attention`.
@@ -215,8 +214,7 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
             "increase hf_posenc.attention.backends.DENSE_LIMIT."
         )
     bias = form.rows().to(query.dtype)
-    # Accelerators have kernels for contiguous rows only.
-    bias = bias if query.is_cpu or bias.stride(-1) == 1 else bias.contiguous()
+    bias = bias if query.is_cpu or bias.stride(-1) == 1 else bias.contiguous()  # As in `for_kernel`.
     if name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)

@@ -27,10 +27,9 @@ _NOTHING = nullcontext()
 
 
 class Sizes(NamedTuple):
-    """How far attention with a bias is divided. The defaults are for a CPU (measured on an AMD EPYC and an Intel Xeon).
+    """How far attention with a bias is divided; by default as suits the caches of a CPU (an AMD EPYC, an Intel Xeon).
 
-    There, a block should fit into the caches, and calls cost little. An accelerator computes a block faster than Python
-    launches it, so blocks are as large as memory allows (measured on an NVIDIA H200, docs/results/gpu/blocks.md).
+    An accelerator computes a block faster than Python launches it, so blocks are large (docs/results/gpu/blocks.md).
     """
 
     #: Up to this many pairs of a query and a key, a bias of any form is one matrix.
@@ -56,7 +55,10 @@ class Sizes(NamedTuple):
 
 
 #: By `is_cpu` of a tensor.
-SIZES = {True: Sizes(), False: Sizes(256**2, 2**26, 2**25, 2**23, 4096, 2048, 2048, 2048, 1024, 2**26)}
+SIZES = {True: Sizes(), False: Sizes(
+    short_pairs=256**2, shared_numbers=2**26, bias_numbers=2**25, divided_length=4096, distance_rows=2048,
+    long_distance_rows=2048, term_rows=2048, backward_rows=1024, scores=2**26,
+)}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from benchmarks.gpu.launches import waits_on_cuda
 from hf_posenc import PositionEncodingError
 from tests.devices import spreading, strict_device
 from tests.devices.inside.subjects import SCHEMES, SUBJECTS
-from tests.matrix.running import LENGTH, patched, tokens
+from tests.matrix.running import LENGTH, VOCABULARY, patched, tokens
 from tests.thinning import mostly_slow
 
 
@@ -140,3 +140,20 @@ def test_a_decoded_token_launches_little_more_than_stock(scheme: str) -> None:
     stock, model = model_of(None), model_of(scheme)
     own, native = (launches(step(one, DynamicCache(config=one.config))) for one in (model, stock))
     assert own - native <= FORMULAS.get(scheme, 3)
+
+
+#: More launches of a training step of two layers on 512 tokens than the stock model has.
+LONG_STEPS = {"alibi": -56, "sandwich": -56, "t5": 14, "kerple": 33, "forget_gate": 125, "shaw": 0, "fire": 194}
+
+
+@pytest.mark.parametrize("scheme", LONG_STEPS)
+def test_a_training_step_on_longer_inputs_launches_little_more_than_stock(scheme: str) -> None:
+    if strict_device.loaded is None:
+        pytest.skip("the bounds count operators, of which CUDA may launch several kernels")
+    ids = torch.randint(5, VOCABULARY, (1, 512))
+
+    def step_of(model: Any) -> Callable[[], Any]:
+        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    own, native = (launches(step_of(model_of(one))) for one in (scheme, None))
+    assert own - native <= LONG_STEPS[scheme]
