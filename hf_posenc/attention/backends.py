@@ -203,7 +203,8 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     module, query, key, value, mask, *args = given
-    batch = query.shape[0] if isinstance(form, RowsForm) else form.batch
+    terms = query if isinstance(form, RowsForm) else form.tensors[1]
+    batch = 1 if terms is None else terms.shape[0]
     size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
     compiling = torch.compiler.is_compiling()
     if not compiling and size > DENSE_LIMIT:

@@ -75,11 +75,6 @@ class DistanceForm:
         own = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
         return own.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
 
-    @property
-    def batch(self) -> int:
-        """Number of rows of the batch that have separate biases."""
-        return 1
-
     def of_first(self, key_length: int) -> DistanceForm:
         """The same for the first `key_length` keys only."""
         return replace(self, vector=self.vector[:, : self.query_length + key_length - 1], key_length=key_length)
@@ -123,11 +118,6 @@ class SeparableForm:
     def heads(self) -> int:
         """Number of query heads."""
         return self.terms.shape[1]
-
-    @property
-    def batch(self) -> int:
-        """Number of rows of the batch that have separate biases."""
-        return self.terms.shape[0]
 
     @property
     def requires_grad(self) -> bool:
@@ -174,11 +164,6 @@ class SumForm:
     def heads(self) -> int:
         """Number of query heads."""
         return self.distance.heads
-
-    @property
-    def batch(self) -> int:
-        """Number of rows of the batch that have separate biases."""
-        return self.separable.batch
 
     @property
     def requires_grad(self) -> bool:

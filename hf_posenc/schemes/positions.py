@@ -266,6 +266,11 @@ class AttentionPairs:
         """`(batch or 1, query_len, key_len)`: key position minus query position, negative in the past."""
         return self.remembered("distance", lambda: self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1))
 
+    def occurring(self, first: int, last: int) -> tuple[int, int]:
+        """Those of the distances `first` to `last` that tokens can have, as far as the host knows their positions."""
+        bound = None if traced() else self.keys.remembered("bound", lambda: None, self.keys.ids)
+        return (first, last) if bound is None else (max(first, 1 - bound), min(last, bound - 1))
+
     @property
     def steps(self) -> Tensor:
         """`(batch or 1, query_len, key_len)` float32: the absolute distance between query and key."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes import AttentionPairs, BuildContext, CopeConfig, FireConfig, Positions, ShawConfig
+from hf_posenc.schemes import (
+    AttentionPairs,
+    BuildContext,
+    CopeConfig,
+    DisentangledConfig,
+    FireConfig,
+    LowRankRelativeConfig,
+    Positions,
+    SchemeConfig,
+    ShawConfig,
+    WaveletConfig,
+)
 from hf_posenc.schemes.bias import cope, relative_tables
 from hf_posenc.schemes.bias.fire import FireBias
 
@@ -62,6 +74,7 @@ def test_closed_gates_leave_cope_nothing_out() -> None:
 
 @pytest.mark.parametrize("start", [0, 40, 80])
 def test_keys_that_all_find_in_one_row(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relative_tables, "_MANY_KEYS", 1)
     bias, given = bias_of(ShawConfig(max_distance=5)), pairs(start, start + 16)
     rows = given.distance.clamp(-5, 5) + 5
     assert relative_tables.leading_keys_of_one_row(rows) == max(0, start - 5 + 1)
@@ -69,6 +82,35 @@ def test_keys_that_all_find_in_one_row(start: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(relative_tables, "leading_keys_of_one_row", lambda rows: 0)
     for one, other in zip(found, values_and_gradients(bias, given), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config", [ShawConfig(), DisentangledConfig(max_distance=24), WaveletConfig(), LowRankRelativeConfig(rank=3)]
+)
+def test_tables_have_only_distances_that_occur(config: SchemeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host knows the greatest position: a table for 12 tokens has at most 23 rows."""
+    bias, given, rows = bias_of(config), pairs(0, 12), []
+    with torch.no_grad():
+        for parameter in bias.parameters():
+            parameter.normal_()
+    given = dataclasses.replace(given, hidden_states=torch.randn(2, 12, 16))
+    known = dataclasses.replace(given, keys=Positions(given.keys.ids, given.keys.lengths).bounded(12))
+    wanted = outputs_and_gradients(bias, given)
+    own = Tensor.gather
+
+    def gather(products: Tensor, *index: Any) -> Tensor:
+        rows.append(products.shape[-1])
+        return own(products, *index)
+
+    monkeypatch.setattr(Tensor, "gather", gather)
+    for one, other in zip(outputs_and_gradients(bias, known), wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert 0 < max(rows) <= 23
+
+
+def outputs_and_gradients(bias: Any, given: AttentionPairs) -> list[Tensor]:
+    """Those of `values_and_gradients`, of parts without parameters too."""
+    return values_and_gradients(bias, given) if [*bias.parameters()] else [bias(given)]
 
 
 def plain_fire(bias: FireBias, given: AttentionPairs) -> Tensor:

@@ -84,25 +84,28 @@ class DisentangledBias(NormalWeights, PairwiseBias):
         Raises:
             ValueError: for positions that are not integers.
         """
-        rows = pairs.remembered(self._name_of_rows, lambda: self._rows(pairs))
+        first, last = pairs.occurring(self.first, self.span - 1)
+        rows = pairs.remembered(self._name_of_rows, lambda: self._rows(pairs, first, last))
+        own = slice(first - self.first, last - self.first + 1)
         if self.key_weight is None:
-            return self._of_keys(pairs, rows)
-        products = pairs.query.float() @ self.key_weight.float().transpose(-1, -2)
+            return self._of_keys(pairs, rows, own)
+        products = pairs.query.float() @ self.key_weight[:, own].float().transpose(-1, -2)
         of_queries = select_rows(products, rows) * pairs.query_scaling
-        return of_queries if self.query_weight is None else of_queries + self._of_keys(pairs, rows)
+        return of_queries if self.query_weight is None else of_queries + self._of_keys(pairs, rows, own)
 
-    def _rows(self, pairs: AttentionPairs) -> Tensor:
-        """`(batch or 1, query_len, key_len)` int64: the row of each pair."""
+    def _rows(self, pairs: AttentionPairs, first: int, last: int) -> Tensor:
+        """`(batch or 1, query_len, key_len)` int64: the row of each pair, counted from that of the first distance."""
         distance = pairs.distance
         check_whole_distances(distance, "The learned table of disentangled", "Use integer positions.")
         behind = -distance
         if self.buckets is not None:
             behind = self.buckets(behind)
-        return behind.clamp(self.first, self.span - 1) - self.first
+        return behind.clamp(first, last) - first
 
-    def _of_keys(self, pairs: AttentionPairs, rows: Tensor) -> Tensor:
+    def _of_keys(self, pairs: AttentionPairs, rows: Tensor, own: slice) -> Tensor:
         assert self.query_weight is not None
-        return select_rows_of_keys(pairs.expanded_key.float(), self.query_weight.float(), rows) * pairs.key_scaling
+        table = self.query_weight[:, own].float()
+        return select_rows_of_keys(pairs.expanded_key.float(), table, rows) * pairs.key_scaling
 
 
 @register_scheme

@@ -55,7 +55,8 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
         mixture = nn.functional.linear(pairs.hidden_states.float(), self.projection.float())
         mixture = mixture.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         window = self.profiles.shape[-1]
-        bias = select_rows(mixture @ self.profiles.float(), steps_back.clamp(0, window - 1))
+        _, last = pairs.occurring(0, window - 1)
+        bias = select_rows(mixture @ self.profiles[:, : last + 1].float(), steps_back.clamp(0, last))
         outside = (steps_back < 0) | (steps_back >= window)
         return bias.masked_fill(outside.unsqueeze(1), 0.0)
 

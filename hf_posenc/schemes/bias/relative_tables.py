@@ -16,6 +16,8 @@ from hf_posenc.schemes.positions import Positions, traced
 RICKER_SUPPORT = 7.0
 #: Maximum number of products of keys with all rows of a table that are stored at a time, 4 bytes each.
 _MOST_PRODUCTS = 2**23
+#: From this many on, it pays to look for keys that are far from all queries.
+_MANY_KEYS = 256
 
 
 def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
@@ -103,7 +105,7 @@ def leading_keys_of_one_row(rows: Tensor) -> int:
     Args:
         rows: `(batch or 1, query_len, key_len)` int64.
     """
-    if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() == 0:
+    if torch.compiler.is_compiling() or not rows.is_cpu or rows.shape[-1] < _MANY_KEYS or rows.numel() == 0:
         # The result is a Python number, which breaks a compiled graph and requires a device synchronization.
         return 0
     others = (rows != rows[0, 0, 0]).any(1).any(0).nonzero()

@@ -54,8 +54,10 @@ class ShawBias(NativeTable, PairwiseBias):
         check_whole_distances(
             distance, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
         )
-        products = pairs.query.float() @ self.weight.float().transpose(-1, -2)
-        return select_rows(products, distance.clamp(-self.behind, self.ahead) + self.behind) * pairs.query_scaling
+        first, last = pairs.occurring(-self.behind, self.ahead)
+        table = self.weight[..., first + self.behind : last + self.behind + 1, :]
+        products = pairs.query.float() @ table.float().transpose(-1, -2)
+        return select_rows(products, distance.clamp(first, last) - first) * pairs.query_scaling
 
 
 class SinusoidalShawBias(PairwiseBias):

@@ -55,9 +55,10 @@ class WaveletBias(PairwiseBias):
         query = pairs.query.float()
         if distance.is_floating_point():
             return self._at_real_distances(query, distance) * pairs.query_scaling
-        products = query @ self._table.on(query.device).transpose(-1, -2)
+        first, last = pairs.occurring(self.first, self.last)
+        table = self._table.on(query.device)[first - self.first : last - self.first + 1]
         # The factor may have the shape of the logits, so it is not one of the query.
-        return select_rows(products, distance.clamp(self.first, self.last) - self.first) * pairs.query_scaling
+        return select_rows(query @ table.T, distance.clamp(first, last) - first) * pairs.query_scaling
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
         """Evaluates one wavelet at a time, to avoid storing a vector per pair."""
