@@ -57,7 +57,7 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.scaling, ctx.may_be_empty = scaling, may_be_empty
         ctx.save_for_backward(query, key, value, bias)
-        return _forward(query, key, value, bias, scaling)
+        return _forward(query, key, value, bias.detach(), scaling)  # The kernel refuses a mask with gradients.
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

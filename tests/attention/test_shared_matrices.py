@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import ComposedConfig
@@ -88,3 +89,15 @@ def test_layers_with_biases_of_their_own_take_few_matrices(
     assert 0 < len(given) < 5
     model.set_attn_implementation("eager")
     torch.testing.assert_close(found, model(input_ids=tokens()).logits)
+
+
+@pytest.mark.on_cpu("other devices have other kernels")
+@pytest.mark.parametrize("scheme", ["t5", "shaw"])
+def test_training_a_learned_bias_takes_the_fused_kernel(scheme: str) -> None:
+    """Torch's kernel refuses a mask that requires gradients; the backward pass computes them itself."""
+    model = patched("llama_gqa", scheme, attn_implementation="sdpa").train()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+    names = {event.name for event in recorded.events()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+    assert "aten::_scaled_dot_product_attention_math" not in names
