@@ -2,8 +2,8 @@
 
     python -m tests.devices.report
 
-It runs all tests of `tests/devices/inside` and the behaviours of `tests/matrix` for each placement, half an hour on two
-cores.
+It runs all tests of `tests/devices/inside` and the behaviours of `tests/matrix` for each placement, 24 minutes on
+two cores.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ran(tests: str, placement: str) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["--device", "strict", "--placement", placement, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        words += ["-m", "slow or not slow"]
+        words += ["-m", "slow or not slow", "-n", "auto"]
         if tests == MATRIX and placement in ("cpu", "disk"):
             words += ["-k", NOT_OFFLOADED]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
