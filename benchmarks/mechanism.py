@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.distances import distance_form
+from hf_posenc.attention.forms import distance_form
 from hf_posenc.plots.style import DIVERGING_MAP, save, styled
 from hf_posenc.schemes import AlibiConfig, BuildContext
 from hf_posenc.schemes.parts import DistanceBias

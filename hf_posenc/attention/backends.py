@@ -23,6 +23,7 @@ support training a learned bias: see `hf_posenc.attention.fused_attention`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -31,17 +32,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_posenc.attention.block_attention import attention_with_matrix, autocast_inputs
 from hf_posenc.attention.block_windows import narrowed
-from hf_posenc.attention.blockwise import SIZES, autocast_inputs
-from hf_posenc.attention.by_blocks import attend_by_blocks, is_shared_by_layers
+from hf_posenc.attention.blockwise import SIZES
+from hf_posenc.attention.by_blocks import attention_by_blocks
 from hf_posenc.attention.folding import attend_with_wide_values, fold
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
+from hf_posenc.attention.forms import (
+    BiasForm,
+    DistanceForm,
+    FusedForm,
+    RowsForm,
+    SeparableForm,
+    has_shared_rows,
+    masked_rows,
+)
 from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.positions import exporting
+from hf_posenc.schemes.positions import exporting, traced
 
 Function = Callable[..., Any]
+#: `(module, query, key, value) -> (output, probabilities or None)`.
+Attention = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
 #: The maximum size, in bytes, of a bias matrix for backends that need one. Increase it to allow larger matrices.
 DENSE_LIMIT = 8 * 2**30
 
@@ -77,17 +89,41 @@ def attend_with_bias(
     Raises:
         UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
     """
+    attend = attention_with(implementation, function, form, module, query, key, attention_mask, args, kwargs)
+    return attend(module, query, key, value)
+
+
+def attention_with(
+    implementation: str | None,
+    function: Function,
+    form: BiasForm,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Attention:
+    """Decides how a bias is added to the logits of `function`.
+
+    The arguments are those of `attend_with_bias`. The result does not depend on the values in queries and keys, so
+    layers with the same bias, mask and options use it for all queries and keys of the same shapes.
+
+    Returns:
+        `(module, query, key, value) -> (output, probabilities or None)`.
+
+    Raises:
+        UnsupportedError: for a backend that does not support the bias.
+    """
     name = implementation or "eager"
     if query.dtype == torch.float64:
         # Schemes compute biases in float32 in any model. With a float64 query they are cast up, so that sums and
         # kernels have one dtype.
         form = form.double()
-    given = (module, query, key, value, attention_mask, *args)
     if "flash" in name:
-        return _attend_folded(name, function, form, given, kwargs)
+        return _with_given(_attend_folded, name, function, form, mask, args, kwargs)
     if name == "eager":
-        merged = merge_mask(attention_mask, form.rows(), query.dtype)
-        return function(module, query, key, value, merged, *args, **kwargs)
+        return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
     if not _takes_position_bias(function):
         raise UnsupportedError(
             f"The attention backend {name!r} has no position_bias parameter, so a logit bias would be ignored. Use "
@@ -95,22 +131,54 @@ def attend_with_bias(
         )
     if name == "flex_attention" and query.device.type != "cpu" and not isinstance(form, SeparableForm):
         # A kernel with three stages, which torch chooses for some heads, has no room for two blocks of a bias.
-        kwargs["kernel_options"] = {"num_stages": 2} | (kwargs.get("kernel_options") or {})
+        kwargs = kwargs | {"kernel_options": {"num_stages": 2} | (kwargs.get("kernel_options") or {})}
     if name == "flex_attention" and not isinstance(form, RowsForm):
-        if not _is_set(kwargs.get("softcap")):
-            attention_mask = narrowed(attention_mask, form, query, key, value, _scaling(query, kwargs))
-        given = (module, query, key, value, attention_mask, *args)
-        return function(*given, position_bias=look_up(form), **kwargs)
+        return _with_given(_attend_looking_up, name, function, form, mask, args, kwargs)
     # A function registered under this name by another package may do anything.
     stock_sdpa = getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
-        with sdpa_kernel(SDPBackend.MATH):
-            return _attend_dense(name, function, form, given, kwargs)
+        return _with_given(_attend_in_math, name, function, form, mask, args, kwargs)
     if stock_sdpa and query.shape[2] > 1:
-        return _attend_sdpa(function, form, given, kwargs)
+        return _sdpa_with(function, form, module, query, key, mask, args, kwargs)
+    if stock_sdpa and isinstance(form, DistanceForm) and not traced():
+        return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
-    return _attend_dense(name, function, form, given, kwargs)
+    return _with_given(_attend_dense, name, function, form, mask, args, kwargs)
+
+
+def _with_given(
+    attend: Callable[..., Any],
+    name: str,
+    function: Function,
+    form: BiasForm,
+    mask: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Attention:
+    """Attention that looks at the queries and keys of each layer."""
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return attend(name, function, form, (module, query, key, value, mask, *args), dict(kwargs))
+
+    return attention
+
+
+def _with_mask(function: Function, mask: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
+    """Attention with the bias in the mask."""
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return function(module, query, key, value, mask, *args, **kwargs)
+
+    return attention
+
+
+def _is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether layers of an accelerator share one matrix of a fixed bias, with the mask in it, beyond short inputs."""
+    if not isinstance(form, DistanceForm) or form.requires_grad or not form.of_layers:
+        return False
+    batch = 1 if mask is None else mask.shape[0]
+    return batch * form.heads * query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].shared_numbers
 
 
 @torch.compiler.assume_constant_result
@@ -121,33 +189,50 @@ def _takes_position_bias(function: Function) -> bool:
     return _TAKES_POSITION_BIAS[function]
 
 
-def _attend_sdpa(function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module, query, key, value, attention_mask, *args = given
-    causal = attention_mask is None and _is_causal(module, kwargs)
+def _sdpa_with(
+    function: Function,
+    form: BiasForm,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Attention:
+    causal = mask is None and _is_causal(module, kwargs)
     if causal and key.shape[2] > query.shape[2]:
         # An empty static cache: the slots after the queries are unused.
-        key, value, form = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], form.of_first(query.shape[2])
+        used = query.shape[2]
+        attend = _sdpa_with(function, form.of_first(used), module, query, key[:, :, :used], mask, args, kwargs)
+        return lambda module, query, key, value: attend(module, query, key[:, :, :used], value[:, :, :used])
     compiling = torch.compiler.is_compiling()
-    given = (module, query, key, value, attention_mask, *args)
-    learns_mask = isinstance(attention_mask, Tensor) and attention_mask.requires_grad and torch.is_grad_enabled()
-    if exporting() or learns_mask:
-        return _attend_dense("sdpa", function, form, given, kwargs)
-    if _uses_other_features(args, kwargs):
-        if compiling:
-            return _attend_dense("sdpa", function, form, given, kwargs)
-        return attend_by_blocks(function, form, causal, given, kwargs)
-    scaling = _scaling(query, kwargs)
-    short = query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].short_pairs
-    as_matrix = short or is_shared_by_layers(form, query, key, attention_mask)
+    learns_mask = isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled()
+    features = _uses_other_features(args, kwargs)
+    if exporting() or learns_mask or (features and compiling):
+        return _with_given(_attend_dense, "sdpa", function, form, mask, args, kwargs)
+    if features:
+        return attention_by_blocks(function, form, causal, query, key, mask, args, kwargs)
+    sizes, scaling, shared = SIZES[query.is_cpu], _scaling(query, kwargs), _is_shared_by_layers(form, query, key, mask)
+    short = query.shape[2] * key.shape[2] <= sizes.short_pairs
+    as_matrix = short or shared
     unmasked = not as_matrix and causal and not query.is_cpu and folds(query)
     if unmasked and isinstance(form, DistanceForm) and not form.requires_grad:
         # A bias that is folded as a number per key needs no mask. Kernels without a mask are faster on this device.
         form = form.separable() or form
     if not as_matrix and not isinstance(form, RowsForm):
-        return fused_attention(query, key, value, form, attention_mask, scaling, causal), None
+
+        def fused(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+            return fused_attention(query, key, value, form, mask, scaling, causal), None
+
+        return fused
     if compiling:
-        return _attend_dense("sdpa", function, form, given, kwargs)
-    return attend_by_blocks(None, form, causal, given, kwargs)
+        return _with_given(_attend_dense, "sdpa", function, form, mask, args, kwargs)
+    numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
+    if shared or (short and numbers <= sizes.kept_numbers):
+        rows = functools.partial(masked_rows, form, mask, causal, 0, query.shape[2], key.shape[2])
+        may_be_empty = mask is not None and mask.dtype != torch.bool
+        return attention_with_matrix(rows, lambda: has_shared_rows(form), scaling, may_be_empty)
+    return attention_by_blocks(None, form, causal, query, key, mask, args, kwargs)
 
 
 def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
@@ -155,7 +240,7 @@ def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
-def _uses_other_features(args: list[Any], kwargs: dict[str, Any]) -> bool:
+def _uses_other_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
     others = ("dropout", "softcap", "s_aux", "output_attentions")
     return bool(args) or any(_is_set(kwargs.get(name)) for name in others)
@@ -199,6 +284,20 @@ def _attend_folded(
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _attend_looking_up(
+    name: str, function: Function, form: FusedForm, given: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    module, query, key, value, mask, *args = given
+    if not _is_set(kwargs.get("softcap")):
+        mask = narrowed(mask, form, query, key, value, _scaling(query, kwargs))
+    return function(module, query, key, value, mask, *args, position_bias=look_up(form), **kwargs)
+
+
+def _attend_in_math(*given: Any) -> Any:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _attend_dense(*given)
 
 
 def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Attention of a block of queries with a learned bias that is given in full.
+"""Attention of a block of queries with a bias that is given in full, and what the kernels of a device need.
 
 Torch's flash kernels do not compute the gradient of a mask; torch falls back to a sequence of plain operations if one
 is needed. Here the forward pass uses the kernel, and the backward pass recomputes the probabilities. The gradient of
@@ -7,15 +7,18 @@ the logits is the gradient of the bias.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_posenc.attention.blockwise import for_each_query_head, for_kernel, refuse_second_derivative, without_autocast
+from hf_posenc.errors import UnsupportedError
 
 aten = torch.ops.aten
+_NOTHING = nullcontext()
 
 
 def block_attention(
@@ -40,6 +43,33 @@ def block_attention(
     else:
         output = _forward(query, key, value, bias, scaling)
     return output.transpose(1, 2)
+
+
+def attention_with_matrix(
+    rows: Callable[[Tensor], Tensor], is_shared: Callable[[], bool], scaling: float, may_be_empty: bool
+) -> Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, None]]:
+    """Attention with all rows of a bias at once.
+
+    Args:
+        rows: computes the bias for a query.
+        is_shared: whether layers may share it.
+        scaling: as in `block_attention`.
+        may_be_empty: as in `block_attention`.
+
+    Returns:
+        A function `(module, query, key, value)`. Its results are `(batch, query_len, heads, value_dim)`, and `None` for
+        the probabilities.
+    """
+    known: list[Tensor] = []
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        query, key, value = autocast_inputs(query, key, value)
+        bias = known[0] if known else rows(query)
+        if not known and is_shared():
+            known.append(bias)
+        return block_attention(query, key, value, bias, scaling, may_be_empty), None
+
+    return attention
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
@@ -85,3 +115,52 @@ class _BlockAttention(torch.autograd.Function):
             for found, like in ((of_query, query), (of_key, key), (of_value, value))
         )
         return *heads_first, of_bias, None, None
+
+
+def for_kernel(bias: Tensor, query: Tensor) -> Tensor:
+    """Converts a float32 bias to the dtype that the device's kernel needs.
+
+    The CPU's kernel accepts a float32 bias with narrower dtypes. With a float64 query it would misread it. Other
+    devices have kernels for contiguous rows only.
+    """
+    if query.dtype == torch.float64:
+        return bias.double()
+    if query.device.type == "cpu":
+        return bias
+    if bias.dtype != query.dtype:
+        bias = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
+
+
+def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
+    """`(batch, heads, key_len, width)` from `(batch, key_value_heads, key_len, width)`."""
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts queries, keys and values to the dtype of attention under autocast, which does not change float64."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Disables autocast only if it is enabled, because torch's context manager costs as much as an operator."""
+    if not torch._C._is_any_autocast_enabled() or device.type == "meta":
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)
+
+
+def refuse_second_derivative(*_: object) -> None:
+    """Raises an error in the second of two backward passes.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "Fused attention with a position bias does not support second derivatives, like flash kernels. For gradient "
+        'penalties and similar methods, use model.set_attn_implementation("eager").'
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_posenc.attention.block_attention import for_each_query_head, for_kernel, without_autocast
 from hf_posenc.attention.windows import Windows
 from hf_posenc.errors import UnsupportedError
 
@@ -23,7 +23,6 @@ aten = torch.ops.aten
 
 #: Minimum number of rows of a forward block if only the keys in a window are needed.
 _WINDOW_ROWS = 320
-_NOTHING = nullcontext()
 
 
 class Sizes(NamedTuple):
@@ -194,43 +193,6 @@ def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Ten
     return mask
 
 
-def for_kernel(bias: Tensor, query: Tensor) -> Tensor:
-    """Converts a float32 bias to the dtype that the device's kernel needs.
-
-    The CPU's kernel accepts a float32 bias with narrower dtypes. With a float64 query it would misread it. Other
-    devices have kernels for contiguous rows only.
-    """
-    if query.dtype == torch.float64:
-        return bias.double()
-    if query.device.type == "cpu":
-        return bias
-    if bias.dtype != query.dtype:
-        bias = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
-    return bias if bias.stride(-1) == 1 else bias.contiguous()
-
-
-def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
-    """`(batch, heads, key_len, width)` from `(batch, key_value_heads, key_len, width)`."""
-    groups = heads // tensor.shape[1]
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
-
-
-def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts queries, keys and values to the dtype of attention under autocast, which does not change float64."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Disables autocast only if it is enabled, because torch's context manager costs as much as an operator."""
-    if not torch._C._is_any_autocast_enabled() or device.type == "meta":
-        return _NOTHING
-    return torch.autocast(device.type, enabled=False)
-
-
 def rows_of_window_blocks() -> int:
     """Returns the rows of a forward block if only the keys in a window are needed.
 
@@ -346,15 +308,3 @@ def blockwise_backward(
         tensor.unflatten(1, (-1, groups)).sum(2).to(like.dtype) for tensor, like in ((of_key, key), (of_value, value))
     )
     return of_query, of_key, of_value
-
-
-def refuse_second_derivative(*_: object) -> None:
-    """Raises an error in the second of two backward passes.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "Fused attention with a position bias does not support second derivatives, like flash kernels. For gradient "
-        'penalties and similar methods, use model.set_attn_implementation("eager").'
-    )

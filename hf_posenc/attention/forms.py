@@ -13,13 +13,15 @@ The first three are fused into an attention kernel (`hf_posenc.attention.fused_a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.positions import exporting
+from hf_posenc.attention.block_attention import for_kernel
+from hf_posenc.schemes.parts import DistanceBias
+from hf_posenc.schemes.positions import exporting, gradients_may_be_shared
 
 #: Layers with and without a window have different masks. Accelerate copies masks for every layer on another device.
 MOST_MATRICES = 4
@@ -36,7 +38,6 @@ class DistanceForm:
         key_length: number of keys.
         slopes: `(heads,)` float32 if the bias of every earlier key is `slope * distance`.
         of_layers: whether several layers may have it: not if many forms came before it in this call.
-        matrices: rows of it with masks, and what they were made with. Forms that are derived from this one share them.
     """
 
     vector: Tensor
@@ -44,7 +45,6 @@ class DistanceForm:
     key_length: int
     slopes: Tensor | None = None
     of_layers: bool = True
-    matrices: dict[Hashable, tuple[Tensor, Tensor | None]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, None, None]:
@@ -217,6 +217,37 @@ class RowsForm:
         return self.compute(start, stop, self.key_length if key_count is None else key_count)
 
 
+def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> int | Tensor:
+    """Returns the slot of the first key that reached the attention function.
+
+    Dynamic caches return every slot; static caches too, padded at the end; sliding caches only the last `key_length`
+    slots up to the newest query.
+    """
+    start = offset + query_length - key_length
+    if isinstance(start, Tensor):
+        return start.clamp(min=0)
+    return max(start, 0)
+
+
+def distance_form(
+    bias: DistanceBias, offset: int | Tensor, query_length: int, key_length: int, device: torch.device
+) -> DistanceForm:
+    """Evaluates a bias at every distance that occurs.
+
+    Args:
+        bias: the scheme's part.
+        offset: slot of the first query.
+        query_length: number of queries.
+        key_length: number of keys.
+        device: device of the result.
+    """
+    farthest = first_key_slot(offset, query_length, key_length) - offset - (query_length - 1)
+    distances = torch.arange(query_length + key_length - 1, device=device) + farthest
+    # Torch's fused kernels refuse a mask whose rows are not contiguous. Tables give one number per head for a distance.
+    vector = bias(distances).contiguous()
+    return DistanceForm(vector, query_length, key_length, bias.slopes_behind(device))
+
+
 FusedForm = DistanceForm | SeparableForm | SumForm
 BiasForm = FusedForm | RowsForm
 
@@ -264,3 +295,45 @@ def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, tensors)
+
+
+def has_shared_rows(form: BiasForm) -> bool:
+    """Whether layers may share the rows of a bias: a function of distance, unless each layer needs its gradient."""
+    return isinstance(form, DistanceForm) and (not form.requires_grad or gradients_may_be_shared())
+
+
+def masked_rows(
+    form: BiasForm, mask: Tensor | None, causal: bool, start: int, stop: int, seen: int, query: Tensor
+) -> Tensor:
+    """Rows of a bias with the smallest number at hidden pairs, in the dtype that the kernel takes.
+
+    Args:
+        form: the bias.
+        mask: boolean (visible pairs) or additive, or `None`.
+        causal: whether query i sees no key after key i.
+        start: the first query.
+        stop: the end of the queries (exclusive).
+        seen: the number of keys.
+        query: `(batch, heads, query_len, head_dim)`. Only its dtype and device matter.
+    """
+    converts = not query.is_cpu and isinstance(form, DistanceForm) and not form.requires_grad
+    if isinstance(form, DistanceForm) and converts and (mask is None or mask.dtype == torch.bool):
+        # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
+        form = replace(form, vector=for_kernel(form.vector, query))
+    bias = form.rows(start, stop, seen)
+    own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
+    if own is not None:
+        bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
+    return for_kernel(bias, query) if converts else bias
+
+
+def mask_of_rows(
+    mask: Tensor | None, causal: bool, start: int, stop: int, seen: int, device: torch.device
+) -> Tensor | None:
+    """The rows of a mask, and those of a causal one; `None` if every query sees all keys."""
+    if mask is not None:
+        return (mask[:, :, start:stop] if mask.shape[2] > 1 else mask)[..., :seen]
+    if not causal:
+        return None
+    rows = torch.arange(start, stop, device=device)
+    return (torch.arange(seen, device=device) <= rows.unsqueeze(-1)).view(1, 1, stop - start, seen)

@@ -19,20 +19,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_posenc.attention.block_attention import (
+    autocast_inputs,
+    for_each_query_head,
+    for_kernel,
+    refuse_second_derivative,
+    without_autocast,
+)
 from hf_posenc.attention.block_bias import BlockBias, diagonal_sums
 from hf_posenc.attention.blockwise import (
     SIZES,
     Block,
     additive_mask,
-    autocast_inputs,
     blockwise_backward,
     blockwise_forward,
     fitting_mask,
-    for_each_query_head,
-    for_kernel,
-    refuse_second_derivative,
     rows_of_window_blocks,
-    without_autocast,
 )
 from hf_posenc.attention.folding import fold, of_one_width
 from hf_posenc.attention.forms import FusedForm

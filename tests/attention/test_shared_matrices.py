@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
+from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import ComposedConfig
 from hf_posenc.attention import block_attention, blockwise
 from hf_posenc.attention.backends import attend_with_bias
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm
+from hf_posenc.attention.forms import BiasForm, RowsForm
+from hf_posenc.patching.call.forward_state import ForwardState
 from tests.matrix.running import patched, tokens
 
 from .block_sizes import set_sizes
@@ -46,12 +48,13 @@ def attend(
     )[0]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("keys", [6, 9], ids=["", "static cache"])
-def test_layers_share_a_matrix(given: list[Tensor], dtype: torch.dtype, keys: int) -> None:
-    form = DistanceForm(torch.randn(2, 6 + keys - 1), 6, keys)
-    for _ in range(3):
-        attend(form, dtype)
+@pytest.mark.parametrize("cache", [None, StaticCache], ids=["", "static cache"])
+def test_layers_share_a_matrix(given: list[Tensor], dtype: torch.dtype, cache: Any) -> None:
+    model = patched("llama_gqa", "alibi", attn_implementation="sdpa").to(dtype)
+    model(input_ids=tokens(), past_key_values=cache and cache(config=model.config, max_cache_len=64))
+    assert len(given) > 1
     assert len({one.data_ptr() for one in given}) == 1
 
 
@@ -62,11 +65,11 @@ def test_layers_share_the_matrix_of_a_sum_of_biases(given: list[Tensor]) -> None
     assert len({one.data_ptr() for one in given}) == 1
 
 
-def test_few_matrices_are_kept_if_every_layer_has_its_own_mask() -> None:
-    form = DistanceForm(torch.randn(2, 11), 6, 6)
-    for _ in range(9):
-        attend(form, torch.float32, torch.ones(1, 1, 6, 6, dtype=torch.bool), causal=False)
-    assert len(form.matrices) < 5
+def test_few_are_kept_if_every_layer_has_its_own_mask() -> None:
+    state = ForwardState(6)
+    for layer in range(9):
+        state.keep(("attention", layer), object())
+    assert len(state.scratch) < 5
 
 
 def test_a_large_bias_of_an_accelerator_is_computed_again_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

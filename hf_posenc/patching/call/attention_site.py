@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.caches import QUANTISED_LAYER, first_cache
+from hf_posenc.patching.call.caches import QUANTISED_LAYER
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_sites import numbers_in
 from hf_posenc.patching.call.grid_state import GridState, GridTokens
@@ -72,11 +72,6 @@ class AttentionSite(LogitSite):
         if state.query_length != length:
             state = state.shared("own tokens", lambda: state.by_slots(length), length)
         return state
-
-    def note_cache(self, state: ForwardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records the cache that the model created itself, if the caller passed none."""
-        if state.cache_object is None:
-            state.cache_object = first_cache((*args, *kwargs.values()))
 
     @property
     def intercepts_cache_update(self) -> bool:

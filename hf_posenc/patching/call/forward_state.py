@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.forms import DistanceForm
+from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cached_positions import recorded
 from hf_posenc.patching.call.padding import counted_tokens
@@ -75,6 +75,19 @@ class ForwardState:
             if isinstance(value, Tensor | Positions):
                 setattr(there, name, there.shared(("moved", name), functools.partial(value.to, device), mask=value))
         return there
+
+    def describes(self, hidden_states: Tensor) -> bool:
+        """Whether this state is that of `hidden_states`, `(batch, length, hidden)`, on their device."""
+        if self.device is None:
+            self.device = hidden_states.device
+        here = type(self) is ForwardState and self.device == hidden_states.device
+        return here and hidden_states.shape[1] == self.query_length
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the positions are 0, 1, 2, ... in every row, and no cache has to be told."""
+        given = self.position_ids is not None or self.attention_mask is not None
+        return not given and self.cache_object is None and isinstance(self.offset, int) and self.offset == 0
 
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
@@ -204,6 +217,11 @@ class ForwardState:
         elif gradients_may_be_shared():
             self.scratch[learned] = value
         return value
+
+    def keep(self, name: tuple[Any, ...], attention: Any) -> None:
+        """Keeps the attention of a layer for others, unless there are many, as if every layer has its own bias."""
+        if sum(type(one) is tuple and one[0] == name[0] for one in self.scratch) < MOST_MATRICES:
+            self.scratch[name] = attention
 
     def known(self, key: Hashable) -> Any:
         """The value that `shared` has stored for this key, or `None`."""

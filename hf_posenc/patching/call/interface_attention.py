@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attend_with_bias, merge_mask
+from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with
 from hf_posenc.attention.folding import attend_with_wide_values
-from hf_posenc.attention.forms import DistanceForm
+from hf_posenc.attention.forms import RowsForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
-from hf_posenc.patching.call.caches import cache_of_call
+from hf_posenc.patching.call.caches import cache_of_call, first_cache
+from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.paged_requests import (
+    PAGES,
     PREFIX,
     cut,
     cut_heads,
@@ -46,6 +48,7 @@ from hf_posenc.patching.find.forward_code import (
     unknown_seam,
 )
 from hf_posenc.patching.find.rotary_call import rotary_call
+from hf_posenc.schemes.positions import gradients_may_be_shared, traced
 
 #: The argument through which models pass their own relative bias to the attention function.
 _POSITION_BIAS = "position_bias"
@@ -105,13 +108,19 @@ class InterfaceAttention(AttentionSite):
                 output = self._rotary_only_forward(self.module, *args, **kwargs)
                 self.require_rotation(self.rotations != rotations)
                 return output
-        call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
-        self.note_cache(call.state, args, kwargs)
+        hidden_states = args[0] if args else next(iter(kwargs.values()))
+        state = self.runtime.states.top
+        if state is not None and not self.runtime.reorders and state.describes(hidden_states):
+            call = LayerCall(state, hidden_states)  # Most layers have the tokens of their stack.
+        else:
+            call = self.begin_call(hidden_states)
+        if call.state.cache_object is None:
+            call.state.cache_object = first_cache((*args, *kwargs.values()))
         calls = self.calls.own()
         depth = len(calls)
         try:
             calls.append(call)
-            if self.intercepts_cache_update:
+            if self.encoding.has_keys and self.intercepts_cache_update:
                 cache = cache_of_call(args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._full_forward(self.module, *args, **kwargs)
@@ -124,7 +133,8 @@ class InterfaceAttention(AttentionSite):
                 f"{type(self.module).__name__} computed its attention without the attention interface (for example "
                 "through reorder_and_upcast_attn), so the position encoding had no effect. Disable that code path."
             )
-        self.note_rotation(call)
+        if self.encoding.query_key_map is not None:
+            self.note_rotation(call)
         return output
 
     def follow(self, rewritten: types.MethodType) -> None:
@@ -173,7 +183,16 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Called in place of the attention function."""
-        call = self.call.of_next(query.shape[2])
+        call = self.call
+        call.attended = True
+        if self.encoding.repeats_bias and self.runtime.grid is None and not traced():
+            mapped = self.encoding.query_key_map is None or call.rotations
+            if mapped and not args and kwargs.get(PAGES) is None:
+                attention = self._shared_attention(
+                    call.state, implementation, function, query, key, attention_mask, kwargs
+                )
+                return attention(self.module, query, key, value)
+        call = call.of_next(query.shape[2])
         if self.runtime.grid is not None:
             self.refuse_pooled_keys(query.shape[2], key.shape[2])
             if isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
@@ -193,6 +212,45 @@ class InterfaceAttention(AttentionSite):
             kwargs["scaling"] = self._scaling
         one_call = self._attend_pages if paged and self.encoding.reads_pages else self._attend
         return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
+
+    def _shared_attention(
+        self,
+        state: ForwardState,
+        implementation: str | None,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        mask: Any,
+        kwargs: dict[str, Any],
+    ) -> Attention:
+        """The attention function with a bias that is the same in every layer, checked and built by the first of them.
+
+        Layers share it if everything that it depends on is the same: the scheme, the mask, the options of the call, and
+        the shapes of the heads.
+        """
+        module, encoding = self.module, self.encoding
+        name: Any = (
+            *("attention", encoding.identity, self.native_bias, getattr(module, "is_causal", None)),
+            *(query.shape, key.shape, query.dtype, query.device),
+            *(torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()),
+            *(implementation, function, mask, *kwargs.items()),
+        )
+        try:
+            known: Attention | None = state.scratch.get(name)
+        except TypeError:
+            known = name = None  # An option that has no hash.
+        if known is not None:
+            return known
+        self._check_mask(query, mask, kwargs)
+        self.check_head_count(query)
+        mask = self._with_native_bias(mask, kwargs.pop(_POSITION_BIAS, None))
+        if kwargs.get("scaling") is None and query.shape[-1] != encoding.head_dim:
+            kwargs["scaling"] = self._scaling
+        form = self.distance_bias(state, query, key, mask, "flash" in (implementation or ""))
+        attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
+        if name is not None and (isinstance(form, RowsForm) or not form.requires_grad or gradients_may_be_shared()):
+            state.keep(name, attention)
+        return attention
 
     def _with_native_bias(self, mask: Any, bias: Tensor | None) -> Any:
         """The mask, with a bias of the model that stays."""
@@ -220,13 +278,7 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
-        attend, state = function, call.state
-        row = None
-        repeats = self.encoding.repeats_rows and implementation == "sdpa" and not torch.compiler.is_compiling()
-        if repeats and query.shape[2] == 1:
-            row = ("row", id(self.encoding.logit_bias), id(mask), key.shape[2], query.dtype, query.device)
-            if row in state.scratch:
-                return function(self.module, query, key, value, state.scratch[row][0], *args, **kwargs)
+        attend = function
         flash = "flash" in (implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state)):
@@ -238,9 +290,6 @@ class InterfaceAttention(AttentionSite):
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self._factors_before(factor))
                 bias = self.bias(call, *heads, *factors, mask, flash, self.encoding.rotates_by_input)
-                if row is not None and isinstance(bias, DistanceForm):
-                    # The next layers with this bias get it in their mask, without a look at the positions.
-                    state.scratch[row] = merge_mask(mask, bias.rows(), query.dtype), mask
                 attend = functools.partial(attend_with_bias, implementation, function, bias)
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
@@ -315,7 +364,7 @@ class _InterfaceReplacement:
         site = self.site
 
         def attention(*args: Any, **kwargs: Any) -> Any:
-            if site.encoding.reads_pages and is_paged(kwargs):
+            if kwargs.get(PAGES) is not None and site.encoding.reads_pages:
                 # `site.attend` reads the keys from their pages itself, so the plain attention function applies.
                 plain = (implementation or _EAGER).removeprefix(PREFIX)
                 return site.attend(plain, self.interface.get_interface(plain, default), *args, **kwargs)
@@ -336,6 +385,8 @@ class _RotaryReplacement:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.site.encoding.query_key_map is None and self.site.runtime.grid is None:
+            if self.rotary.begins_with_heads and len(args) > 1:
+                return args[:2]
             query, key, _ = self.rotary.tensors(args, kwargs)
             return query if key is None else (query, key)
         return self.site.rotate(self.site.call, self.rotary, args, kwargs)

@@ -59,20 +59,30 @@ class LayerEncoding:
         self.num_features = own + shared
         if shared:
             self.num_features = self.num_heads // self.num_key_value_heads * own + shared
+        #: Whether the scheme changes keys, or caches something next to them.
+        self.has_keys = self.num_features > 0 or self.query_key_map is not None
         #: Whether it combines features of neighbouring tokens.
         self.needs_oldest_keys = isinstance(bias, PairwiseBias) and bias.needs_oldest_keys
         #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
-        summands = () if bias is None else bias.summands()
+        summands = self.summands = () if bias is None else tuple(bias.summands())
         kinds = [isinstance(one, ContextualRotation) for one in summands]
         self.rotates_by_input = any(kinds)
         #: Whether it consists of such rotations only.
         self.only_rotates_by_input = any(kinds) and all(kinds)
         #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
         self.rotation_before_cache = _rotation_before_cache(summands)
-        #: Whether the logits of a decoded token change by the same row in every layer with this bias.
-        self.repeats_rows = isinstance(bias, DistanceBias) and self.logit_scale is None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
+        #: Whether the logits change by the same bias in every layer with these parts.
+        self.repeats_bias = (
+            bool(summands)
+            and all(isinstance(one, DistanceBias) for one in summands)
+            and self.logit_scale is None
+            and not self.widens_heads
+            and not (self.query_key_map is not None and self.query_key_map.mapped_again)
+        )
+        #: The same for layers whose parts and heads are the same.
+        self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = (
             bias is None

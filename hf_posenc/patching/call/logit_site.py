@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.blockwise import without_autocast
-from hf_posenc.attention.distances import distance_form, first_key_slot
-from hf_posenc.attention.forms import MOST_MATRICES, BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
+from hf_posenc.attention.block_attention import without_autocast
+from hf_posenc.attention.forms import (
+    MOST_MATRICES,
+    BiasForm,
+    DistanceForm,
+    RowsForm,
+    SeparableForm,
+    distance_form,
+    first_key_slot,
+    sum_of_forms,
+)
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.decoding_memo import cached_row
 from hf_posenc.patching.call.forward_state import ForwardState
@@ -104,7 +112,7 @@ class LogitSite(PlacedForward):
         """
         bias, state = self.encoding.logit_bias, call.state
         assert bias is not None
-        summands = bias.summands()
+        summands = self.encoding.summands
         forms: list[BiasForm] = []
         pairs: list[AttentionPairs] = []
         for index, summand in enumerate(summands):
@@ -120,11 +128,17 @@ class LogitSite(PlacedForward):
                 pairs = pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(state.own(summand), pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
-        form = total = sum_of_forms(forms, *lengths, self.encoding.causal)
-        if len(forms) > 1 and isinstance(total, DistanceForm):
-            form = state.shared(("sum", id(bias)), lambda: total, *lengths)  # Layers share its matrices.
+        form = sum_of_forms(forms, *lengths, self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
+
+    def distance_bias(self, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool) -> BiasForm:
+        """The bias of a call, if it is a sum of functions of distance. The arguments are those of `bias`."""
+        summands: Any = self.encoding.summands
+        forms = [self._distance_form(summand, state, query, key, mask, folds) for summand in summands]
+        form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
+        check_heads(form.heads, query.shape[1])
+        return form
 
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives.
@@ -142,7 +156,7 @@ class LogitSite(PlacedForward):
         # Rotated heads are multiplied by the layer itself, with its own factor.
         pairs = self._pairs(call, query, key, scaling=1.0)
         check_heads(self.encoding.num_heads, query.shape[1])
-        summands = bias.summands()
+        summands = self.encoding.summands
         for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
             if isinstance(summand, ContextualRotation):
                 with without_autocast(query.device):
@@ -177,7 +191,7 @@ class LogitSite(PlacedForward):
     ) -> BiasForm:
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
         offset, first = self.key_start(state, query_length, key_length)
-        of_slots = slot_distances_are_exact(state, first, key_length, mask)
+        of_slots = state.is_plain or slot_distances_are_exact(state, first, key_length, mask)
         if isinstance(of_slots, Tensor) and query_length > 1:
             # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
             assert_in_graph(of_slots, _UNEVEN)

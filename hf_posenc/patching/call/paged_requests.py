@@ -21,6 +21,8 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.find.forward_code import parameters_of
 
 PREFIX = "paged|"
+#: The argument of an attention function that only continuous batching passes.
+PAGES = "read_index"
 #: Arguments in which continuous batching describes the requests to an attention function.
 _REQUEST_ARGUMENTS = (
     "cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k",
@@ -81,7 +83,7 @@ class Requests:
 
 def is_paged(kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments of an attention function are those of continuous batching."""
-    return kwargs.get("read_index") is not None
+    return kwargs.get(PAGES) is not None
 
 
 def without_requests(kwargs: Mapping[str, Any]) -> dict[str, Any]:

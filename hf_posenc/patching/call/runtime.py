@@ -79,6 +79,11 @@ class StackRuntime:
         #: The parts, if they have parameters that a wrapper around the model must have; set while they are in place.
         self.replicas: nn.Module | None = None
 
+    @property
+    def reorders(self) -> bool:
+        """Whether hidden states have another order of axes than `(batch, length, hidden)`."""
+        return self.time_major or self.channels_first
+
     def batch_first(self, hidden_states: Tensor) -> Tensor:
         """Permutes the hidden states of this architecture's layers to `(batch, length, hidden)`."""
         if self.time_major:
@@ -147,10 +152,10 @@ class StackForward(PlacedForward):
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the stack; with other tables, if the stack itself owns tables over a grid."""
-        tables = self.runtime.tables
-        if tables is None or self.retired or self.inner is not None:
-            return super().stock(*args, **kwargs)
-        return type(self.module).forward(tables.view, *args, **kwargs)
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        tables = None if self.retired else self.runtime.tables
+        return type(self.module).forward(self.module if tables is None else tables.view, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
@@ -223,7 +228,7 @@ class StackForward(PlacedForward):
         stack = self.module
         if self.runtime.grid is not None:
             return grid_state(stack, self.runtime.grid, named_arguments(stack, args, kwargs)), kwargs
-        arguments = named_arguments(stack, args, kwargs)
+        arguments = named_arguments(stack, args, kwargs) if args else kwargs
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
         features = given_features(arguments) if self.runtime.reads_features and tokens is None else None
         if tokens is None and features is None:
@@ -233,12 +238,13 @@ class StackForward(PlacedForward):
         if self.runtime.pages is not None and arguments.get("cu_seq_lens_k") is not None and cache is not None:
             self.runtime.pages.check(cache)
         offset = cached_length(cache)
-        if isinstance(offset, int):
+        if isinstance(offset, int) and self.runtime.slots.shortest != 0:
             self.runtime.slots.reach(stack, offset + query_length)
-        implementation = getattr(stack.config, "_attn_implementation", None)
-        refuse_context_parallel(self.runtime.needs_all_tokens, arguments.get("position_ids"), implementation)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            implementation = getattr(stack.config, "_attn_implementation", None)
+            refuse_context_parallel(self.runtime.needs_all_tokens, arguments.get("position_ids"), implementation)
         mask = arguments.get("attention_mask")
-        padding = padding_mask(mask, stack, offset)
+        padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
         if position_ids is not None and features is None and not torch.compiler.is_compiling():
             position_ids = _for_every_token(position_ids, tokens)
@@ -246,7 +252,8 @@ class StackForward(PlacedForward):
         shows_padding = offset is not None and (padding is not None or mask is None)
         counted = position_ids if generation is not None and coordinates is None and shows_padding else None
         position_ids = position_ids if counted is None else None
-        self.runtime.slots.reach_positions(stack, position_ids)
+        if position_ids is not None:
+            self.runtime.slots.reach_positions(stack, position_ids)
         token_ids = arguments.get("input_ids")
         if features is not None:
             return self._of_features(features, offset, position_ids, padding, cache), kwargs

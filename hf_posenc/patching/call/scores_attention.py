@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
-from hf_posenc.patching.call.caches import cache_of_call
+from hf_posenc.patching.call.caches import cache_of_call, first_cache
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -51,7 +51,8 @@ class ScoresAttention(AttentionSite):
             self.runtime.unattended.discard(id(self.module))
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = self.begin_call(hidden_states)
-        self.note_cache(call.state, args, kwargs)
+        if call.state.cache_object is None:
+            call.state.cache_object = first_cache((*args, *kwargs.values()))
         forward = inspect.unwrap(type(self.module).forward)
         args, kwargs = self._without_native_bias(forward, args, kwargs)
         seen: list[tuple[Tensor, Tensor]] = []

@@ -67,9 +67,9 @@ class SlotBuffers:
         """Finds the length of the shortest buffer, 0 without any."""
         self.shortest = min((_length(name, buffer) for _, name, buffer in _slot_buffers(stack)), default=0)
 
-    def reach_positions(self, stack: nn.Module, position_ids: Tensor | None) -> None:
+    def reach_positions(self, stack: nn.Module, position_ids: Tensor) -> None:
         """Same as `reach` for positions passed by the caller, by which BERT indexes its token types, but not masks."""
-        if self.shortest == 0 or position_ids is None or position_ids.is_meta or torch.compiler.is_compiling():
+        if self.shortest == 0 or position_ids.is_meta or torch.compiler.is_compiling():
             return
         self.reach(stack, int(position_ids.max()) + 1, masks=False)
 

@@ -50,6 +50,11 @@ class RotaryCall:
     parameters: tuple[str, ...]
     phase_shape: tuple[int, int] = (3, 4)
     other_axes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    #: Whether the first two parameters are the query and the key.
+    begins_with_heads: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "begins_with_heads", self.parameters[:2] == (self.query_name, self.key_name))
 
     def phases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The cosines, or complex phases, of one call."""
