@@ -30,7 +30,6 @@ from hf_posenc.patching.call.paged_requests import (
     PREFIX,
     cut,
     cut_heads,
-    is_paged,
     put,
     read_pages,
     requests_of,
@@ -192,24 +191,22 @@ class InterfaceAttention(AttentionSite):
                     call.state, implementation, function, query, key, attention_mask, kwargs
                 )
                 return attention(self.module, query, key, value)
-        call = call.of_next(query.shape[2])
         if self.runtime.grid is not None:
+            call = call.of_next(query.shape[2])
             self.refuse_pooled_keys(query.shape[2], key.shape[2])
             if isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
                 attention_mask = None  # The zero of a native bias that was silenced.
-        self._check_mask(query, attention_mask, kwargs)
-        self.check_head_count(query)
-        self.check_rotated(call, query)
-        paged = is_paged(kwargs)
+        self._check(query, attention_mask, kwargs)
+        if call.rotated_query is not None:
+            self.check_rotated(call, query)
+        paged = kwargs.get(PAGES) is not None
         if paged and self.encoding.reads_pages:
             key, value = read_pages(key, value, self.module.layer_idx, kwargs)
             self.require_mapped_pages(call)
-        query, key = self.map_before_kernel(call, query, key)
+        if self.encoding.query_key_map is not None and not call.rotations:
+            query, key = self.map_before_kernel(call, query, key)
         call.writes_pages = paged
-        attention_mask = self._with_native_bias(attention_mask, kwargs.pop(_POSITION_BIAS, None))
-        if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
-            # The map has widened the heads, and a kernel derives its default scaling from their width.
-            kwargs["scaling"] = self._scaling
+        attention_mask = self._complete(query, attention_mask, kwargs)
         one_call = self._attend_pages if paged and self.encoding.reads_pages else self._attend
         return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
 
@@ -241,19 +238,20 @@ class InterfaceAttention(AttentionSite):
             known = name = None  # An option that has no hash.
         if known is not None:
             return known
-        self._check_mask(query, mask, kwargs)
-        self.check_head_count(query)
-        mask = self._with_native_bias(mask, kwargs.pop(_POSITION_BIAS, None))
-        if kwargs.get("scaling") is None and query.shape[-1] != encoding.head_dim:
-            kwargs["scaling"] = self._scaling
+        self._check(query, mask, kwargs)
+        mask = self._complete(query, mask, kwargs)
         form = self.distance_bias(state, query, key, mask, "flash" in (implementation or ""))
         attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
         if name is not None and (isinstance(form, RowsForm) or not form.requires_grad or gradients_may_be_shared()):
             state.keep(name, attention)
         return attention
 
-    def _with_native_bias(self, mask: Any, bias: Tensor | None) -> Any:
-        """The mask, with a bias of the model that stays."""
+    def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
+        """Adds the default scaling to the options of a call. Returns the mask, with a bias of the model that stays."""
+        if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
+            # The map has widened the heads, and a kernel derives its default scaling from their width.
+            kwargs["scaling"] = self._scaling
+        bias: Tensor | None = kwargs.pop(_POSITION_BIAS, None)
         if bias is None or self.native_bias == "dropped":
             return mask
         if self.native_bias == "unknown":
@@ -281,7 +279,8 @@ class InterfaceAttention(AttentionSite):
         attend = function
         flash = "flash" in (implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
-        if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state)):
+        zero = self.encoding.zero_within > 0 and self.bias_is_zero(call.state)
+        if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self._scaling if scaling is None else scaling
             heads = (query, key)
@@ -291,7 +290,9 @@ class InterfaceAttention(AttentionSite):
                 factors = (factor, *self._factors_before(factor))
                 bias = self.bias(call, *heads, *factors, mask, flash, self.encoding.rotates_by_input)
                 attend = functools.partial(attend_with_bias, implementation, function, bias)
-        arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
+        if self.encoding.logit_scale is not None:
+            query = self.scaled(call.state, query)
+        arguments = (self.module, query, key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)
@@ -322,12 +323,14 @@ class InterfaceAttention(AttentionSite):
             put(output, requests.queries, attended[0])
         return output, None
 
-    def _check_mask(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
-        """Refuses a call of a causal layer whose queries would see later keys.
+    def _check(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+        """Refuses another number of heads, and a call of a causal layer whose queries would see later keys.
 
         Without a mask, an attention function relies on the module's `is_causal`. With sdpa before transformers 5.18,
         the decoder of UMT5 has neither, and its queries see later tokens.
         """
+        if query.shape[1] != self.encoding.num_heads:
+            self.check_head_count(query)
         if mask is not None or not self.encoding.causal or query.shape[2] == 1:
             return
         own = kwargs.get("is_causal")

@@ -59,6 +59,8 @@ class LayerEncoding:
         self.num_features = own + shared
         if shared:
             self.num_features = self.num_heads // self.num_key_value_heads * own + shared
+        #: Pairs that are less than this many positions apart have the bias 0.
+        self.zero_within = bias.zero_within if isinstance(bias, PairwiseBias) else 0
         #: Whether the scheme changes keys, or caches something next to them.
         self.has_keys = self.num_features > 0 or self.query_key_map is not None
         #: Whether it combines features of neighbouring tokens.

@@ -123,8 +123,7 @@ class LogitSite(PlacedForward):
                 continue
             if not pairs:
                 check_cache(bias, state)
-                whole = self._pairs(call, query, key, scaling)
-                whole = dataclasses.replace(whole, query_factor=query_factor, key_factor=key_factor)
+                whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
                 pairs = pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(state.own(summand), pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
@@ -181,10 +180,7 @@ class LogitSite(PlacedForward):
 
     def bias_is_zero(self, state: ForwardState) -> bool:
         """Whether the bias of all pairs of a call is known to be 0."""
-        bias = self.encoding.logit_bias
-        if not isinstance(bias, PairwiseBias) or not bias.zero_within:
-            return False
-        return all_positions_below(state, bias.zero_within)
+        return self.encoding.zero_within > 0 and all_positions_below(state, self.encoding.zero_within)
 
     def _distance_form(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
@@ -251,7 +247,15 @@ class LogitSite(PlacedForward):
 
         return RowsForm(compute, query.shape[-2], key_length, form.heads)
 
-    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float | Tensor) -> AttentionPairs:
+    def _pairs(
+        self,
+        call: LayerCall,
+        query: Tensor,
+        key: Tensor,
+        scaling: float | Tensor,
+        query_factor: float | Tensor = 1.0,
+        key_factor: float | Tensor = 1.0,
+    ) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
         if self.encoding.num_features and call.key_features is None and call.rotation is None:
             if key_length != query_length:
@@ -278,6 +282,8 @@ class LogitSite(PlacedForward):
             query_slots=query_slots,
             keys=keys,
             scaling=scaling,
+            query_factor=query_factor,
+            key_factor=key_factor,
             hidden_states=call.hidden_states,
             key_features=call.key_features,
         )
@@ -308,8 +314,6 @@ class LogitSite(PlacedForward):
 
     def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
         """The query times its scale, `(batch, heads, query_len, width)`."""
-        if self.encoding.logit_scale is None:
-            return query
         factor = self.scale(state)
         if factor.shape[1] != 1:
             check_heads(factor.shape[1], query.shape[1])

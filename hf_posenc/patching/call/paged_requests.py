@@ -21,7 +21,7 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.find.forward_code import parameters_of
 
 PREFIX = "paged|"
-#: The argument of an attention function that only continuous batching passes.
+#: The argument by which the calls of continuous batching are told.
 PAGES = "read_index"
 #: Arguments in which continuous batching describes the requests to an attention function.
 _REQUEST_ARGUMENTS = (
@@ -79,11 +79,6 @@ class Requests:
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
             ~visible, torch.finfo(dtype).min
         )
-
-
-def is_paged(kwargs: Mapping[str, Any]) -> bool:
-    """Whether the arguments of an attention function are those of continuous batching."""
-    return kwargs.get(PAGES) is not None
 
 
 def without_requests(kwargs: Mapping[str, Any]) -> dict[str, Any]:

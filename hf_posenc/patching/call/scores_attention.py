@@ -65,7 +65,7 @@ class ScoresAttention(AttentionSite):
             seen[:] = [heads]
             if self.encoding.rotates_by_input:
                 heads = self.rotated_by_input(call, *heads)
-            scaled = self.scaled(call.state, heads[0])
+            scaled = heads[0] if self.encoding.logit_scale is None else self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
         def bias(scaling: Factor, query_factor: Factor, key_factor: Factor) -> Tensor:

@@ -1,0 +1,66 @@
+"""Breaks a copy of the library in one place at a time, runs the tests that should notice, and prints a table.
+
+    python -m tests.mutations                  # all
+    python -m tests.mutations padding windows  # those whose name contains a word
+
+A mutation is killed if a test fails. One that survives shows what no test protects. It takes about half an hour on one
+core.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutations.cases import CASES, Mutation
+
+ROOT = Path(__file__).parents[2]
+#: Seconds after which a run counts as killed: the mutation has made an endless loop.
+_LIMIT = 900
+
+
+def outcome(mutation: Mutation) -> str:
+    """Runs the tests of one mutation on a copy of the library: "killed", "SURVIVED", or why it could not be made."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("hf_posenc", "tests", "training", "eval", "benchmarks", "docs", "examples", "pyproject.toml"):
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy / name)
+        path = copy / "hf_posenc" / mutation.file
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text.count(mutation.before) != 1:
+            return f"not made: the text occurs {text.count(mutation.before)} times"
+        path.write_text(text.replace(mutation.before, mutation.after), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *mutation.tests]
+        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LIMIT)
+        except subprocess.TimeoutExpired:
+            return "killed"
+        if done.returncode not in (0, 1):
+            return f"not run: pytest ended with {done.returncode}"
+        return "killed" if done.returncode else "SURVIVED"
+
+
+def main(words: list[str]) -> int:
+    """Prints a row for each mutation, and returns the number of those that were not killed."""
+    chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
+    print("| mutation | file | outcome |\n| --- | --- | --- |")
+    left = 0
+    for case in chosen:
+        found = outcome(case)
+        left += found != "killed"
+        print(f"| {case.name} | {case.file} | {found} |", flush=True)
+    print(f"\n{len(chosen) - left} of {len(chosen)} killed.")
+    return left
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
