@@ -206,7 +206,7 @@ class _Built:
 
     def follow(self, model: Any) -> None:
         """Applies the patch to the new objects, and updates its journal so that it is undone there."""
-        from hf_posenc.patching.find.fingerprint import samples
+        from hf_posenc.patching.anatomy.fingerprint import samples
         from hf_posenc.patching.place.config_lengths import write_lengths
         from hf_posenc.patching.place.lengths import record_generation_length
 

@@ -32,7 +32,7 @@ from hf_posenc.checkpoint.configuration import CheckpointError, from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
 from hf_posenc.checkpoint.recognition import local_file, stored_config
 from hf_posenc.entry import ATTRIBUTE, find_marks
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.place.encoding import build_encoding, parts_named
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown

@@ -9,18 +9,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_posenc.patching.find.model_parts import check_part, default_part
-from hf_posenc.patching.find.rotary_spectra import reads_axes
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.causality import refuse_misread_causality
-from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
-from hf_posenc.patching.observe.native_options import resolve_native, with_native_options
-from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.observe.verify_native import verify_adopted_tables
+from hf_posenc.patching.anatomy.native_options import resolve_native, with_native_options
+from hf_posenc.patching.anatomy.rotary_spectra import reads_axes
+from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.verify_native import verify_adopted_tables
+from hf_posenc.patching.inspection import native_scheme_of
+from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_lengths import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
 from hf_posenc.patching.place.scheme_per_layer import schedule
-from hf_posenc.patching.place.stack_encoding import TWO_DIMENSIONAL, StackEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native
@@ -83,7 +81,7 @@ def patch_model(
     previous = transaction.encoding
     requested = _requested(transaction, config, part, layers)
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
-    several = isinstance(config, PartsConfig) or len(transaction.parts()) > 1
+    several = isinstance(config, PartsConfig) or len(transaction.anatomy.parts) > 1
     encoding = _plan(transaction, requested, several, layers, elsewhere)
     _warn_if_uncacheable(encoding, transaction)
     if not names_native(config):
@@ -99,15 +97,15 @@ def _requested(
     transaction: Transaction, config: SchemeConfig, part: str | None, layers: Iterable[int] | None
 ) -> dict[str, SchemeConfig]:
     """The schemes that a call asks for, by name of the part."""
-    model, known = transaction.model, transaction.parts()
+    anatomy = transaction.anatomy
     if not isinstance(config, PartsConfig):
-        return {default_part(model, known) if part is None else check_part(part, known, model): config}
+        return {anatomy.part(part): config}
     if part is not None or layers is not None:
         raise ValueError(
             "A PartsConfig names the parts of a model itself, so `part` and `layers` cannot be combined with it. Pass "
             "the scheme of one part, or give a part of the PartsConfig a schedule."
         )
-    return {check_part(name, known, model): scheme for name, scheme in config.by_part().items()}
+    return {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
 
 
 def _plan(
@@ -151,13 +149,11 @@ def _resolve(
     elsewhere: SchemeLike | None,
 ) -> SchemeConfig:
     """The scheme of every layer of one part."""
-    target = transaction.model
-    stacks = transaction.stacks([part])
-    refuse_misread_causality(transaction, stacks)
-    refuse_hidden_positions(transaction, stacks)
-    verify_adopted_tables(transaction, stacks)
+    stacks = transaction.verified_stacks(part)
+    if transaction.encoding is None:
+        verify_adopted_tables(transaction.anatomy, stacks, transaction)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
-    native = partial(native_scheme, target, part=part)
+    native = partial(native_scheme_of, transaction, part)
     # The native scheme may differ between layers; then it is asked for in the chosen ones.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
     config = resolve_native(config, stacks, native)
@@ -185,7 +181,7 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
     if part is None:
         transaction.undo()
         return model
-    check_part(part, transaction.parts(), transaction.model)
+    transaction.anatomy.part(part)
     previous = transaction.encoding
     remaining = {name: config for name, config in _in_force(previous).items() if name != part}
     if previous is None or not remaining:
@@ -248,7 +244,7 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
     """
     before = set() if previous is None else set(previous.stacks.values())
     placed = [stack for stack in encoding.stacks.values() if stack not in before]
-    names = {name for stack in placed for name in stack.in_raster_order()}
+    names = {name for stack in placed for name in stack.layout.in_raster_order(stack.acting_parts())}
     if names:
         warnings.warn(
             f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "
@@ -261,7 +257,7 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
 
 def _warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if a scheme for rows and columns is placed where tokens have none, and no grid was stated."""
-    if any(stack.grid is not None or any(reads_axes(one.module) for one in stack.rotaries) for stack in stacks):
+    if any(stack.layout.has_axes or any(reads_axes(one.module) for one in stack.rotaries) for stack in stacks):
         return
     own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
     if own:

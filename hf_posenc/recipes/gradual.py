@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.place.config_entry import attach_entry
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,

@@ -20,6 +20,16 @@ from hf_posenc.attention.backends import attend_with_bias, merge_mask
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.forward_code import (
+    INTERFACE,
+    in_decorators,
+    names_used,
+    rebind,
+    relative_names,
+    rotary_names,
+    unknown_seam,
+)
+from hf_posenc.patching.anatomy.rotary_call import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call
@@ -36,16 +46,6 @@ from hf_posenc.patching.call.paged_requests import (
 )
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import (
-    INTERFACE,
-    in_decorators,
-    names_used,
-    rebind,
-    relative_names,
-    rotary_names,
-    unknown_seam,
-)
-from hf_posenc.patching.find.rotary_call import rotary_call
 
 #: The argument through which models pass their own relative bias to the attention function.
 _POSITION_BIAS = "position_bias"

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_posenc.entry import ATTRIBUTE, read_fields
-from hf_posenc.patching.find.series import SOURCE_LENGTH
+from hf_posenc.patching.anatomy.parts import SOURCE_LENGTH
 from hf_posenc.schemes.reach import Reach
 
 #: The field of an entry with the native lengths, `{"max_position_embeddings": 512}`; a dot separates sub-configs.

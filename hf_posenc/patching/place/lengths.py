@@ -9,11 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.find.layer_context import build_context
-from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.find.tables import table_origin, table_weight
+from hf_posenc.patching.anatomy.anatomy import find_stacks, model_parts
+from hf_posenc.patching.anatomy.layer_context import build_context
+from hf_posenc.patching.anatomy.parts import VISION, check_part, default_part
+from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.tables import table_origin, table_weight
 from hf_posenc.patching.place.config_lengths import (
     NAMES,
     NATIVE_LENGTHS,
@@ -76,7 +76,7 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
     """
     others: dict[str, list[Stack]] = {}
     for stack in stacks:
-        if stack.part != main and stack.series is not None and _stated(model, [stack]):
+        if stack.part != main and stack.layout.has_own_length and _stated(model, [stack]):
             others.setdefault(stack.part, []).append(stack)
     # Neither images nor another part beside the text have the length of the model.
     own = [stack for stack in stacks if stack.part == main and main != VISION]
@@ -257,7 +257,7 @@ def _write_attributes(
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:
     if not stacks:
         return {}
-    names = SOURCE_NAMES if all(stack.series is not None for stack in stacks) else NAMES
+    names = SOURCE_NAMES if all(stack.layout.has_own_length for stack in stacks) else NAMES
     configs = [stack.config for stack in stacks]
     return find_lengths(model.config, configs, names) or find_lengths(model.config, configs, NAMES)
 

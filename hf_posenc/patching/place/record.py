@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, is_entry, read_entry
-from hf_posenc.patching.find.fingerprint import Sample
+from hf_posenc.patching.anatomy.fingerprint import Sample
 from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.stack_record import StackRecord, exchanged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -17,18 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
+from hf_posenc.patching.anatomy.forward_code import leads_to, registered_function
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.additive_site import AddToHiddenStates
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
-from hf_posenc.patching.find.architectures import architecture_of
-from hf_posenc.patching.find.discovery import grid_table_owners, natural_order, self_attentions, tables
-from hf_posenc.patching.find.forward_code import leads_to
-from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.call.table_site import TableSite
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 from hf_posenc.patching.place.journal import Journal, remove_hook
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -125,14 +124,17 @@ class StackRecord:
 
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
-        attentions = list(self_attentions(self.stack))
-        found_tables = list(tables(self.stack, architecture_of(self.stack.config)))
-        owners = list(grid_table_owners(self.stack))
+        modules = modules_by_stack(self.stack)[0]
+        attentions, sites = modules.self_attentions, [*modules.kind.tables_in(modules)]
         self.adopt_copies()
-        placed_in = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
-        bare = [(path, module) for path, module in (*attentions, *owners) if not _has_forward(module)]
+        forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
-        bare += [(path, one) for path, one in found_tables if placed_in.isdisjoint(map(id, one.modules()))]
+        tables = {id(change.target) for change in forwards if isinstance(change.value[0], TableSite)}
+        bare = [
+            (path, module)
+            for path, module in (*attentions, *sites)
+            if not _has_forward(module) and tables.isdisjoint(map(id, module.modules()))
+        ]
         if bare:
             path, module = bare[0]
             more = f", and {len(bare) - 1} more" if len(bare) > 1 else ""
@@ -152,7 +154,7 @@ class StackRecord:
                 "one with the same scheme, which keeps the trained parameters of the other layers."
             )
         inside = {id(module) for module in self.stack.modules()}
-        placed = [change for change in self.journal.changes if change.kind == "forward" and id(change.target) in inside]
+        placed = [change for change in forwards if id(change.target) in inside]
         for change in placed:
             module, ours = change.target, change.value[0]
             if not leads_to(module.__dict__.get("forward"), ours, module):
@@ -193,7 +195,7 @@ class StackRecord:
             )
         self._found = [module for _, module in attentions]
         self.places = [path for path, _ in attentions]
-        self._remember({id(module) for _, module in (*attentions, *found_tables, *owners)}, placed)
+        self._remember({id(module) for _, module in (*attentions, *sites)}, placed)
         return ""
 
     def _replaced(self, known: set[int]) -> str:
@@ -434,12 +436,6 @@ def number_of(record: Any) -> int:
 def answer_of(number: int, question: str, *about: int) -> Any:
     """What a method of a record returns. It becomes a constant of a graph, which is retraced if the modules change."""
     return getattr(_records[number], question)(*about)
-
-
-def registered_function(config: PreTrainedConfig) -> Any:
-    """The attention function of a model if other code than transformers has registered it, else `None`."""
-    found = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
-    return None if getattr(found, "__module__", "transformers").startswith("transformers") else found
 
 
 @torch.no_grad()
