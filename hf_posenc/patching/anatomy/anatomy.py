@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
 from hf_posenc.patching.anatomy.causality import refuse_misread_causality
-from hf_posenc.patching.anatomy.discovery import attentions_among, read_stack, reason_to_skip
+from hf_posenc.patching.anatomy.discovery import attentions_of, read_stack, reason_to_skip
 from hf_posenc.patching.anatomy.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.anatomy.layer_context import execution_device
 from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges, layout_of
@@ -46,17 +46,17 @@ class StackModules:
         """The kind of its tokens."""
         return layout_of(self.module)
 
-    @property
+    @cached_property
     def architecture(self) -> Architecture:
         """The declaration of its architecture."""
         return architecture_of(self.module.config)
 
-    @cached_property
-    def ordered(self) -> list[tuple[str, nn.Module]]:
-        """What belongs to it, in the order in which layers are counted."""
+    def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
+        """Some of what belongs to it, in the order in which layers are counted."""
         if self.kind.in_definition_order:
-            return self.in_definition_order()[1:]
-        return sorted(self.own, key=lambda item: natural_order(item[0]))
+            return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
+        found = [(path, module) for path, module in self.own if wanted(path, module)]
+        return sorted(found, key=lambda item: natural_order(item[0]))
 
     def in_definition_order(self) -> list[tuple[str, nn.Module]]:
         """The stack itself, then what belongs to it, each module once."""
@@ -68,7 +68,7 @@ class StackModules:
     @cached_property
     def attentions(self) -> list[tuple[str, nn.Module]]:
         """Path and module of everything that computes attention."""
-        return attentions_among(self.ordered, self.architecture)
+        return attentions_of(self)
 
     @cached_property
     def self_attentions(self) -> list[tuple[str, nn.Module]]:

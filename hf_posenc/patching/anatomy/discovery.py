@@ -51,14 +51,12 @@ def read_stack(modules: StackModules) -> Stack:
         else:
             _refuse_indexer(path, candidate)
             stack.attentions.append(_read_attention(path, candidate, modules, len(stack.attentions)))
-    _refuse_other_attention(stack, modules.ordered)
+    _refuse_other_attention(stack, modules.own)
     stack.layout = modules.kind.find(stack, modules)
     tables = {id(table.module) for table in stack.tables}
-    rotaries = [(path, module) for path, module in modules.ordered if "Rotary" in type(module).__name__]
+    rotaries = modules.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
     stack.rotaries = [
-        FoundModule(path, module)
-        for path, module in rotaries
-        if id(module) not in tables and "position_ids" in parameters_of(type(module).forward)
+        FoundModule(path, module) for path, module in rotaries if "position_ids" in parameters_of(type(module).forward)
     ]
     _refuse_two_sequences(stack)
     stack.first_layer = _first_layer(stack.module, stack.attentions[0].path, stack.layout.projection)
@@ -66,14 +64,15 @@ def read_stack(modules: StackModules) -> Stack:
     return stack
 
 
-def attentions_among(modules: list[tuple[str, nn.Module]], architecture: Architecture) -> list[tuple[str, nn.Module]]:
-    """Path and module of everything among some modules that computes attention."""
-    if architecture.attention_classes:
-        return [(path, one) for path, one in modules if type(one).__name__ in architecture.attention_classes]
-    through_interface = {forward for forward in {type(one).forward for _, one in modules} if _uses_interface(forward)}
-    return [(path, one) for path, one in modules if type(one).forward in through_interface] or [
-        (path, one) for path, one in modules if _computes_scores(one)
-    ]
+def attentions_of(modules: StackModules) -> list[tuple[str, nn.Module]]:
+    """Path and module of everything in a stack that computes attention."""
+    declared = modules.architecture.attention_classes
+    if declared:
+        return modules.select(lambda path, module: type(module).__name__ in declared)
+    forwards = {type(module).forward for _, module in modules.own}
+    through_interface = {forward for forward in forwards if _uses_interface(forward)}
+    found = modules.select(lambda path, module: type(module).forward in through_interface)
+    return found or modules.select(lambda path, module: _computes_scores(module))
 
 
 def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> str | None:

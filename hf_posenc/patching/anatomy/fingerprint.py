@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE
 
+#: Children of modules that are not compared.
+_LEFT_OUT = (ATTRIBUTE, "pooler")
 _MATRICES, _VECTORS, _VALUES = 64, 32, 8
 #: Merging an adapter and taking it out again leaves a rounding in float32, relative to the largest sampled value.
 _ROUNDING = 2.0**-19
@@ -103,7 +105,7 @@ def difference(saved: Fingerprint, model: PreTrainedModel, recorded: Mapping[str
 
 def touched_by_peft(model: nn.Module) -> bool:
     """Whether a model contains modules of PEFT."""
-    return any(_is_of_peft(module) for module in model.modules())
+    return bool(_classes_of_peft(model))
 
 
 def changed(before: Mapping[str, Sample], model: PreTrainedModel) -> str | None:
@@ -224,22 +226,28 @@ def _base_parameters(model: PreTrainedModel) -> dict[str, _Place]:
     skips_biases = touched_by_peft(base)
     return {
         f"{path}{attribute}": _Place(parameter, f"{prefix}{path}{attribute}", module, attribute)
-        for path, module in _own_modules(base, "")
+        for path, module in _own_modules(base)
         for attribute, parameter in module._parameters.items()
         if parameter is not None and not (skips_biases and "bias" in attribute)
     }
 
 
-def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None and name not in (ATTRIBUTE, "pooler") and not _is_of_peft(child):
-            yield from _own_modules(child, f"{path}{name}.")
+def _own_modules(base: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a base model that neither PEFT nor a scheme has added, each after the start of its paths."""
+    of_peft = _classes_of_peft(base)
+    found, pending = [], [("", base)]
+    while pending:
+        path, module = pending.pop()
+        found.append((path, module))
+        children = [(f"{path}{name}.", child) for name, child in module._modules.items() if name not in _LEFT_OUT]
+        pending.extend((inside, child) for inside, child in reversed(children) if child and type(child) not in of_peft)
+    return found
 
 
-def _is_of_peft(module: nn.Module) -> bool:
-    """Whether the class of a module is one of PEFT, or derived from one."""
-    return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
+def _classes_of_peft(model: nn.Module) -> set[type]:
+    """The classes of modules that are of PEFT, or derived from one of its classes."""
+    kinds = {type(module) for module in model.modules()}
+    return {kind for kind in kinds if any(base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)}
 
 
 def _offloaded(module: nn.Module, attribute: str) -> Tensor | None:

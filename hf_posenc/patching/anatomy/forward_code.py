@@ -40,20 +40,25 @@ def relative_names(forward: types.FunctionType) -> list[str]:
     return [name for name in names if name.startswith("_apply_relative") and callable(forward.__globals__.get(name))]
 
 
-def names_used(forward: Any) -> set[str]:
+def names_used(forward: Any) -> frozenset[str]:
     """All names, variables and strings in the code of a forward."""
     return names_in(inspect.unwrap(forward).__code__)
 
 
-def names_in(constant: Any) -> set[str]:
+@functools.lru_cache(maxsize=1024)
+def names_in(code: types.CodeType) -> frozenset[str]:
     """All names, variables and strings in a code object, and in those inside it."""
-    if isinstance(constant, str):
-        return {constant}
-    if isinstance(constant, tuple):
-        return set().union(*map(names_in, constant))
-    if isinstance(constant, types.CodeType):
-        return names_in((*constant.co_names, *constant.co_varnames, *constant.co_consts))
-    return set()
+    names: set[str] = set()
+    pending: list[Any] = [code]
+    while pending:
+        constant = pending.pop()
+        if isinstance(constant, str):
+            names.add(constant)
+        elif isinstance(constant, tuple):
+            pending.extend(constant)
+        elif isinstance(constant, types.CodeType):
+            pending.extend((*constant.co_names, *constant.co_varnames, *constant.co_consts))
+    return frozenset(names)
 
 
 def forward_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:

@@ -94,14 +94,14 @@ class OwnedTable:
 def position_tables(modules: StackModules) -> list[tuple[str, nn.Module]]:
     """Path and module of every module of a stack that is a table with a row for each position."""
     architecture, config = modules.architecture, modules.module.config
-    found = [
-        (path, module)
-        for path, module in modules.ordered
-        if path in architecture.tables or (_TABLE_NAME.search(path) and not architecture.table_is_rotary)
-    ]
+    named = modules.select(
+        lambda path, module: (
+            path in architecture.tables or (_TABLE_NAME.search(path) and not architecture.table_is_rotary)
+        )
+    )
     return [
         (path, module)
-        for path, module in found
+        for path, module in named
         if table_weight(module) is not None
         and not any(inner_part(above, config) for above in _on_the_way(path, modules.module))
     ]

@@ -126,7 +126,7 @@ class Series(OneAxis):
         """Finds the tables, and the modules and parameters that are added to the embeddings."""
         super().find(stack, modules)
         found = cls(fixed_input=_fixed_input(stack.module, [table.path for table in stack.tables]))
-        for path, module in modules.ordered:
+        for path, module in modules.in_definition_order()[1:]:
             kind = _kind_of(path, module)
             above, _, name = path.rpartition(".")
             # Some architectures build a module that they never call.

@@ -195,7 +195,7 @@ class StackRecord:
             )
         self._found = [module for _, module in attentions]
         self.places = [path for path, _ in attentions]
-        self._remember({id(module) for _, module in (*attentions, *sites)}, placed)
+        self._remember([path for path, _ in (*attentions, *sites)], placed)
         return ""
 
     def _replaced(self, known: set[int]) -> str:
@@ -223,7 +223,7 @@ class StackRecord:
         """
         known = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
         for module in self.stack.modules():
-            forward = forward_on_instance(module)
+            forward = forward_on_instance(module) if "forward" in module.__dict__ else None
             if isinstance(forward, PlacedForward) and id(module) not in known and self._is_ours(forward):
                 self.journal.adopt_forward(module, forward)
             for hook in [*module._forward_pre_hooks.values()]:
@@ -330,13 +330,13 @@ class StackRecord:
                 return False
         return len(own) == self._number_of_fields and ALL_ATTENTION_FUNCTIONS.get(own.get(_BACKEND)) is self._called
 
-    def _remember(self, sited: set[int], placed: list[Any]) -> None:
-        above = {id(module): module for module in _above(self.stack, sited)}
-        seen = ({id(change.target): change.target for change in placed} | above).values()
+    def _remember(self, sites: list[str], placed: list[Any]) -> None:
+        above = _above(self.stack, sites)
+        seen = {id(module): module for module in (*(change.target for change in placed), *above)}.values()
         self._forwards = [
             (one, one.__dict__, one.__dict__.get("forward"), type(one), type(one).forward) for one in seen
         ]
-        self._children = [(module._modules, [*module._modules.values()]) for module in above.values()]
+        self._children = [(module._modules, [*module._modules.values()]) for module in above]
         own = self.stack.config.__dict__
         self._settings = {name: copy.deepcopy(own[name]) for name in (*self.fields, _BACKEND) if name in own}
         self._number_of_fields = len(own)
@@ -455,18 +455,15 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
     return not torch.allclose(one[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
-def _above(module: nn.Module, sited: set[int]) -> Iterator[nn.Module]:
-    """The modules that contain one of `sited`, `module` included."""
-    contains = False
-    for child in module.children():
-        if id(child) in sited:
-            contains = True
-            continue
-        for found in _above(child, sited):
-            contains = True
-            yield found
-    if contains:
-        yield module
+def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    """A stack, and the modules on the way from it to those at some paths."""
+    found = {id(stack): stack}
+    for path in paths:
+        module: Any = stack
+        for name in path.split(".")[:-1]:
+            module = module._modules[name]
+            found[id(module)] = module
+    return list(found.values())
 
 
 def _is_attention_site(module: nn.Module) -> bool:
