@@ -9,21 +9,25 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_posenc.patching.anatomy.native_options import resolve_native, with_native_options
-from hf_posenc.patching.anatomy.rotary_spectra import reads_axes
-from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.anatomy.verify_native import verify_adopted_tables
+from hf_posenc.patching.anatomy.verification import verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_lengths import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
-from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.patching.request import (
+    resolve_native,
+    schedule,
+    warn_if_invisible,
+    warn_if_theta_changes,
+    warn_of_invented_grid,
+    with_native_options,
+)
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
-from hf_posenc.schemes.config import SchemeConfig, walk
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
@@ -76,6 +80,18 @@ def patch_model(
     config = as_scheme(scheme, **options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
+    place_scheme(transaction, config, part, layers, elsewhere)
+    return model
+
+
+def place_scheme(
+    transaction: Transaction,
+    config: SchemeConfig,
+    part: str | None = None,
+    layers: Iterable[int] | None = None,
+    elsewhere: SchemeLike | None = None,
+) -> None:
+    """`patch_model` in a transaction, whose anatomy of the model has been used before."""
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
     previous = transaction.encoding
@@ -90,7 +106,6 @@ def patch_model(
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
         encoding.record.follow(previous.record)
     transaction.install(encoding)
-    return model
 
 
 def _requested(
@@ -150,7 +165,7 @@ def _resolve(
 ) -> SchemeConfig:
     """The scheme of every layer of one part."""
     stacks = transaction.verified_stacks(part)
-    if transaction.encoding is None:
+    if transaction.encoding is None and transaction.anatomy.is_runnable:
         verify_adopted_tables(transaction.anatomy, stacks, transaction)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
     native = partial(native_scheme_of, transaction, part)
@@ -160,9 +175,9 @@ def _resolve(
     other = other if layers is None else resolve_native(other, stacks, native)
     config = with_native_options(config, stacks, native)
     config = schedule(config, stacks, layers, other, merged=merged)
-    _warn_if_invisible(config, stacks)
-    _warn_if_theta_changes(config, stacks)
-    _warn_of_invented_grid(config, stacks)
+    warn_if_invisible(config, stacks)
+    warn_if_theta_changes(config, stacks)
+    warn_of_invented_grid(config, stacks)
     return config
 
 
@@ -193,50 +208,6 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
     return model
 
 
-def _warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
-    """Warns if the default base of a rotation, which was not given, differs from the model's own base."""
-    own = set().union(*(_thetas(getattr(stack.config, "rope_parameters", None)) for stack in stacks))
-    changed = {
-        (found.name, found.theta)  # type: ignore[attr-defined]
-        for found in walk(config)
-        if getattr(found, "theta", None) is not None and not found.gave("theta")
-    }
-    for name, theta in sorted(changed):
-        if not own or theta in own:
-            continue
-        known = " and ".join(f"{value:g}" for value in sorted(own))
-        warnings.warn(
-            f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}. For a "
-            f"trained model, pass theta={max(own):g} to keep its base (swap_scheme does so), or theta={theta:g} if the "
-            "change is intended.",
-            stacklevel=5,
-        )
-
-
-def _thetas(parameters: Any) -> set[float]:
-    """The bases in a config's `rope_parameters`; some models have one for each layer type."""
-    if not isinstance(parameters, dict):
-        return set()
-    own = {float(parameters["rope_theta"])} if parameters.get("rope_theta") is not None else set()
-    return own.union(*(_thetas(value) for value in parameters.values()))
-
-
-def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
-    configs = [config]
-    if isinstance(config, LayeredConfig):
-        attentions = [attention for stack in stacks for attention in stack.attentions]
-        configs = [config.for_layer(attention.layer, attention.layer_type) for attention in attentions]
-    if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
-        return
-    if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):
-        warnings.warn(
-            f"Scheme {config.name!r} adds the same number to every component of a vector, but this model's LayerNorm "
-            "subtracts the mean over components, so the positions have no effect, as with 'none'. Pass "
-            "direction='random', 'one_hot' or 'learned' to give them an effect.",
-            stacklevel=5,
-        )
-
-
 def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding | None) -> None:
     """Warns if a scheme for the order of tokens is placed where tokens are the patches of images.
 
@@ -251,31 +222,8 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
             f"{scheme_label(encoding.config)!r}, and this model's tokens are patches of images, which are numbered row "
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
             f"{TWO_DIMENSIONAL}",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
-    """Warns if a scheme for rows and columns is placed where tokens have none, and no grid was stated."""
-    if any(stack.layout.has_axes or any(reads_axes(one.module) for one in stack.rotaries) for stack in stacks):
-        return
-    own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
-    if own:
-        warnings.warn(
-            f"Scheme {scheme_label(own[0])!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
-            "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
-            "`axes` raise an error unless a call passes position_ids of several axes.",
-            stacklevel=5,
-        )
-
-
-#: Schemes that read a token without coordinates at the same place on every axis.
-_DIAGONAL = frozenset(("mrope",))
-
-
-def _reads_axes(config: SchemeConfig) -> bool:
-    axes = getattr(config, "axes", 1)
-    return getattr(config, "grid", None) is not None or (isinstance(axes, int) and axes > 1)
 
 
 def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:
@@ -284,5 +232,5 @@ def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -
             f"Scheme {scheme_label(encoding.config)!r} depends on the length of the sequence, or on tokens that a "
             "cache does not store, so no cache can be extended. generate() recomputes the whole sequence for every "
             "token (generation_config.use_cache=False).",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -24,8 +24,8 @@ from hf_posenc.patching.place.encoding import (
 )
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.scheme_name import refresh_names
-from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.request import schedule
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig

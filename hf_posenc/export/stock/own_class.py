@@ -25,7 +25,7 @@ from hf_posenc.export.stock.form import (
 from hf_posenc.export.stock.spectrum import stated_head_dim, write_rope_parameters
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.anatomy.layer_context import build_context
-from hf_posenc.patching.anatomy.rotary_spectra import reads_axes
+from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.tables import table_origin, table_weight
 from hf_posenc.patching.inspection import native_scheme

@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
-from hf_posenc.patching.anatomy.causality import refuse_misread_causality
 from hf_posenc.patching.anatomy.discovery import attentions_of, read_stack, reason_to_skip
-from hf_posenc.patching.anatomy.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.anatomy.layer_context import execution_device
 from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges, layout_of
 from hf_posenc.patching.anatomy.parts import check_part, default_part, name_parts
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack
+from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
 
 
 @dataclass
@@ -171,7 +170,7 @@ class Anatomy:
         return [self._read[owner.path] for owner in owners]
 
     def verify(self, part: str, changes: TemporaryChanges) -> None:
-        """Checks by short runs that discovery was right about a part, once.
+        """Checks by short runs that discovery was right about a part, once. A model on the meta device is not checked.
 
         Args:
             part: the name of the part.
@@ -181,7 +180,7 @@ class Anatomy:
             UnsupportedError: if a stack is causal and was taken for another, or the other way round, or if positions
                 act in it although every mechanism that was found is disabled.
         """
-        if part in self._verified:
+        if part in self._verified or not self.is_runnable:
             return
         stacks = self.stacks([part])
         refuse_misread_causality(self, stacks)

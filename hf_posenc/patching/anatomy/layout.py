@@ -17,7 +17,7 @@ from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
-    from hf_posenc.patching.anatomy.rotations import Rotation
+    from hf_posenc.patching.anatomy.native_scheme import Rotation
     from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
     from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
 

@@ -1,9 +1,16 @@
-"""The native scheme of a stock model, as a config of this library."""
+"""The native scheme of a stock model, as a config of this library.
+
+Some layers of a rotary architecture do not rotate, and some architectures have several rotary modules. The code that
+selects them differs between architectures, so the selection is observed in a short forward pass.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +18,13 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.fixed_tables import check_fixed_tables
-from hf_posenc.patching.anatomy.hidden_positions import has_other_code
+from hf_posenc.patching.anatomy.forward_code import rebind
 from hf_posenc.patching.anatomy.layer_context import build_context
-from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_output
+from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
 from hf_posenc.patching.anatomy.rotary_spectra import describes, frequencies_by_axis, phases_of, spectra_of
-from hf_posenc.patching.anatomy.rotations import Rotation, observe_rotations
+from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
-from hf_posenc.patching.anatomy.verify_native import verify_native
+from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.schemes import (
     ComposedConfig,
     MRopeConfig,
@@ -36,6 +43,57 @@ if TYPE_CHECKING:
 
 #: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
 _TOLERANCE = 1e-5
+_OBSERVED_TOKENS = 3
+
+
+@dataclass
+class Rotation:
+    """One call of a layer's rotary function.
+
+    Args:
+        function: the rotary function.
+        phases: the cosines (or complex phases) passed to it, `(batch, query_len, width)`.
+    """
+
+    function: Any
+    phases: Tensor
+
+
+def _observe_rotations(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> dict[str, Rotation]:
+    """Runs the stock model on three tokens; returns the rotation of every layer that rotated, by attention path.
+
+    Raises:
+        UnsupportedError: if the model is on the meta device.
+    """
+    if not anatomy.is_runnable:
+        raise UnsupportedError(
+            "The native scheme of a rotary model is determined by running it, but this model is on the meta device. "
+            "Load its weights first."
+        )
+    seen: dict[str, Rotation] = {}
+    forwards: list[tuple[nn.Module, Any]] = []
+    for stack in stacks:
+        for attention in stack.attentions:
+            if attention.rotary_functions:
+                path, forward = f"{stack.name}:{attention.path}", inspect.unwrap(type(attention.module).forward)
+                functions = {name: forward.__globals__[name] for name in attention.rotary_functions}
+                recorded = {name: _recording(function, path, seen) for name, function in functions.items()}
+                forwards.append((attention.module, types.MethodType(rebind(forward, recorded), attention.module)))
+    with changes.with_forwards(forwards):
+        run_briefly(anatomy, stacks, _OBSERVED_TOKENS)
+    return seen
+
+
+def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:
+    rotary = rotary_call(function)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        phases = rotary.phases(args, kwargs)
+        if isinstance(phases, Tensor):
+            seen.setdefault(path, Rotation(function, phases.detach()))
+        return function(*args, **kwargs)
+
+    return record
 
 
 def find_native_scheme(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> SchemeConfig:
@@ -45,7 +103,7 @@ def find_native_scheme(anatomy: Anatomy, stacks: list[Stack], changes: Temporary
         UnsupportedError: if no scheme describes it.
     """
     rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
-    rotations = observe_rotations(anatomy, stacks, changes) if rotating else {}
+    rotations = _observe_rotations(anatomy, stacks, changes) if rotating else {}
     schemes = [stack.layout.native_scheme(stack, rotations, anatomy, changes) for stack in stacks]
     if any(scheme != schemes[0] for scheme in schemes):
         raise UnsupportedError(
@@ -55,7 +113,7 @@ def find_native_scheme(anatomy: Anatomy, stacks: list[Stack], changes: Temporary
         )
     declared = any(stack.architecture.native or stack.layout.has_axes or stack.mechanism for stack in stacks)
     looked_up = any(looks_phases_up(one.module) for stack in stacks for one in stack.rotaries)
-    if declared or looked_up or any(map(has_other_code, stacks)):
+    if anatomy.is_runnable and (declared or looked_up or any(map(has_other_code, stacks))):
         # Phases and tables were compared by value, but a declaration depends only on the name of the architecture,
         # and somebody's own code may use a table in another way.
         verify_native(anatomy, schemes[0], stacks, changes)

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import (
+    AXES,
     angles_in,
     call_rotary,
     cosines_in,
     has_layer_types,
     inverse_frequencies_of,
+    number_of_axes,
     refuse_other_angles,
 )
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
-AXES = 3
 #: Number of positions up to which the phases of a module with fixed frequencies are compared.
 _FAR = 5000
 
@@ -187,16 +188,3 @@ def frequencies_by_axis(rotary: nn.Module, layer_type: str | None, layout: str) 
                 "replace it, and unpatch_model restores it."
             )
     return torch.stack(rows).cpu()
-
-
-def number_of_axes(rotary: Any, layer_type: str | None) -> int:
-    """The number of axes of the positions that a rotary module reads; 1 for ordinary RoPE."""
-    sections = getattr(rotary, "mrope_section", None)
-    if isinstance(sections, dict):
-        sections = sections.get(layer_type) if layer_type in sections else next(iter(sections.values()), None)
-    return 1 if sections is None else len(sections)
-
-
-def reads_axes(rotary: Any) -> bool:
-    """Whether a rotary module reads positions on several axes."""
-    return number_of_axes(rotary, None) > 1

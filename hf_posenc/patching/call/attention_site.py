@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.rotary_call import RotaryCall
+from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
 from hf_posenc.patching.call.caches import QUANTISED_LAYER, first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in

@@ -29,7 +29,7 @@ from hf_posenc.patching.anatomy.forward_code import (
     rotary_names,
     unknown_seam,
 )
-from hf_posenc.patching.anatomy.rotary_call import rotary_call
+from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call

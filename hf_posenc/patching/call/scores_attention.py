@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.patching.anatomy.forward_code import in_decorators, rebind, rotary_names, unknown_seam
-from hf_posenc.patching.anatomy.rotary_call import rotary_call
+from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call

@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.forward_code import forward_parameters
 from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges
-from hf_posenc.patching.anatomy.rotations import Rotation
+from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable

@@ -18,8 +18,7 @@ from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
 from hf_posenc.patching.anatomy.fixed_tables import sinusoids_like
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
 from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges
-from hf_posenc.patching.anatomy.native_scheme import declared_scheme, layer_schemes, several_tables
-from hf_posenc.patching.anatomy.rotations import Rotation
+from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError
 from hf_posenc.patching.anatomy.sites import FoundModule, Stack
 from hf_posenc.patching.anatomy.tables import position_tables, table_origin, table_weight

@@ -14,7 +14,7 @@ from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import model_parts
 from hf_posenc.patching.anatomy.parts import check_part, default_part
-from hf_posenc.patching.anatomy.rotary_spectra import reads_axes
+from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack
 from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.patching.call.attention_site import AttentionSite

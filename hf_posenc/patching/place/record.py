@@ -88,7 +88,7 @@ class SchemeRecord:
                 "patched, and patch_model on this one."
             )
         lost = exchanged(model, self.stacks.values())
-        return lost or next(filter(None, (stack.problem() or stack.moved() for stack in self.stacks.values())), "")
+        return lost or next(filter(None, (stack.difference() for stack in self.stacks.values())), "")
 
 
 class OwnConfig:
@@ -181,7 +181,7 @@ def marked_scheme(mark: Any) -> dict[str, Any]:
 def same_scheme(found: Mapping[str, Any], config: SchemeConfig) -> bool:
     """Whether a scheme dictionary describes a config; options that it lacks have their defaults."""
     try:
-        return scheme_from_dict(dict(found)) == config
+        return found == config.to_dict() or scheme_from_dict(dict(found)) == config
     except (ValueError, TypeError, KeyError):
         return False
 

@@ -122,6 +122,10 @@ class StackRecord:
             "call the attention module. To skip a layer, remove it from its list."
         )
 
+    def difference(self) -> str:
+        """Describes how the stack differs from what was placed; empty if it does not. Saved models are asked this."""
+        return ("" if self._is_unchanged() else self.problem()) or self.moved()
+
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
         modules = modules_by_stack(self.stack)[0]

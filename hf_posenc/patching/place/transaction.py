@@ -316,7 +316,8 @@ class Transaction:
             for stack in stacks
             if next(encoding.stacks[stack.name].parameters(), None) is not None
         }
-        PartParameters.place(base, with_parameters, journal)
+        if with_parameters:
+            PartParameters.place(base, with_parameters, journal)
         for one in record.stacks.values():
             one.note_trainable()
         initialize_lengths(encoding, model, stacks, anatomy.main)
