@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.fixed_tables import check_fixed_tables
 from hf_posenc.patching.anatomy.forward_code import rebind
 from hf_posenc.patching.anatomy.layer_context import build_context
 from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
 from hf_posenc.patching.anatomy.rotary_spectra import describes, frequencies_by_axis, phases_of, spectra_of
 from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.tables import check_fixed_tables
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.schemes import (
     ComposedConfig,

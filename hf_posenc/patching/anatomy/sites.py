@@ -110,7 +110,8 @@ class Stack:
             return self.layout.native_bias(attention)
         if attention.relative is not None:
             return attention.relative.weight
-        return self.architecture.native_bias_table(self, attention)
+        declared = self.architecture.bias_table
+        return None if declared is None else declared(self, attention)
 
     @property
     def mechanism(self) -> str | None:

@@ -271,11 +271,7 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
         UnsupportedError: if the outputs differ.
     """
     model = anatomy.model
-    declared = [
-        stack
-        for stack in stacks
-        if any(stack.architecture.native_bias_table(stack, one) is not None for one in stack.attentions)
-    ]
+    declared = [stack for stack in stacks if any(stack.native_bias_table(one) is not None for one in stack.attentions)]
     native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
     for config in native - {None}:
         assert config is not None

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.fixed_tables import vectors_of
 from hf_posenc.patching.anatomy.forward_code import names_used
 from hf_posenc.patching.anatomy.layer_context import build_context, native_pairing
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
-from hf_posenc.patching.anatomy.tables import OwnedTable
+from hf_posenc.patching.anatomy.tables import OwnedTable, vectors_of
 from hf_posenc.patching.call.grid_places import in_raster
 from hf_posenc.patching.layouts.grid_bias import bias_scheme
 from hf_posenc.schemes import LearnedConfig, RopeConfig, RopeNdConfig, SinusoidalConfig

@@ -15,13 +15,12 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
-from hf_posenc.patching.anatomy.fixed_tables import sinusoids_like
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
 from hf_posenc.patching.anatomy.layout import Layout
 from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.anatomy.tables import OwnedTable
+from hf_posenc.patching.anatomy.tables import OwnedTable, sinusoids_like
 from hf_posenc.patching.layouts.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
 from hf_posenc.patching.layouts.text import OneAxis
 from hf_posenc.schemes import LearnedConfig

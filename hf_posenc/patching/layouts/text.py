@@ -15,13 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAP
 from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
-from hf_posenc.patching.anatomy.fixed_tables import sinusoids_like
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
 from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError
 from hf_posenc.patching.anatomy.sites import FoundModule, Stack
-from hf_posenc.patching.anatomy.tables import position_tables, table_origin, table_weight
+from hf_posenc.patching.anatomy.tables import position_tables, sinusoids_like, table_origin, table_weight
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
 from hf_posenc.schemes import LearnedConfig

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import model_parts
-from hf_posenc.patching.anatomy.parts import check_part, default_part
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack
 from hf_posenc.patching.anatomy.tables import table_origin
@@ -275,8 +274,7 @@ def named_part(model: PreTrainedModel, part: str | None) -> str:
     Raises:
         UnknownNameError: if the model has no such part.
     """
-    parts = model_parts(model)
-    return default_part(model, parts) if part is None else check_part(part, parts, model)
+    return Anatomy(model).part(part)
 
 
 def scheme_in_part(encoding: PositionEncoding | None, part: str) -> SchemeConfig | None:

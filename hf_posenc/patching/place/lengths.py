@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import find_stacks, model_parts
+from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks
 from hf_posenc.patching.anatomy.layer_context import build_context
-from hf_posenc.patching.anatomy.parts import VISION, check_part, default_part
+from hf_posenc.patching.anatomy.parts import VISION
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.tables import table_origin, table_weight
 from hf_posenc.patching.place.config_lengths import (
@@ -115,13 +115,12 @@ def lengths_of(encoding: PositionEncoding, model: PreTrainedModel, part: str | N
         UnknownNameError: for a part that the model does not have.
         UnsupportedError: if the part is not patched, or has no length in the config.
     """
-    known = model_parts(model)
     assert encoding.lengths is not None
-    main = default_part(model, known)
-    if part is None or check_part(part, known, model) == main:
-        return encoding.lengths, None
     if part in encoding.record.other_lengths:
         return encoding.record.other_lengths[part], part
+    anatomy = None if part is None else Anatomy(model)
+    if anatomy is None or anatomy.part(part) == anatomy.main:
+        return encoding.lengths, None
     patched = {stack.part for stack in encoding.report.stacks} if encoding.report is not None else set()
     reason = "its config states no length for it" if part in patched else "it is not patched"
     raise UnsupportedError(f"The length of the part {part!r} of this {type(model).__name__} cannot be set: {reason}.")

@@ -87,10 +87,6 @@ class Architecture:
     additive_only: str | None = None
     example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
 
-    def native_bias_table(self, stack: Stack, attention: FoundAttention) -> Tensor | None:
-        """The native table of relative biases that one layer uses, or `None`."""
-        return None if self.bias_table is None else self.bias_table(stack, attention)
-
     def refusal(self, config: Any) -> str | None:
         """Why this config is refused, or `None`."""
         return self.unsupported(config) if callable(self.unsupported) else self.unsupported
