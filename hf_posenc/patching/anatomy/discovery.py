@@ -60,7 +60,9 @@ def read_stack(modules: StackModules) -> Stack:
     ]
     _refuse_two_sequences(stack)
     stack.first_layer = _first_layer(stack.module, stack.attentions[0].path, stack.layout.projection)
-    stack.hidden_size = stack.layout.width(stack) or first_int(stack.config, WIDTHS)
+    table, projection = stack.layout.table(stack), stack.layout.projection
+    shown = None if projection is None else int(projection.out_channels)
+    stack.hidden_size = (shown or first_int(stack.config, WIDTHS)) if table is None else table.shape[1]
     return stack
 
 

@@ -27,7 +27,8 @@ def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
     """The `BuildContext` of one attention layer."""
     config = stack.config
     max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    max_positions = stack.layout.num_rows(stack) or max_positions
+    table = stack.layout.table(stack)
+    max_positions = max_positions if table is None else table.shape[0]
     logit_terms = stack.architecture.logit_terms
     deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
     return BuildContext(

@@ -48,6 +48,10 @@ class Layout:
     in_definition_order: ClassVar[bool] = False
     #: Numbers of axes that a tensor of its tokens may have.
     token_axes: ClassVar[tuple[int, ...]] = (3,)
+    #: The convolution that makes tokens of the input, if it may stand among the layers.
+    projection: Any = None
+    #: Native mechanisms in attention that belong to the kind of tokens.
+    biases: Any = ()
 
     # Finding it. These methods are asked of the class.
 
@@ -102,34 +106,21 @@ class Layout:
 
     # What discovery has found.
 
-    @property
-    def projection(self) -> nn.Module | None:
-        """The module that makes tokens of the input, if it may stand among the layers."""
-        return None
-
-    def width(self, stack: Stack) -> int | None:
-        """Width of the vectors that the first layer receives, if the layout shows it."""
-        return None
-
-    def num_rows(self, stack: Stack) -> int | None:
-        """Number of positions of its table; `None` without one."""
-        return None
+    def table(self, stack: Stack) -> Tensor | None:
+        """The rows for tokens in its position table, `(rows, hidden)`; `None` without one."""
+        raise NotImplementedError
 
     def vector_sites(self, stack: Stack) -> list[Any]:
         """What adds vectors of positions, each with `path` and `module`."""
-        return []
-
-    def mechanisms(self) -> list[Any]:
-        """Native mechanisms in attention that belong to the kind of tokens, for messages."""
-        return []
+        raise NotImplementedError
 
     def native_bias(self, attention: FoundAttention) -> Tensor | None:
-        """The native table of such a mechanism."""
+        """The native table of one of its `biases`."""
         return None
 
     def described(self, stack: Stack) -> tuple[list[str], list[str]]:
         """A line for each table, and for each mechanism in attention."""
-        return [], []
+        raise NotImplementedError
 
     def stated_length(self) -> str | None:
         """What determines the number of tokens, if that is the input and no length in the config."""

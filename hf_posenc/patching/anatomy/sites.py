@@ -106,7 +106,7 @@ class Stack:
 
     def native_bias_table(self, attention: FoundAttention) -> Tensor | None:
         """The native table of relative biases that one layer uses, or `None`."""
-        if self.layout.mechanisms():
+        if self.layout.biases:
             return self.layout.native_bias(attention)
         if attention.relative is not None:
             return attention.relative.weight

@@ -168,14 +168,14 @@ def has_other_code(stack: Stack) -> bool:
 def _is_silenced(stack: Stack) -> bool:
     """Whether a mechanism is disabled that is neither a table nor a rotary function."""
     declared = stack.mechanism or stack.architecture.rotary_method
-    return bool(declared or stack.layout.mechanisms())
+    return bool(declared or stack.layout.biases)
 
 
 def _nothing_found(stack: Stack) -> bool:
     rotates = stack.rotaries or any(attention.rotary_functions for attention in stack.attentions)
     architecture = stack.architecture
     declared = stack.mechanism or architecture.rotary_method or architecture.native
-    return not (rotates or declared or stack.layout.vector_sites(stack) or stack.layout.mechanisms())
+    return not (rotates or declared or stack.layout.vector_sites(stack) or stack.layout.biases)
 
 
 def _before_the_last(tokens: int) -> list[int]:

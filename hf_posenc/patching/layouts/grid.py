@@ -135,23 +135,13 @@ class Grid(Layout):
             for name, value in given.items()
         }
 
-    def width(self, stack: Stack) -> int | None:
-        """Width of the first table, or of what the projection returns."""
-        if self.tables:
-            return int(self.tables[0].weight.shape[1])
-        return None if self.projection is None else int(self.projection.out_channels)
-
-    def num_rows(self, stack: Stack) -> int | None:
-        """Number of rows of the first table."""
-        return self.tables[0].weight.shape[0] if self.tables else None
+    def table(self, stack: Stack) -> Tensor | None:
+        """The first table, with the rows of tokens without a place."""
+        return self.tables[0].weight if self.tables else None
 
     def vector_sites(self, stack: Stack | None) -> list[Any]:
         """One table of every module whose forward an additive scheme replaces."""
         return list({id(table.module): table for table in self.tables}.values())
-
-    def mechanisms(self) -> list[Any]:
-        """The biases."""
-        return self.biases
 
     def native_bias(self, attention: FoundAttention) -> Tensor | None:
         """The table of the bias that acts on a layer."""

@@ -173,14 +173,9 @@ class Series(OneAxis):
         """Whisper's encoder has computed sinusoids, which `from_pretrained` makes trainable."""
         return self.fixed_input is not None
 
-    def width(self, stack: Stack) -> int | None:
-        """Width of the first table or parameter."""
-        parameter = int(self.parameters[0].weight.shape[1]) if self.parameters else None
-        return super().width(stack) or parameter
-
-    def num_rows(self, stack: Stack) -> int | None:
-        """Number of rows of the first parameter or table."""
-        return self.parameters[0].weight.shape[0] if self.parameters else super().num_rows(stack)
+    def table(self, stack: Stack) -> Tensor | None:
+        """The first parameter or table."""
+        return self.parameters[0].weight if self.parameters else super().table(stack)
 
     def vector_sites(self, stack: Stack) -> list[Any]:
         """The tables, and what else is added to the embeddings."""

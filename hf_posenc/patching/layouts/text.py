@@ -52,13 +52,9 @@ class OneAxis(Layout):
         """Whether its tables are computed from a formula, even if they are trainable."""
         return False
 
-    def width(self, stack: Stack) -> int | None:
-        """Width of the first table."""
-        return int(_weight(stack.tables[0]).shape[1]) if stack.tables else None
-
-    def num_rows(self, stack: Stack) -> int | None:
-        """Number of rows for tokens in the first table."""
-        return _weight(stack.tables[0]).shape[0] - table_origin(stack.tables[0].module) if stack.tables else None
+    def table(self, stack: Stack) -> Tensor | None:
+        """The rows for tokens of the first table."""
+        return _weight(stack.tables[0])[table_origin(stack.tables[0].module) :] if stack.tables else None
 
     def vector_sites(self, stack: Stack) -> list[Any]:
         """The tables."""
