@@ -28,7 +28,7 @@ class StackModules:
     Args:
         path: path below the model; empty for the model itself.
         module: the `PreTrainedModel`.
-        own: path and module of what belongs to it, in the order of definition. One that is used at several places
+        members: path and module of what belongs to it, in the order of definition. One that is used at several places
             stands at each.
         part: the part of the model that it belongs to.
         name: its name among the stacks of the model.
@@ -36,7 +36,7 @@ class StackModules:
 
     path: str
     module: Any
-    own: list[tuple[str, nn.Module]] = field(default_factory=list)
+    members: list[tuple[str, nn.Module]] = field(default_factory=list)
     part: str = ""
     name: str = ""
 
@@ -54,13 +54,13 @@ class StackModules:
         """Some of what belongs to it, in the order in which layers are counted."""
         if self.kind.in_definition_order:
             return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
-        found = [(path, module) for path, module in self.own if wanted(path, module)]
-        return sorted(found, key=lambda item: natural_order(item[0]))
+        chosen = [(path, module) for path, module in self.members if wanted(path, module)]
+        return sorted(chosen, key=lambda item: natural_order(item[0]))
 
     def in_definition_order(self) -> list[tuple[str, nn.Module]]:
         """The stack itself, then what belongs to it, each module once."""
         first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
-        for path, module in self.own:
+        for path, module in self.members:
             first.setdefault(id(module), (path, module))
         return list(first.values())
 
@@ -77,25 +77,25 @@ class StackModules:
 
 def modules_by_stack(model: nn.Module) -> list[StackModules]:
     """Every `PreTrainedModel` in a model with the modules that belong to it, in one walk."""
-    found: dict[int, StackModules] = {}
+    stacks: dict[int, StackModules] = {}
     pending: list[tuple[str, str, Any, Any]] = [("", "", model, None)]
     while pending:
         path, below, module, owner = pending.pop()
-        if isinstance(module, AddedModule) or id(module) in found:
+        if isinstance(module, AddedModule) or id(module) in stacks:
             continue
         if isinstance(module, PreTrainedModel) and (owner is None or not _belongs_to(module, owner)):
             owner, below = StackModules(path, module), ""
-            found[id(module)] = owner
+            stacks[id(module)] = owner
         elif owner is not None:
-            owner.own.append((below, module))
+            owner.members.append((below, module))
         for name, child in reversed([*module.named_children()]):
             pending.append((f"{path}.{name}" if path else name, f"{below}.{name}" if below else name, child, owner))
-    return list(found.values())
+    return list(stacks.values())
 
 
 def own_modules(stack: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Path and module of everything that belongs to a stack and to no other one inside it."""
-    return modules_by_stack(stack)[0].own
+    return modules_by_stack(stack)[0].members
 
 
 def _belongs_to(child: PreTrainedModel, owner: StackModules) -> bool:
@@ -221,9 +221,9 @@ def _names(owners: list[StackModules], model: PreTrainedModel) -> list[str]:
     Classes with another head, or with one stack less, have the same names, because they load the same checkpoints.
     """
     base = "" if model.base_model is model else model.base_model_prefix
-    own = [_name(owner.path, base) for owner in owners]
-    short = ["decoder" if "decoder" in name else "encoder" if "encoder" in name else name for name in own]
-    return own if len(set(short)) < len(short) else short
+    names = [_name(owner.path, base) for owner in owners]
+    short = ["decoder" if "decoder" in name else "encoder" if "encoder" in name else name for name in names]
+    return names if len(set(short)) < len(short) else short
 
 
 def _name(path: str, base: str) -> str:

@@ -22,7 +22,7 @@ from hf_posenc.patching.anatomy.forward_code import (
 )
 from hf_posenc.patching.anatomy.parts import inner_part
 from hf_posenc.patching.anatomy.relative import find_relative
-from hf_posenc.patching.anatomy.sites import FoundAttention, FoundModule, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import StackModules
@@ -51,12 +51,12 @@ def read_stack(modules: StackModules) -> Stack:
         else:
             _refuse_indexer(path, candidate)
             stack.attentions.append(_read_attention(path, candidate, modules, len(stack.attentions)))
-    _refuse_other_attention(stack, modules.own)
+    _refuse_other_attention(stack, modules.members)
     stack.layout = modules.kind.find(stack, modules)
     tables = {id(table.module) for table in stack.tables}
     rotaries = modules.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
     stack.rotaries = [
-        FoundModule(path, module) for path, module in rotaries if "position_ids" in parameters_of(type(module).forward)
+        NamedModule(path, module) for path, module in rotaries if "position_ids" in parameters_of(type(module).forward)
     ]
     _refuse_two_sequences(stack)
     stack.first_layer = _first_layer(stack.module, stack.attentions[0].path, stack.layout.projection)
@@ -71,7 +71,7 @@ def attentions_of(modules: StackModules) -> list[tuple[str, nn.Module]]:
     declared = modules.architecture.attention_classes
     if declared:
         return modules.select(lambda path, module: type(module).__name__ in declared)
-    forwards = {type(module).forward for _, module in modules.own}
+    forwards = {type(module).forward for _, module in modules.members}
     through_interface = {forward for forward in forwards if _uses_interface(forward)}
     found = modules.select(lambda path, module: type(module).forward in through_interface)
     return found or modules.select(lambda path, module: _computes_scores(module))
@@ -92,7 +92,7 @@ def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> st
     return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
 
 
-def _read_attention(path: str, module: nn.Module, modules: StackModules, order: int) -> FoundAttention:
+def _read_attention(path: str, module: nn.Module, modules: StackModules, order: int) -> AttentionLayer:
     config, architecture = modules.module.config, modules.architecture
     forward = inspect.unwrap(type(module).forward)
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
@@ -102,7 +102,7 @@ def _read_attention(path: str, module: nn.Module, modules: StackModules, order: 
     if layer_type is None and layer_types and layer < len(layer_types):
         layer_type = layer_types[layer]
     num_heads, head_dim = _head_shape(module, config, architecture)
-    return FoundAttention(
+    return AttentionLayer(
         path=path,
         module=module,
         layer=layer,

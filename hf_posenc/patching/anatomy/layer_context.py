@@ -19,11 +19,11 @@ from hf_posenc.patching.anatomy.rotary_functions import (
     rotary_output,
     rotating_layer_types,
 )
-from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 
-def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
+def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
     """The `BuildContext` of one attention layer."""
     config = stack.config
     max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -46,7 +46,7 @@ def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
     )
 
 
-def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
+def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
     """The number of dimensions of a head that the architecture rotates in this layer; `None` if it rotates none."""
     if not attention.rotary_functions:
         return None
@@ -73,7 +73,7 @@ def execution_device(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def with_layout(config: SchemeConfig, stack: Stack, attention: FoundAttention) -> SchemeConfig:
+def with_layout(config: SchemeConfig, stack: Stack, attention: AttentionLayer) -> SchemeConfig:
     """The config with every unset layout replaced by the pairing that the architecture was trained with."""
     children = config.children().items()
     config = config.with_children({place: with_layout(child, stack, attention) for place, child in children})
@@ -83,7 +83,7 @@ def with_layout(config: SchemeConfig, stack: Stack, attention: FoundAttention) -
     return dataclasses.replace(rotary, layout=stack.architecture.pairing or native_pairing(stack, attention) or "half")
 
 
-def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
+def native_pairing(stack: Stack, attention: AttentionLayer) -> str | None:
     """The pairing of the layer's native rotary function, or `None` if it has none."""
     if not attention.rotary_functions:
         return None
@@ -101,7 +101,7 @@ def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
     return pairing(function, kind)
 
 
-def native_rotary_function(attention: FoundAttention) -> str:
+def native_rotary_function(attention: AttentionLayer) -> str:
     """The name of the rotary function that a layer uses; if its code has two, the one its config selects."""
     names = attention.rotary_functions
     if len(names) == 1:

@@ -18,7 +18,7 @@ from hf_posenc.schemes.config import SchemeConfig
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
     from hf_posenc.patching.anatomy.native_scheme import Rotation
-    from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+    from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
     from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
 
 
@@ -114,7 +114,7 @@ class Layout:
         """What adds vectors of positions, each with `path` and `module`."""
         raise NotImplementedError
 
-    def native_bias(self, attention: FoundAttention) -> Tensor | None:
+    def native_bias(self, attention: AttentionLayer) -> Tensor | None:
         """The native table of one of its `biases`."""
         return None
 

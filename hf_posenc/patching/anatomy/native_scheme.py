@@ -22,7 +22,7 @@ from hf_posenc.patching.anatomy.layer_context import build_context
 from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
 from hf_posenc.patching.anatomy.rotary_spectra import describes, frequencies_by_axis, phases_of, spectra_of
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import check_fixed_tables
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.schemes import (
@@ -168,7 +168,7 @@ def composed(parts: list[SchemeConfig]) -> SchemeConfig:
     return acting[0] if len(acting) == 1 else ComposedConfig(parts=tuple(acting))
 
 
-def _rotation_scheme(stack: Stack, attention: FoundAttention, rotations: Mapping[str, Rotation]) -> SchemeConfig:
+def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping[str, Rotation]) -> SchemeConfig:
     if attention.relative is not None and attention.relative.scheme is None:
         raise UnsupportedError(
             f"{attention.path} of this {type(stack.module).__name__} rotates its input before queries and keys are "
@@ -210,7 +210,7 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
 
 
 def _rotary_config(
-    stack: Stack, attention: FoundAttention, rotary: nn.Module, layer_type: str | None, rotation: Rotation
+    stack: Stack, attention: AttentionLayer, rotary: nn.Module, layer_type: str | None, rotation: Rotation
 ) -> SchemeConfig:
     kind, width = rotary_output(rotary, layer_type=layer_type)
     layout = pairing(rotation.function, kind)

@@ -22,7 +22,7 @@ class AddedModule(nn.Module):
 
 
 @dataclass
-class FoundAttention:
+class AttentionLayer:
     """One self-attention layer.
 
     Args:
@@ -55,7 +55,7 @@ class FoundAttention:
 
 
 @dataclass
-class FoundModule:
+class NamedModule:
     """A position table or a rotary module."""
 
     path: str
@@ -86,9 +86,9 @@ class Stack:
     module: Any
     part: str
     architecture: Architecture
-    attentions: list[FoundAttention] = field(default_factory=list)
-    tables: list[FoundModule] = field(default_factory=list)
-    rotaries: list[FoundModule] = field(default_factory=list)
+    attentions: list[AttentionLayer] = field(default_factory=list)
+    tables: list[NamedModule] = field(default_factory=list)
+    rotaries: list[NamedModule] = field(default_factory=list)
     first_layer: nn.Module | None = None
     hidden_size: int = 0
     layout: Layout = field(default_factory=Layout)
@@ -104,7 +104,7 @@ class Stack:
         """Whether its attention is causal."""
         return all(attention.causal for attention in self.attentions)
 
-    def native_bias_table(self, attention: FoundAttention) -> Tensor | None:
+    def native_bias_table(self, attention: AttentionLayer) -> Tensor | None:
         """The native table of relative biases that one layer uses, or `None`."""
         if self.layout.biases:
             return self.layout.native_bias(attention)

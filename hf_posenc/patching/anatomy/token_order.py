@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.anatomy.short_runs import distance, exchanged, tokens_of
-from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 
 #: The tokens of the second row. The last one sees the others, even in a causal model, if `sees_all`.
 ORDER = [1, 0, 2]
@@ -68,7 +68,7 @@ class TokenOrder:
         self._in_order = rows is not None
         return self._reordered(args, kwargs)
 
-    def _reorder_attention(self, attention: FoundAttention, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _reorder_attention(self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
         rows = self._rows((*args, *kwargs.values()))
         if self._in_order and rows is not None and self._is_positional(rows, strict=False):
             self._note(f"the input of {attention.path} depends on the position of tokens")
@@ -76,7 +76,7 @@ class TokenOrder:
         return self._reordered(args, kwargs, _AMPLIFICATION)
 
     def _check_output(
-        self, attention: FoundAttention, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+        self, attention: AttentionLayer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
         rows = self._rows(output)
         if rows is None or has_convolution(module) or not sees_all(attention, self.stack):
@@ -134,7 +134,7 @@ def _in_both_orders(name: str, value: Any, length: int) -> Any:
     return torch.cat([value, other])
 
 
-def sees_all(attention: FoundAttention, stack: Stack) -> bool:
+def sees_all(attention: AttentionLayer, stack: Stack) -> bool:
     """Whether a token sees the two before it. A shorter window shows which tokens are next to it."""
     names = ("sliding_window", "window_size")
     stated = [getattr(one, name) for one in (attention.module, stack.config) for name in names if hasattr(one, name)]

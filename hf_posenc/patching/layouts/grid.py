@@ -19,10 +19,10 @@ from hf_posenc.patching.anatomy.forward_code import forward_parameters
 from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
-from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
-from hf_posenc.patching.layouts.grid_bias import FoundBias, find_biases, window_of
+from hf_posenc.patching.layouts.grid_bias import GridBias, find_biases, window_of
 from hf_posenc.patching.layouts.grid_native import native_grid_scheme
 from hf_posenc.patching.layouts.grid_sites import (
     GridRotarySite,
@@ -75,7 +75,7 @@ class Grid(Layout):
     native: tuple[int, ...] | None = None
     tables: list[OwnedTable] = field(default_factory=list)
     suffix_tokens: int = 0
-    biases: list[FoundBias] = field(default_factory=list)
+    biases: list[GridBias] = field(default_factory=list)
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
@@ -86,8 +86,8 @@ class Grid(Layout):
     def find(cls, stack: Stack, modules: StackModules) -> Layout:
         """Finds the projection, the tables and the biases."""
         suffix = stack.architecture.suffix_tokens
-        own, suffix = modules.in_definition_order(), suffix(stack.config) if callable(suffix) else suffix
-        return cls._among(own, stack.config, suffix)
+        suffix = suffix(stack.config) if callable(suffix) else suffix
+        return cls._among(modules.in_definition_order(), stack.config, suffix)
 
     @classmethod
     def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
@@ -143,7 +143,7 @@ class Grid(Layout):
         """One table of every module whose forward an additive scheme replaces."""
         return list({id(table.module): table for table in self.tables}.values())
 
-    def native_bias(self, attention: FoundAttention) -> Tensor | None:
+    def native_bias(self, attention: AttentionLayer) -> Tensor | None:
         """The table of the bias that acts on a layer."""
         return next((bias.table for bias in self.biases if bias.acts_on(attention.path)), None)
 
@@ -155,7 +155,7 @@ class Grid(Layout):
             start = f", first patch in row {table.prefix_rows}" if table.prefix_rows else ""
             size = f"{rows} x {columns}, over the patches{start}"
             tables.append(f"{table.full_name} ({type(table.module).__name__}): {size}")
-        kinds: dict[str, list[FoundBias]] = {}
+        kinds: dict[str, list[GridBias]] = {}
         for bias in self.biases:
             kinds.setdefault(bias.kind, []).append(bias)
         more = [f", and {len(alike) - 1} more" if len(alike) > 1 else "" for alike in kinds.values()]
@@ -185,7 +185,7 @@ class Grid(Layout):
     def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
         """Refuses parts for another number of axes."""
         number = None if self.native is None else len(self.native)
-        for part in (module for one in parts for module in one.modules()):
+        for part in (module for whole in parts for module in whole.modules()):
             axes = getattr(part, "axes", None)
             if number is not None and getattr(part, "reads_coordinates", False) and axes not in (None, 1, number):
                 raise UnsupportedError(other_axes(number, config.name, axes))
@@ -212,14 +212,14 @@ class Grid(Layout):
         runtime = encoding.runtime
         self._install_projection(stack, runtime, journal)
         for first in self.vector_sites(stack):
-            own = [table for table in self.tables if table.module is first.module]
+            tables = [table for table in self.tables if table.module is first.module]
             alone = len(self.tables) == 1
-            site = GridTableSite(first.module, own, self.tables[0], runtime, encoding.additive, alone=alone)
+            site = GridTableSite(first.module, tables, self.tables[0], runtime, encoding.additive, alone=alone)
             if first.module is stack.module:
                 runtime.tables = site
             else:
                 journal.set_forward(first.module, site)
-            for table in own:
+            for table in tables:
                 journal.freeze_table(table)
                 report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
         in_order = self.in_raster_order(encoding.acting_parts())
@@ -278,8 +278,8 @@ def _reads_pixels(model: Any) -> bool:
     if any(name.endswith("input_ids") for name in forward_parameters(type(model))):
         return False  # The text part of a model may inherit the modalities of the whole.
     modalities = model.input_modalities
-    found = {modalities} if isinstance(modalities, str) else set(modalities)
-    return found <= _PIXELS or _takes_pixels(model)
+    stated = {modalities} if isinstance(modalities, str) else set(modalities)
+    return stated <= _PIXELS or _takes_pixels(model)
 
 
 def _reads_spectrogram(config: Any) -> bool:
@@ -326,7 +326,7 @@ def _native_sizes(projection: nn.Conv2d | nn.Conv3d | None, config: Any) -> tupl
         size = (size, size)
     if not isinstance(size, list | tuple) or len(size) < 2:
         return None
-    pixels = [int(one) for one in size[-2:]]
+    pixels = [int(side) for side in size[-2:]]
     if isinstance(projection, nn.Conv3d):
         frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
         if not isinstance(frames, int):
@@ -336,12 +336,12 @@ def _native_sizes(projection: nn.Conv2d | nn.Conv3d | None, config: Any) -> tupl
     steps = (steps, steps) if isinstance(steps, int) else steps
     if steps is None:
         return None
-    return tuple(one // step for one, step in zip(pixels, tuple(steps)[-len(pixels) :], strict=True))
+    return tuple(count // step for count, step in zip(pixels, tuple(steps)[-len(pixels) :], strict=True))
 
 
 def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
     """The tables of a module; `others` is the number of rows of patches and of tokens after them, if it is known."""
-    found = []
+    tables = []
     for name in [*module._parameters, *module._buffers, *module._modules, *module.__dict__]:
         value = getattr(module, name, None)
         if not _TABLE.match(name):
@@ -351,8 +351,8 @@ def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
             rows = table.weight.shape[0]
             more = max(rows - others, 0) if others else 0
             table.prefix_rows = more if more <= _MOST_PREFIX_ROWS else _rows_before_square(rows)
-            found.append(table)
-    return found
+            tables.append(table)
+    return tables
 
 
 def _rows_before_square(rows: int) -> int:
@@ -370,7 +370,7 @@ def _pixels(model: PreTrainedModel) -> dict[str, Any]:
     if "grid_thw" in names:
         return _packed(model)
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or _SIDE
-    sides = (size, size) if isinstance(size, int) else tuple(int(one) for one in size[-2:])
+    sides = (size, size) if isinstance(size, int) else tuple(int(side) for side in size[-2:])
     channels = int(getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3)
     shape: tuple[int, ...] = (1, channels, *sides)
     frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
@@ -405,7 +405,7 @@ def _packed(model: PreTrainedModel) -> dict[str, Any]:
 def _patch_size(model: PreTrainedModel) -> tuple[int, int]:
     """Rows and columns of a patch, in pixels."""
     size = getattr(model.config, "patch_size", 16)
-    return (size, size) if isinstance(size, int) else tuple(int(one) for one in size[-2:])  # type: ignore[return-value]
+    return (size, size) if isinstance(size, int) else tuple(int(side) for side in size[-2:])  # type: ignore[return-value]
 
 
 def _name(model: PreTrainedModel) -> str:

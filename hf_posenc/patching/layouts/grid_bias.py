@@ -44,7 +44,7 @@ _CLASS_ROWS = 3
 
 
 @dataclass
-class FoundBias:
+class GridBias:
     """One native mechanism in the attention of a grid.
 
     Args:
@@ -105,19 +105,19 @@ class FoundBias:
             journal.freeze(module, name)
 
 
-def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[FoundBias]:
+def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[GridBias]:
     """The native mechanisms of modules, by path."""
     found = []
     for path, module in modules:
         if type(module).__name__.endswith("RelativePositionBias"):
-            found.append(FoundBias(path, module, "", "module"))
+            found.append(GridBias(path, module, "", "module"))
             continue
         for name, kind in _ATTRIBUTES.items():
             # A flag of a module without parameters of its own only repeats a setting.
             repeats = kind == "flag" and not any("rel_pos" in own for own in module._parameters)
             value = getattr(module, name, None)
             if value is not None and value is not False and not repeats:
-                found.append(FoundBias(path, module, name, kind))
+                found.append(GridBias(path, module, name, kind))
     return found
 
 
@@ -137,7 +137,7 @@ def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:
     return None
 
 
-def bias_scheme(biases: list[FoundBias], stack: nn.Module) -> SchemeConfig | None:
+def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None:
     """The scheme of the biases of a stack; `None` without any.
 
     Raises:

@@ -16,7 +16,7 @@ from hf_posenc.patching.anatomy.forward_code import names_used
 from hf_posenc.patching.anatomy.layer_context import build_context, native_pairing
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable, vectors_of
 from hf_posenc.patching.call.grid_places import in_raster
 from hf_posenc.patching.layouts.grid_bias import bias_scheme
@@ -159,7 +159,7 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
 
 
 def _rotation_scheme(
-    stack: Stack, attention: FoundAttention, rotation: Rotation, anatomy: Anatomy, changes: TemporaryChanges
+    stack: Stack, attention: AttentionLayer, rotation: Rotation, anatomy: Anatomy, changes: TemporaryChanges
 ) -> SchemeConfig:
     """The scheme with the phases that a layer received in a short run.
 

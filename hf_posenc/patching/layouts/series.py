@@ -84,9 +84,9 @@ class FixedInput:
 
     def tokens(self, frames: int) -> int:
         """Number of tokens that the convolutions make of some frames."""
-        for one in self.convolutions:
-            padding, dilation = int(one.padding[0]), one.dilation[0]
-            frames = (frames + 2 * padding - dilation * (one.kernel_size[0] - 1) - 1) // one.stride[0] + 1
+        for layer in self.convolutions:
+            padding, reach = int(layer.padding[0]), layer.dilation[0] * (layer.kernel_size[0] - 1)
+            frames = (frames + 2 * padding - reach - 1) // layer.stride[0] + 1
         return frames
 
 
@@ -124,24 +124,24 @@ class Series(OneAxis):
     def find(cls, stack: Stack, modules: StackModules) -> Layout:
         """Finds the tables, and the modules and parameters that are added to the embeddings."""
         super().find(stack, modules)
-        found = cls(fixed_input=_fixed_input(stack.module, [table.path for table in stack.tables]))
+        series = cls(fixed_input=_fixed_input(stack.module, [table.path for table in stack.tables]))
         for path, module in modules.in_definition_order()[1:]:
             kind = _kind_of(path, module)
             above, _, name = path.rpartition(".")
             # Some architectures build a module that they never call.
             if kind is not None and name in names_used(type(stack.module.get_submodule(above)).forward):
-                strides = [int(one.stride[0]) for one in module.modules() if isinstance(one, nn.Conv1d)]
-                found.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
+                strides = [int(layer.stride[0]) for layer in module.modules() if isinstance(layer, nn.Conv1d)]
+                series.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
             for name, parameter in module._parameters.items():
                 if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
                     class_tokens = int(getattr(module, "cls_token", None) is not None)
-                    found.parameters.append(OwnedTable(path, module, name, class_tokens))
-        of_positions = {id(one) for vectors in found.vectors for one in vectors.module.modules()}
-        found.mixes_neighbours = any(
-            isinstance(one, nn.Conv1d | nn.Conv2d) and max(one.kernel_size) > 1 and id(one) not in of_positions
-            for one in stack.module.modules()
+                    series.parameters.append(OwnedTable(path, module, name, class_tokens))
+        of_positions = {id(layer) for vectors in series.vectors for layer in vectors.module.modules()}
+        series.mixes_neighbours = any(
+            isinstance(layer, nn.Conv1d | nn.Conv2d) and max(layer.kernel_size) > 1 and id(layer) not in of_positions
+            for layer in stack.module.modules()
         )
-        return found
+        return series
 
     @classmethod
     def leaves_alone(cls, path: str) -> str | None:
@@ -198,7 +198,7 @@ class Series(OneAxis):
     def vector_schemes(self, stack: Stack) -> list[SchemeConfig]:
         """The schemes of the tables, the modules and the parameters."""
         learned = [LearnedConfig(num_positions=table.weight.shape[0]) for table in self.parameters]
-        return [*super().vector_schemes(stack), *(_scheme_of(one, stack) for one in self.vectors), *learned]
+        return [*super().vector_schemes(stack), *(_scheme_of(vectors, stack) for vectors in self.vectors), *learned]
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
         """The rows of a table, or of a parameter."""
@@ -216,13 +216,13 @@ class Series(OneAxis):
         runtime, additive = encoding.runtime, None if stack.tables else encoding.additive
         if self.fixed_input is not None:
             runtime.input_view = InputView(stack.module, self.fixed_input, runtime)
-        for found in self.vectors:
-            site = ConvolutionSite if found.kind == "convolution" else LengthSite
-            journal.set_forward(found.module, site(found, runtime, additive))
-            journal.freeze_all(found.module)
-            report.replaced.append(f"{found.path}: {_DESCRIPTIONS[found.kind]} ({type(found.module).__name__})")
+        for vectors in self.vectors:
+            site = ConvolutionSite if vectors.kind == "convolution" else LengthSite
+            journal.set_forward(vectors.module, site(vectors, runtime, additive))
+            journal.freeze_all(vectors.module)
+            report.replaced.append(f"{vectors.path}: {_DESCRIPTIONS[vectors.kind]} ({type(vectors.module).__name__})")
             if additive is not None:
-                report.placed.append(f"additive: {found.path}")
+                report.placed.append(f"additive: {vectors.path}")
             additive = None
         for table in self.parameters:
             journal.set_forward(table.module, ParameterSite(table, runtime, additive))
@@ -236,7 +236,7 @@ class Series(OneAxis):
 
 
 def _kind_of(path: str, module: nn.Module) -> VectorKind | None:
-    if _CONVOLUTION.search(path) and any(isinstance(one, nn.Conv1d) for one in module.modules()):
+    if _CONVOLUTION.search(path) and any(isinstance(layer, nn.Conv1d) for layer in module.modules()):
         return "convolution"
     if _FUNCTION.search(path) and "seq_length" in forward_parameters(type(module)):
         return "sinusoids"
@@ -245,10 +245,10 @@ def _kind_of(path: str, module: nn.Module) -> VectorKind | None:
 
 def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None:
     """Recognises an encoder with a table and convolutions of its own whose forward adds the whole table."""
-    own = [name for name in tables if "." not in name]
+    direct = [name for name in tables if "." not in name]
     convolutions = tuple(child for child in stack.children() if isinstance(child, nn.Conv1d))
     known = hasattr(stack.config, SOURCE_LENGTH) and not forward_parameters(type(stack)).keys().isdisjoint(FEATURES)
-    return FixedInput(own[0], convolutions) if known and convolutions and len(own) == 1 else None
+    return FixedInput(direct[0], convolutions) if known and convolutions and len(direct) == 1 else None
 
 
 def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:

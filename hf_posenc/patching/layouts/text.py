@@ -19,7 +19,7 @@ from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_us
 from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError
-from hf_posenc.patching.anatomy.sites import FoundModule, Stack
+from hf_posenc.patching.anatomy.sites import NamedModule, Stack
 from hf_posenc.patching.anatomy.tables import position_tables, sinusoids_like, table_origin, table_weight
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
@@ -39,7 +39,7 @@ class OneAxis(Layout):
     @classmethod
     def find(cls, stack: Stack, modules: StackModules) -> Layout:
         """Finds the tables."""
-        stack.tables = [FoundModule(path, module) for path, module in position_tables(modules)]
+        stack.tables = [NamedModule(path, module) for path, module in position_tables(modules)]
         return cls()
 
     @classmethod
@@ -84,7 +84,7 @@ class OneAxis(Layout):
         """The schemes that add the same vectors as the architecture."""
         return [self._table_scheme(table) for table in stack.tables]
 
-    def _table_scheme(self, table: FoundModule) -> SchemeConfig:
+    def _table_scheme(self, table: NamedModule) -> SchemeConfig:
         weight, origin = _weight(table), table_origin(table.module)
         # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its
         # values, unless the architecture computes it and `from_pretrained` made it trainable.
@@ -155,7 +155,7 @@ class Text(OneAxis):
         return given
 
 
-def _weight(table: FoundModule) -> Tensor:
+def _weight(table: NamedModule) -> Tensor:
     weight = table_weight(table.module)
     assert weight is not None
     return weight

@@ -6,7 +6,7 @@ from torch import nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture
-from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.call.additive_site import AddToHiddenStates
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
@@ -76,7 +76,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     return report
 
 
-def _silence_relative(attention: FoundAttention, journal: Journal) -> None:
+def _silence_relative(attention: AttentionLayer, journal: Journal) -> None:
     relative = attention.relative
     assert relative is not None
     if relative.projection is not None:
@@ -91,7 +91,7 @@ def _silence_relative(attention: FoundAttention, journal: Journal) -> None:
 
 
 def _install_attention(
-    attention: FoundAttention,
+    attention: AttentionLayer,
     layer: LayerEncoding,
     encoding: StackEncoding,
     architecture: Architecture,

@@ -11,7 +11,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture, register_architecture
 from hf_posenc.patching.anatomy.architectures.silencers import no_bias
 from hf_posenc.patching.anatomy.offloading import onload_weights
-from hf_posenc.patching.anatomy.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.schemes import ComposedConfig, DisentangledConfig, LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -108,7 +108,7 @@ def _sew_native(stack: Stack) -> SchemeConfig | None:
 
 
 @torch.no_grad()
-def _tables(stack: Stack, attention: FoundAttention) -> Tensor | None:
+def _tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     """`(terms, heads, rows, head_dim)` float32: the projected vectors of the keys, then those of the queries."""
     module = attention.module
     if not _terms(module) or _refusal(module) is not None:

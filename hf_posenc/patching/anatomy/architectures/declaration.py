@@ -13,7 +13,7 @@ from hf_posenc.extensions import import_named_modules
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.sites import FixedTable, FoundAttention, Stack
+    from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
     from hf_posenc.patching.place.journal import Journal
 
 #: Disables a native mechanism of one stack. All changes are made through the journal, which can undo them.
@@ -79,7 +79,7 @@ class Architecture:
     silence: Silencer | None = None
     native: Callable[[Stack], SchemeConfig | None] | None = None
     fixed_tables: Callable[[Stack], list[FixedTable]] | None = None
-    bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None
+    bias_table: Callable[[Stack, AttentionLayer], Tensor | None] | None = None
     logit_terms: Callable[[nn.Module], int] | None = None
     operand_factors: Callable[[Any], tuple[float, float]] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)

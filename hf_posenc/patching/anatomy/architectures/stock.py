@@ -12,7 +12,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import example_inputs
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if, register_architecture
 from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_bias_of, zero_phases, zero_relative_shift
-from hf_posenc.patching.anatomy.sites import FixedTable, FoundAttention, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -55,7 +55,7 @@ def _relative_table(stack: Stack) -> SchemeConfig:
     )
 
 
-def _relative_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | None:
+def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     """The table of the layer itself, or that of the first layer if it computes the bias for all layers."""
     for module in (attention.module, stack.attentions[0].module):
         table = getattr(module, "relative_attention_bias", None)
