@@ -199,7 +199,7 @@ class _Built:
     """
 
     def __init__(self, model: Any, entry_format: int) -> None:
-        from hf_posenc.patching.place.config_lengths import native_lengths, stated_lengths, write_lengths
+        from hf_posenc.patching.place.config_entry import native_lengths, stated_lengths, write_lengths
 
         self.entry_format = entry_format
         self.generation_config = getattr(model, "generation_config", None)
@@ -209,7 +209,7 @@ class _Built:
     def follow(self, model: Any) -> None:
         """Applies the patch to the new objects, and updates its journal so that it is undone there."""
         from hf_posenc.patching.anatomy.fingerprint import samples
-        from hf_posenc.patching.place.config_lengths import write_lengths
+        from hf_posenc.patching.place.config_entry import write_lengths
         from hf_posenc.patching.place.lengths import record_generation_length
 
         # The weights did not exist when the model was patched.

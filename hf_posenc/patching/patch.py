@@ -12,7 +12,7 @@ from torch import nn
 from hf_posenc.patching.anatomy.verification import verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
-from hf_posenc.patching.place.config_lengths import at_native_lengths
+from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction

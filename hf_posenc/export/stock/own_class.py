@@ -29,7 +29,7 @@ from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.tables import table_origin, table_weight
 from hf_posenc.patching.inspection import native_scheme
-from hf_posenc.patching.place.config_lengths import at_native_lengths
+from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes import (
     LayeredConfig,

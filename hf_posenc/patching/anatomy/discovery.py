@@ -7,7 +7,8 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
@@ -21,8 +22,8 @@ from hf_posenc.patching.anatomy.forward_code import (
     unknown_seam,
 )
 from hf_posenc.patching.anatomy.parts import inner_part
-from hf_posenc.patching.anatomy.relative import find_relative
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, RelativeMechanism, Stack
+from hf_posenc.schemes import ShawConfig, TransformerXLConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import StackModules
@@ -33,6 +34,8 @@ _CAUSAL_CALL = {"create_causal_mask", "is_causal"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
+#: The method of a Conformer's attention that rotates its input, before queries and keys are projected.
+_ROTATES_INPUT = "_apply_rotary_embedding"
 #: Config attributes for the width of embeddings.
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
@@ -114,7 +117,7 @@ def _read_attention(path: str, module: nn.Module, modules: StackModules, order: 
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, modules),
         window=modules.kind.window_of(module, config),
-        relative=find_relative(module),
+        relative=_find_relative(module),
     )
 
 
@@ -239,6 +242,46 @@ def first_int(holder: Any, names: tuple[str, ...], default: int = 0) -> int:
     """The first of some attributes that is an integer."""
     found = (getattr(holder, name, None) for name in names)
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)
+
+
+def _find_relative(module: Any) -> RelativeMechanism | None:
+    """The relative mechanism of an attention module, or `None` if it has none."""
+    if isinstance(getattr(module, "distance_embedding", None), nn.Embedding):
+        return _shaw(module)
+    if isinstance(getattr(module, "linear_pos", None), nn.Linear) and hasattr(module, "pos_bias_u"):
+        weight = _transformer_xl(module.linear_pos.weight, module.pos_bias_u, module.pos_bias_v)
+        names = ("linear_pos", "pos_bias_u", "pos_bias_v")
+        return RelativeMechanism("Transformer-XL bias", TransformerXLConfig(), weight, None, names)
+    if isinstance(getattr(module, "relative_k_proj", None), nn.Linear) and hasattr(module, "bias_u"):
+        projection = module.relative_k_proj
+        # The module itself adds `bias_u` to its queries, so the scheme adds the rest.
+        none = torch.zeros_like(module.bias_u)
+        weight = _transformer_xl(projection.weight, none, module.bias_v.detach() - module.bias_u.detach())
+        return RelativeMechanism(
+            "Transformer-XL bias", TransformerXLConfig(), weight, projection, ("relative_k_proj", "bias_v")
+        )
+    if getattr(module, "position_embeddings_type", None) == "rotary" and hasattr(module, _ROTATES_INPUT):
+        return RelativeMechanism("rotation of the input of attention", None, method=_ROTATES_INPUT)
+    return None
+
+
+def _shaw(module: Any) -> RelativeMechanism | None:
+    ahead = getattr(module, "right_max_position_embeddings", None)
+    behind = getattr(module, "left_max_position_embeddings", None)
+    if not isinstance(ahead, int) or not isinstance(behind, int):
+        return None
+    scheme = ShawConfig(max_distance=behind, max_distance_ahead=ahead)
+    weight = module.distance_embedding.weight
+    return RelativeMechanism("relative keys", scheme, weight, None, ("distance_embedding",))
+
+
+def _transformer_xl(projection: Tensor, content: Tensor, position: Tensor) -> Tensor:
+    """`(heads * head_dim, hidden + 2)`: the projection of sines, then of cosines, and the two biases.
+
+    The architectures interleave sines and cosines.
+    """
+    columns = [projection[:, 0::2], projection[:, 1::2], content.reshape(-1, 1), position.reshape(-1, 1)]
+    return torch.cat([column.detach() for column in columns], dim=1)
 
 
 def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:

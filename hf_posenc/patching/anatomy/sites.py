@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hf_posenc.patching.anatomy.layout import Layout
-from hf_posenc.patching.anatomy.relative import RelativeMechanism
+from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.architectures import Architecture
@@ -19,6 +19,28 @@ FixedTable = tuple[nn.Module, str]
 
 class AddedModule(nn.Module):
     """A module that a patch has added to the module tree. Discovery does not look inside it."""
+
+
+@dataclass(frozen=True)
+class RelativeMechanism:
+    """The relative mechanism of one attention module: a bias that depends on the query, or a rotation of its input.
+
+    Args:
+        description: its name, for reports.
+        scheme: the scheme that computes the same, or `None`.
+        weight: the native weights, as the `adopt` of that scheme takes them.
+        projection: a linear layer that the bias is proportional to. Zeros in place of its output disable the bias.
+            `None` if the module passes the bias on as an argument, which is dropped.
+        names: names of the weights and submodules that only the mechanism uses.
+        method: the method that rotates the module's input, or `None`.
+    """
+
+    description: str
+    scheme: SchemeConfig | None
+    weight: Tensor | None = None
+    projection: nn.Module | None = None
+    names: tuple[str, ...] = ()
+    method: str | None = None
 
 
 @dataclass

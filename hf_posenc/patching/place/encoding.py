@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from hf_posenc.patching.anatomy.sites import AddedModule, Stack
 from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
-from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -26,6 +25,9 @@ from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.reach import Reach, shortest
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.lengths import Lengths
 
 
 class PositionEncoding(AddedModule):

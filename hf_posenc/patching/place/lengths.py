@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,11 +15,10 @@ from hf_posenc.patching.anatomy.layer_context import build_context
 from hf_posenc.patching.anatomy.parts import VISION
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.tables import table_origin, table_weight
-from hf_posenc.patching.place.config_lengths import (
+from hf_posenc.patching.place.config_entry import (
     NAMES,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
-    Lengths,
     find_lengths,
     is_length,
     native_lengths,
@@ -34,6 +34,35 @@ from hf_posenc.schemes.reach import Reach
 
 #: Lengths of which modules keep a copy.
 _COPIED = ("max_source_positions", "max_target_positions")
+
+
+@dataclass
+class Lengths:
+    """The lengths of a patched model, in tokens.
+
+    Args:
+        native: the length of the stock model, or `None` if neither its config nor a table has one.
+        current: the length in config, generation config and report.
+        reach: the longest sequence that the scheme can encode in this architecture.
+        rows_before: number of table rows before that of the first token, if the length in the config includes them
+            (RoBERTa: 514 rows for 512 tokens).
+        chosen: the length that the user has chosen, or `None`. The current length is shorter if the scheme cannot
+            encode the chosen one.
+        names: the names in the config under which it is stated, as in `find_lengths`.
+    """
+
+    native: int | None
+    current: int | None
+    reach: Reach
+    rows_before: int = 0
+    chosen: int | None = None
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        current = "no stated length" if self.current is None else f"{self.current} tokens"
+        native = "" if self.native in (None, self.current) else f", {self.native} natively"
+        longest = "any length" if self.reach.length is None else f"at most {self.reach.length} tokens"
+        return f"{current}{native}; the scheme supports {longest}"
 
 
 def rows_of_tables(model: PreTrainedModel) -> int | None:

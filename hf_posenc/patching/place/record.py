@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, is_entry, read_entry
 from hf_posenc.patching.anatomy.fingerprint import Sample
-from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.stack_record import StackRecord, exchanged
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
 from hf_posenc.schemes.registry import scheme_from_dict
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.lengths import Lengths
 
 
 class SchemeRecord:

@@ -21,8 +21,7 @@ from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.cache_scheme import refuse_in_stock
 from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
-from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry
-from hf_posenc.patching.place.config_lengths import remember
+from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry, remember
 from hf_posenc.patching.place.continuous_batching import (
     CheckedContinuousBatching,
     drop_kept_pages,
