@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,11 +14,14 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
 from hf_posenc.patching.anatomy.discovery import attentions_of, read_stack, reason_to_skip
+from hf_posenc.patching.anatomy.kinds import TemporaryChanges, layout_of
 from hf_posenc.patching.anatomy.layer_context import execution_device
-from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges, layout_of
 from hf_posenc.patching.anatomy.parts import check_part, default_part, name_parts
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack
 from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.layouts.layout import Layout
 
 
 @dataclass

@@ -39,7 +39,7 @@ from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.layout import TemporaryChanges
+    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 
 #: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
 _TOLERANCE = 1e-5

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.forward_code import forward_parameters
-from hf_posenc.patching.anatomy.layout import layout_of
+from hf_posenc.patching.anatomy.kinds import layout_of
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.preserve import without_trace
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from hf_posenc.patching.anatomy.layout import Layout
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.architectures import Architecture
+    from hf_posenc.patching.layouts.layout import Layout
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
 FixedTable = tuple[nn.Module, str]
@@ -113,7 +113,7 @@ class Stack:
     rotaries: list[NamedModule] = field(default_factory=list)
     first_layer: nn.Module | None = None
     hidden_size: int = 0
-    layout: Layout = field(default_factory=Layout)
+    layout: Layout = field(init=False)
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -125,15 +125,6 @@ class Stack:
     def causal(self) -> bool:
         """Whether its attention is causal."""
         return all(attention.causal for attention in self.attentions)
-
-    def native_bias_table(self, attention: AttentionLayer) -> Tensor | None:
-        """The native table of relative biases that one layer uses, or `None`."""
-        if self.layout.biases:
-            return self.layout.native_bias(attention)
-        if attention.relative is not None:
-            return attention.relative.weight
-        declared = self.architecture.bias_table
-        return None if declared is None else declared(self, attention)
 
     @property
     def mechanism(self) -> str | None:

@@ -32,7 +32,7 @@ from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.layout import TemporaryChanges
+    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 
 #: Number of tokens of which two are exchanged, and of those whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8
@@ -271,7 +271,9 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
         UnsupportedError: if the outputs differ.
     """
     model = anatomy.model
-    declared = [stack for stack in stacks if any(stack.native_bias_table(one) is not None for one in stack.attentions)]
+    declared = [
+        stack for stack in stacks if any(stack.layout.native_bias(stack, one) is not None for one in stack.attentions)
+    ]
     native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
     for config in native - {None}:
         assert config is not None

@@ -1,6 +1,6 @@
 """The kinds of tokens, each in a file of its own."""
 
-from hf_posenc.patching.anatomy.layout import register_layouts
+from hf_posenc.patching.anatomy.kinds import register_layouts
 from hf_posenc.patching.layouts.grid import Grid
 from hf_posenc.patching.layouts.series import Series
 from hf_posenc.patching.layouts.text import Text

@@ -16,7 +16,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.forward_code import forward_parameters
-from hf_posenc.patching.anatomy.layout import Layout, TemporaryChanges
+from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
@@ -31,6 +31,7 @@ from hf_posenc.patching.layouts.grid_sites import (
     ProjectionSite,
     refuses_other_sizes,
 )
+from hf_posenc.patching.layouts.layout import Layout
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.grids import other_axes
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitScale, Part, QueryKeyMap, SchemeParts
@@ -143,7 +144,7 @@ class Grid(Layout):
         """One table of every module whose forward an additive scheme replaces."""
         return list({id(table.module): table for table in self.tables}.values())
 
-    def native_bias(self, attention: AttentionLayer) -> Tensor | None:
+    def native_bias(self, stack: Stack, attention: AttentionLayer) -> Tensor | None:
         """The table of the bias that acts on a layer."""
         return next((bias.table for bias in self.biases if bias.acts_on(attention.path)), None)
 

@@ -26,7 +26,7 @@ from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.layout import TemporaryChanges
+    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
     from hf_posenc.patching.layouts.grid import Grid
 
 _INTERPOLATION = "interpolate_pos_encoding"

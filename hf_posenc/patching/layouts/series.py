@@ -16,13 +16,12 @@ from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
-from hf_posenc.patching.anatomy.layout import Layout
 from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable, sinusoids_like
+from hf_posenc.patching.layouts.layout import Layout
 from hf_posenc.patching.layouts.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
-from hf_posenc.patching.layouts.text import OneAxis
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -91,7 +90,7 @@ class FixedInput:
 
 
 @dataclass
-class Series(OneAxis):
+class Series(Layout):
     """Tokens of a series of features.
 
     Args:

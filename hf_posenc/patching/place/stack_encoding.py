@@ -163,7 +163,7 @@ class StackEncoding(nn.Module):
             if table.device.type != "meta" and self.additive.adopt(table):
                 adopted.append(f"additive: {path}")
         for attention, layer in zip(stack.attentions, self.layers, strict=True):
-            native = stack.native_bias_table(attention)
+            native = stack.layout.native_bias(stack, attention)
             if layer.logit_bias is None or native is None or native.device.type == "meta":
                 continue
             if layer.logit_bias.adopt(native):
