@@ -272,7 +272,10 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
     """
     model = anatomy.model
     declared = [
-        stack for stack in stacks if any(stack.layout.native_bias(stack, one) is not None for one in stack.attentions)
+        stack
+        for stack in stacks
+        if (bias_table := stack.architecture.bias_table) is not None
+        and any(bias_table(stack, attention) is not None for attention in stack.attentions)
     ]
     native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
     for config in native - {None}:
