@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import hf_posenc
-from hf_posenc.patching.find.architectures import declaration
+from hf_posenc.patching.anatomy.architectures import declaration
 from hf_posenc.schemes import registry
 from tests.models import tiny
 from tests.patching.composites.models import COMPOSITES

@@ -6,14 +6,17 @@ from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
-from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, changed_fields, native_fields, without_sentence
-from hf_posenc.patching.place.config_lengths import (
+from hf_posenc.patching.place.config_entry import (
+    ARCHITECTURE_PREFIX,
     NAMES,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
+    changed_fields,
     is_length,
+    native_fields,
     native_lengths,
     stated_lengths,
+    without_sentence,
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
 from hf_posenc.patching.place.record import described

@@ -92,10 +92,10 @@ def from_pretrained(call: Call) -> Any:
     read = files_read(source, subfolder)
     stored = stored_position_weights(source, call.arguments)
 
-    def check_fits(model: Any, scheme: Any) -> None:
+    def check_fits(anatomy: Any, scheme: Any) -> None:
         # At this point a model on the hub has been downloaded.
         found = stored_position_weights(source, call.arguments) if stored is None else stored
-        check_scheme_fits(model, scheme, found, _named(source))
+        check_scheme_fits(anatomy, scheme, found, _named(source))
 
     proxy = patching_proxy(model_class, built, check_fits)
     try:
@@ -149,7 +149,7 @@ def patching_proxy(
     Args:
         model_class: the stock class.
         built: receives the objects that must be updated when the weights are loaded.
-        check_fits: receives the stock model and the scheme, and raises if the scheme must not be built.
+        check_fits: receives the anatomy of the stock model and the scheme, and raises if the scheme must not be built.
     """
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
@@ -157,8 +157,9 @@ def patching_proxy(
         from transformers.modeling_utils import local_torch_dtype
 
         from hf_posenc.checkpoint.configuration import check_native_fields, follow_lengths
-        from hf_posenc.patching import patch_model
+        from hf_posenc.patching.patch import place_scheme
         from hf_posenc.patching.place.config_entry import detach_entry
+        from hf_posenc.patching.place.transaction import Transaction
         from hf_posenc.schemes import scheme_from_dict
 
         fields = read_fields(config)
@@ -171,9 +172,10 @@ def patching_proxy(
         # computed on a real device in float32; `patch_model` then moves the parameters to the model's device.
         with torch.device("cpu"), local_torch_dtype(torch.float32):
             scheme = scheme_from_dict(fields["scheme"])
+            transaction = Transaction(model)
             if check_fits is not None:
-                check_fits(model, scheme)
-            patch_model(model, scheme)
+                check_fits(transaction.anatomy, scheme)
+            place_scheme(transaction, scheme)
         check_native_fields(model, written)
         follow_lengths(model, written)
         if built is not None:
@@ -197,7 +199,7 @@ class _Built:
     """
 
     def __init__(self, model: Any, entry_format: int) -> None:
-        from hf_posenc.patching.place.config_lengths import native_lengths, stated_lengths, write_lengths
+        from hf_posenc.patching.place.config_entry import native_lengths, stated_lengths, write_lengths
 
         self.entry_format = entry_format
         self.generation_config = getattr(model, "generation_config", None)
@@ -206,8 +208,8 @@ class _Built:
 
     def follow(self, model: Any) -> None:
         """Applies the patch to the new objects, and updates its journal so that it is undone there."""
-        from hf_posenc.patching.find.fingerprint import samples
-        from hf_posenc.patching.place.config_lengths import write_lengths
+        from hf_posenc.patching.anatomy.fingerprint import samples
+        from hf_posenc.patching.place.config_entry import write_lengths
         from hf_posenc.patching.place.lengths import record_generation_length
 
         # The weights did not exist when the model was patched.

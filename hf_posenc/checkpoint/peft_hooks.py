@@ -65,7 +65,7 @@ def _make_adaption_prompts(call: Call) -> Any:
     target = _transformers_model(call["model"])
     encoding = None if target is None else _encoding(target)
     if encoding is not None:
-        from hf_posenc.patching.observe.native_scheme import native_scheme
+        from hf_posenc.patching.inspection import native_scheme
         from hf_posenc.patching.place.model_checks import follow_in_prompts
 
         for config in call["configs"].values():
@@ -233,7 +233,7 @@ def _prepare(model: Any, config: Any) -> None:
     if "hf_posenc.patching" not in sys.modules:
         return
     check_targets(model, config)
-    from hf_posenc.patching.find.fingerprint import samples, touched_by_peft
+    from hf_posenc.patching.anatomy.fingerprint import samples, touched_by_peft
     from hf_posenc.patching.place.encoding import encodings
 
     for encoding in encodings(model):

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import PositionFiles
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.fingerprint import difference
+from hf_posenc.patching.anatomy.fingerprint import difference
 from hf_posenc.patching.patch import patch_model, unpatch_model
-from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
-from hf_posenc.patching.place.lengths import choose_length, restore_length
+from hf_posenc.patching.place.lengths import Lengths, choose_length, restore_length
 
 
 def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Callable[[], object]:

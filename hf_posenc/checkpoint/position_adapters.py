@@ -15,7 +15,7 @@ from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.placing import place
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, find_file, read_position_files
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.find.fingerprint import changed, fingerprint
+from hf_posenc.patching.anatomy.fingerprint import changed, fingerprint
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, refuse_changed
 from hf_posenc.patching.place.model_checks import unwrapped
 

@@ -32,7 +32,7 @@ from hf_posenc.checkpoint.configuration import CheckpointError, from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
 from hf_posenc.checkpoint.recognition import local_file, stored_config
 from hf_posenc.entry import ATTRIBUTE, find_marks
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.place.encoding import build_encoding, parts_named
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
@@ -150,13 +150,15 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
     return found
 
 
-def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, StoredTensor] | None, source: str) -> None:
+def check_scheme_fits(
+    anatomy: Anatomy, config: SchemeConfig, stored: dict[str, StoredTensor] | None, source: str
+) -> None:
     """Raises if a scheme does not fit the model, or needs weights of other shapes than the stored ones.
 
     The check allocates no memory for the scheme.
 
     Args:
-        model: the stock model to which the scheme will be applied.
+        anatomy: that of the stock model to which the scheme will be applied.
         config: the scheme.
         stored: the output of `stored_position_weights`; `None` if there is nothing to compare with.
         source: path or hub id, for error messages.
@@ -165,10 +167,10 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
         CheckpointError: with the name of the weight, the expected shape and the shape found.
     """
     try:
-        encoding = build_encoding(config, find_stacks(model, parts_named(config)), torch.device("meta"))
+        encoding = build_encoding(config, anatomy.stacks(parts_named(config)), torch.device("meta"))
     except ValueError as error:
         raise CheckpointError(
-            f"The scheme in the config.json of {source} cannot be applied to {type(model).__name__}: {error}"
+            f"The scheme in the config.json of {source} cannot be applied to {type(anatomy.model).__name__}: {error}"
         ) from error
     except RuntimeError:
         return  # A third-party scheme may need real tensors to be built. Its weights are checked after loading.

@@ -18,7 +18,7 @@ from hf_posenc.export.onnx.verify import compare_plain
 from hf_posenc.export.onnx.write import save_configs
 from hf_posenc.export.records import Check, Written, checked
 from hf_posenc.export.request import Request, refuse_encoder_decoder
-from hf_posenc.patching.place.config_lengths import find_lengths
+from hf_posenc.patching.place.config_entry import find_lengths
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.preserve import attention_implementation
 

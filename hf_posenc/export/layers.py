@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.sites import FoundAttention, Stack
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap
 from hf_posenc.schemes.position_maps.affine import AffineMap
@@ -46,7 +46,7 @@ class PlacedLayer:
     """
 
     stack: Stack
-    attention: FoundAttention
+    attention: AttentionLayer
     query_key_map: QueryKeyMap | None
     logit_bias: LogitBias | None
     logit_scale: LogitScale | None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.discovery import model_parts
-from hf_posenc.patching.find.model_parts import TEXT, default_part
+from hf_posenc.patching.anatomy.anatomy import model_parts
+from hf_posenc.patching.anatomy.parts import TEXT, default_part
 from hf_posenc.patching.place.encoding import current_encoding, parts_named
 
 

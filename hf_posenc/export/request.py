@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import current_encoding, refuse_changed
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label

@@ -18,8 +18,8 @@ from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
 from hf_posenc.metrics.statistics import relative_changes, spread
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.tables import table_origin
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig

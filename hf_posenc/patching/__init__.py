@@ -1,9 +1,9 @@
 """Patching a model: discovery of the modules that use positions, placing a scheme, and removing it."""
 
+from hf_posenc.patching import layouts as layouts
+from hf_posenc.patching.anatomy.architectures import Architecture, register_architecture
 from hf_posenc.patching.call.cache_scheme import accept_cache
-from hf_posenc.patching.find.architectures import Architecture, register_architecture
-from hf_posenc.patching.observe.inspection import Inspection, inspect_model
-from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.inspection import Inspection, inspect_model, native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.context_length import extend_context
 from hf_posenc.patching.place.report import PatchReport, StackReport

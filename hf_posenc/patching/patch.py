@@ -9,23 +9,25 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_posenc.patching.find.model_parts import check_part, default_part
-from hf_posenc.patching.find.rotary_spectra import reads_axes
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.causality import refuse_misread_causality
-from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
-from hf_posenc.patching.observe.native_options import resolve_native, with_native_options
-from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.observe.verify_native import verify_adopted_tables
-from hf_posenc.patching.place.config_lengths import at_native_lengths
+from hf_posenc.patching.anatomy.verification import verify_adopted_tables
+from hf_posenc.patching.inspection import native_scheme_of
+from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
+from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
-from hf_posenc.patching.place.scheme_per_layer import schedule
-from hf_posenc.patching.place.stack_encoding import TWO_DIMENSIONAL, StackEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.patching.request import (
+    resolve_native,
+    schedule,
+    warn_if_invisible,
+    warn_if_theta_changes,
+    warn_of_invented_grid,
+    with_native_options,
+)
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
-from hf_posenc.schemes.config import SchemeConfig, walk
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
@@ -78,12 +80,24 @@ def patch_model(
     config = as_scheme(scheme, **options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
+    place_scheme(transaction, config, part, layers, elsewhere)
+    return model
+
+
+def place_scheme(
+    transaction: Transaction,
+    config: SchemeConfig,
+    part: str | None = None,
+    layers: Iterable[int] | None = None,
+    elsewhere: SchemeLike | None = None,
+) -> None:
+    """`patch_model` in a transaction, whose anatomy of the model has been used before."""
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
     previous = transaction.encoding
     requested = _requested(transaction, config, part, layers)
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
-    several = isinstance(config, PartsConfig) or len(transaction.parts()) > 1
+    several = isinstance(config, PartsConfig) or len(transaction.anatomy.parts) > 1
     encoding = _plan(transaction, requested, several, layers, elsewhere)
     _warn_if_uncacheable(encoding, transaction)
     if not names_native(config):
@@ -92,22 +106,21 @@ def patch_model(
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
         encoding.record.follow(previous.record)
     transaction.install(encoding)
-    return model
 
 
 def _requested(
     transaction: Transaction, config: SchemeConfig, part: str | None, layers: Iterable[int] | None
 ) -> dict[str, SchemeConfig]:
     """The schemes that a call asks for, by name of the part."""
-    model, known = transaction.model, transaction.parts()
+    anatomy = transaction.anatomy
     if not isinstance(config, PartsConfig):
-        return {default_part(model, known) if part is None else check_part(part, known, model): config}
+        return {anatomy.part(part): config}
     if part is not None or layers is not None:
         raise ValueError(
             "A PartsConfig names the parts of a model itself, so `part` and `layers` cannot be combined with it. Pass "
             "the scheme of one part, or give a part of the PartsConfig a schedule."
         )
-    return {check_part(name, known, model): scheme for name, scheme in config.by_part().items()}
+    return {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
 
 
 def _plan(
@@ -151,22 +164,20 @@ def _resolve(
     elsewhere: SchemeLike | None,
 ) -> SchemeConfig:
     """The scheme of every layer of one part."""
-    target = transaction.model
-    stacks = transaction.stacks([part])
-    refuse_misread_causality(transaction, stacks)
-    refuse_hidden_positions(transaction, stacks)
-    verify_adopted_tables(transaction, stacks)
+    stacks = transaction.verified_stacks(part)
+    if transaction.encoding is None and transaction.anatomy.is_runnable:
+        verify_adopted_tables(transaction.anatomy, stacks, transaction)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
-    native = partial(native_scheme, target, part=part)
+    native = partial(native_scheme_of, transaction, part)
     # The native scheme may differ between layers; then it is asked for in the chosen ones.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
     config = resolve_native(config, stacks, native)
     other = other if layers is None else resolve_native(other, stacks, native)
     config = with_native_options(config, stacks, native)
     config = schedule(config, stacks, layers, other, merged=merged)
-    _warn_if_invisible(config, stacks)
-    _warn_if_theta_changes(config, stacks)
-    _warn_of_invented_grid(config, stacks)
+    warn_if_invisible(config, stacks)
+    warn_if_theta_changes(config, stacks)
+    warn_of_invented_grid(config, stacks)
     return config
 
 
@@ -185,7 +196,7 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
     if part is None:
         transaction.undo()
         return model
-    check_part(part, transaction.parts(), transaction.model)
+    transaction.anatomy.part(part)
     previous = transaction.encoding
     remaining = {name: config for name, config in _in_force(previous).items() if name != part}
     if previous is None or not remaining:
@@ -197,50 +208,6 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
     return model
 
 
-def _warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
-    """Warns if the default base of a rotation, which was not given, differs from the model's own base."""
-    own = set().union(*(_thetas(getattr(stack.config, "rope_parameters", None)) for stack in stacks))
-    changed = {
-        (found.name, found.theta)  # type: ignore[attr-defined]
-        for found in walk(config)
-        if getattr(found, "theta", None) is not None and not found.gave("theta")
-    }
-    for name, theta in sorted(changed):
-        if not own or theta in own:
-            continue
-        known = " and ".join(f"{value:g}" for value in sorted(own))
-        warnings.warn(
-            f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}. For a "
-            f"trained model, pass theta={max(own):g} to keep its base (swap_scheme does so), or theta={theta:g} if the "
-            "change is intended.",
-            stacklevel=5,
-        )
-
-
-def _thetas(parameters: Any) -> set[float]:
-    """The bases in a config's `rope_parameters`; some models have one for each layer type."""
-    if not isinstance(parameters, dict):
-        return set()
-    own = {float(parameters["rope_theta"])} if parameters.get("rope_theta") is not None else set()
-    return own.union(*(_thetas(value) for value in parameters.values()))
-
-
-def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
-    configs = [config]
-    if isinstance(config, LayeredConfig):
-        attentions = [attention for stack in stacks for attention in stack.attentions]
-        configs = [config.for_layer(attention.layer, attention.layer_type) for attention in attentions]
-    if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
-        return
-    if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):
-        warnings.warn(
-            f"Scheme {config.name!r} adds the same number to every component of a vector, but this model's LayerNorm "
-            "subtracts the mean over components, so the positions have no effect, as with 'none'. Pass "
-            "direction='random', 'one_hot' or 'learned' to give them an effect.",
-            stacklevel=5,
-        )
-
-
 def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding | None) -> None:
     """Warns if a scheme for the order of tokens is placed where tokens are the patches of images.
 
@@ -248,38 +215,15 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
     """
     before = set() if previous is None else set(previous.stacks.values())
     placed = [stack for stack in encoding.stacks.values() if stack not in before]
-    names = {name for stack in placed for name in stack.in_raster_order()}
+    names = {name for stack in placed for name in stack.layout.in_raster_order(stack.acting_parts())}
     if names:
         warnings.warn(
             f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "
             f"{scheme_label(encoding.config)!r}, and this model's tokens are patches of images, which are numbered row "
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
             f"{TWO_DIMENSIONAL}",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
-    """Warns if a scheme for rows and columns is placed where tokens have none, and no grid was stated."""
-    if any(stack.grid is not None or any(reads_axes(one.module) for one in stack.rotaries) for stack in stacks):
-        return
-    own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
-    if own:
-        warnings.warn(
-            f"Scheme {scheme_label(own[0])!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
-            "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
-            "`axes` raise an error unless a call passes position_ids of several axes.",
-            stacklevel=5,
-        )
-
-
-#: Schemes that read a token without coordinates at the same place on every axis.
-_DIAGONAL = frozenset(("mrope",))
-
-
-def _reads_axes(config: SchemeConfig) -> bool:
-    axes = getattr(config, "axes", 1)
-    return getattr(config, "grid", None) is not None or (isinstance(axes, int) and axes > 1)
 
 
 def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:
@@ -288,5 +232,5 @@ def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -
             f"Scheme {scheme_label(encoding.config)!r} depends on the length of the sequence, or on tokens that a "
             "cache does not store, so no cache can be extended. generate() recomputes the whole sequence for every "
             "token (generation_config.use_cache=False).",
-            stacklevel=3,
+            stacklevel=4,
         )

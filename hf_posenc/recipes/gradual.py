@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.place.config_entry import attach_entry
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
@@ -24,8 +24,8 @@ from hf_posenc.patching.place.encoding import (
 )
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.scheme_name import refresh_names
-from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.request import schedule
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.observe.native_options import resolve_native, with_native_options
+from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.place.encoding import current_encoding, named_part, parameter_count, scheme_in_part
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.patching.request import resolve_native, with_native_options
 from hf_posenc.recipes.gradual import plain_model
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.registry import SchemeLike, as_scheme

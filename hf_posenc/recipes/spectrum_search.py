@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.model_parts import TEXT
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.find.model_parts import TEXT
+from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part, scheme_in_part
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.find.architectures import architecture_of
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.architectures import architecture_of
 
 from .calling import Caller
 from .findings import (

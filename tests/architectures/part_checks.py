@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.observe.short_runs import embedded, run_briefly
-from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks, model_parts
+from hf_posenc.patching.anatomy.short_runs import embedded, run_briefly
+from hf_posenc.patching.layouts import Grid
 
 from .checks import brief, stir
 from .findings import NATIVE_BOUND, SAME_BOUND, Finding, Record, above, at_most, attempt, failure
@@ -199,11 +199,11 @@ class PartChecker:
     def _check_one_colour(self, found: dict[str, Finding]) -> None:
         """Without positions, some neighbours are equal in an image of one colour, whatever its edges do to others."""
         for stack in self.stacks:
-            if stack.grid is None:
+            if not isinstance(stack.layout, Grid):
                 continue
             with embedded(stack) as seen:
                 try:
-                    run_briefly(Transaction(self.model), [stack], 3, constant=True)
+                    run_briefly(Anatomy(self.model), [stack], 3, constant=True)
                 except UnsupportedError:
                     continue
             tokens = seen[0][0] if seen else torch.zeros(0, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_posenc.patching.layouts import Grid
+
 #: Name of a column -> scheme and options. Small values, other than what any tiny model has natively.
 _ONE_AXIS: dict[str, tuple[str, dict[str, Any]]] = {
     "native": ("native", {}),
@@ -52,7 +54,7 @@ def columns_of(part: str, stacks: list[Any]) -> str:
         stacks: its stacks, if it has any that can be patched.
     """
     last = part.rsplit(".", 1)[-1]
-    if last in _OF_PICTURES or any(stack.grid is not None for stack in stacks):
+    if last in _OF_PICTURES or any(isinstance(stack.layout, Grid) for stack in stacks):
         return "vision"
     return "text" if last in _OF_TEXT else "series"
 

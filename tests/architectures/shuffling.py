@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.patching.layouts import Grid
+
 from .inputs import call
 from .part_calling import PartCaller
 from .population import MAPPINGS, class_name
@@ -33,7 +35,8 @@ class Shuffled:
     def of(cls, caller: PartCaller, stacks: list[Any]) -> Shuffled | None:
         """For a model whose last hidden state has one token per patch and some in front; `None` for others."""
         pixels = caller.inputs.get("pixel_values")
-        projection = next((stack.grid.projection for stack in stacks if stack.grid is not None), None)
+        grid = next((stack.layout for stack in stacks if isinstance(stack.layout, Grid)), None)
+        projection = None if grid is None else grid.projection
         if not isinstance(projection, nn.Conv2d) or pixels is None or pixels.dim() != 4:
             return None
         if tuple(projection.kernel_size) != tuple(projection.stride) or set(caller.inputs) != {"pixel_values"}:
@@ -46,8 +49,8 @@ class Shuffled:
         rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[0] != pixels.shape[0]:
             return None
-        suffix = next(stack.grid.suffix_tokens for stack in stacks if stack.grid is not None)
-        prefix = hidden.shape[1] - rows * columns - suffix
+        assert grid is not None
+        prefix = hidden.shape[1] - rows * columns - grid.suffix_tokens
         if prefix < 0:
             return None
         order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(3))

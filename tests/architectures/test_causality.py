@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
 from tests.architectures.population import known_model_types, pair_named, pairs_of
 from tests.architectures.tiny import tiny_model
 from tests.models import tiny

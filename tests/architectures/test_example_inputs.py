@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_posenc import Architecture, UnsupportedError, native_scheme, patch_model, register_architecture
-from hf_posenc.patching.find.architectures import architecture_of, declaration
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.architectures import architecture_of, declaration
 
 from .population import pair_named
 from .tiny import tiny_model

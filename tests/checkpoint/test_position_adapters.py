@@ -27,7 +27,7 @@ from hf_posenc import (
     save_position_adapter,
     unpatch_model,
 )
-from hf_posenc.patching.find.fingerprint import difference, fingerprint
+from hf_posenc.patching.anatomy.fingerprint import difference, fingerprint
 from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import as_format_1, bert, llama, randomize, t5
 from tests.checkpoint.stock_folder import write_stock_llama

@@ -29,7 +29,7 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model

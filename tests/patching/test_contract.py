@@ -166,7 +166,7 @@ def test_a_third_party_scheme_needs_no_change_here(monkeypatch: pytest.MonkeyPat
 def test_a_declared_refusal_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched("llama_gqa", None)
     stock = _logits(model)
-    from hf_posenc.patching.find.architectures import declaration
+    from hf_posenc.patching.anatomy.architectures import declaration
 
     monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
     register_architecture("llama", architecture=Architecture(unsupported="it was declared so."))

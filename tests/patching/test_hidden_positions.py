@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.find import architectures
+from hf_posenc.patching.anatomy import architectures
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import WITHOUT_POSITIONS, tiny_model
 from tests.matrix.running import patched, tokens

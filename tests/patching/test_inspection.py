@@ -94,7 +94,7 @@ def test_inspecting_a_patched_model_names_the_scheme_in_force() -> None:
 
 
 def test_a_declared_table_and_direction_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posenc.patching.find.architectures import declaration
+    from hf_posenc.patching.anatomy.architectures import declaration
 
     monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
     model = patched("bert", None)

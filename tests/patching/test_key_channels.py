@@ -13,8 +13,8 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions, UnsupportedError, patch_model
 from hf_posenc.attention.key_channels import append_features, num_channels, split_features
+from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.call.split_parts import HeadShard, SplitPairwiseBias
-from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.continuous_batching import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.arrangement.blended import BlendedPairwiseBias

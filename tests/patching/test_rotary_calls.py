@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.patching.find.rotary_call import rotary_call
+from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 
 
 def rotates_behind_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
-from hf_posenc.patching.find.rotary_call import rotary_call
+from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from tests.matrix.running import patched, tokens
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.model_parts import TEXT
+from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes.initialization.logits import layers_of, recorded_heads
 from hf_posenc.schemes.rotary.rope import RotaryMap

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import Metadata
 from hf_posenc.export.layers import Spectrum, spectrum_of
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import build_encoding, current_encoding
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.stack_encoding import StackEncoding

@@ -15,7 +15,7 @@ from hf_posenc.export.gguf.run import encode, encode_and_decode, predict, runtim
 from hf_posenc.export.gguf.t5 import start_token
 from hf_posenc.export.records import Check
 from hf_posenc.export.samples import random_ids, relative_difference, spans
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
 
 #: The largest differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds
 #: 1), "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).

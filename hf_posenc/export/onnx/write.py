@@ -12,8 +12,7 @@ from hf_posenc.export.onnx.program import LARGEST_FILE, export_program, quiet, s
 from hf_posenc.export.onnx.verify import TOLERANCE, compare
 from hf_posenc.export.records import Check, Written
 from hf_posenc.export.request import Request
-from hf_posenc.patching.place.config_entry import detach_entry
-from hf_posenc.patching.place.config_lengths import find_lengths, write_lengths
+from hf_posenc.patching.place.config_entry import detach_entry, find_lengths, write_lengths
 
 _FILE, _QUANTIZED = "model.onnx", "model_quantized.onnx"
 #: Weights that share a scale, and onnxruntime's number for products with activations that are int8 in blocks too.

@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.model_parts import TEXT
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.place.config_entry import detach_entry
-from hf_posenc.patching.place.config_lengths import native_lengths, write_lengths
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.parts import TEXT
+from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.place.config_entry import detach_entry, native_lengths, write_lengths
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.grid_sites import numbers_in
-from hf_posenc.patching.call.grid_state import GridState
+from hf_posenc.patching.call.grid_state import GridState, numbers_in
 from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_negative
 from hf_posenc.patching.call.placed_forward import OfStack
 from hf_posenc.patching.call.runtime import StackRuntime

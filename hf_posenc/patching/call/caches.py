@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from hf_posenc.patching.anatomy.forward_code import unknown_seam
 from hf_posenc.patching.call.cache_notes import note_of, set_note
-from hf_posenc.patching.find.forward_code import unknown_seam
 from hf_posenc.schemes.positions import traced
 
 #: Argument of XLNet's stack: a list of tensors, which nothing else tells apart from other lists.

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.offloading import copied_to
 from hf_posenc.patching.call.cached_positions import recorded
 from hf_posenc.patching.call.padding import counted_tokens
-from hf_posenc.patching.find.offloading import copied_to
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions, gradients_may_be_shared
 

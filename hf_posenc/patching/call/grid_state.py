@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,11 @@ from hf_posenc.patching.call.grid_places import (
     places_of_images,
     selected,
 )
-from hf_posenc.patching.find.grids import FoundGrid
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.layouts.grid import Grid
 
 Sizes = tuple[int, ...]
 #: `(images, 2)`: the rows and columns of each image of a padded batch of patches.
@@ -181,7 +183,7 @@ class GridTokens(ForwardState):
         return GridTokens(len(numbers), device=self.device, memo=self.memo, given=found, position_ids=found.ids)
 
 
-def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) -> GridState:
+def grid_state(stack: nn.Module, grid: Grid, arguments: Mapping[str, Any]) -> GridState:
     """The state of a call, as far as its arguments show the grids."""
     state = GridState(-1, suffix_tokens=grid.suffix_tokens)
     given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -215,3 +217,9 @@ def _of_pixels(config: Any, pixels: Sizes | None) -> Sizes | None:
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
     rows, columns = (int(size) // int(side) for size, side in zip(pixels, sides, strict=True))
     return (rows, columns) if rows and columns else None
+
+
+def numbers_in(phases: Any) -> Tensor:
+    """`(length,)` int64: the numbers of the tokens of a layer, from the phases that it received."""
+    values: Tensor = phases[0] if isinstance(phases, tuple) else phases
+    return values[..., 0].reshape(-1).long()

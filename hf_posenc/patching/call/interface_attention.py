@@ -20,6 +20,16 @@ from hf_posenc.attention.backends import Attention, attend_with_bias, attention_
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.forms import RowsForm
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.forward_code import (
+    INTERFACE,
+    in_decorators,
+    names_used,
+    rebind,
+    relative_names,
+    rotary_names,
+    unknown_seam,
+)
+from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call, first_cache
@@ -37,16 +47,6 @@ from hf_posenc.patching.call.paged_requests import (
 )
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import (
-    INTERFACE,
-    in_decorators,
-    names_used,
-    rebind,
-    relative_names,
-    rotary_names,
-    unknown_seam,
-)
-from hf_posenc.patching.find.rotary_call import rotary_call
 from hf_posenc.schemes.positions import gradients_may_be_shared, traced
 
 #: The argument through which models pass their own relative bias to the attention function.

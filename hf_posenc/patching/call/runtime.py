@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.forward_code import named_arguments
+from hf_posenc.patching.anatomy.parts import given_features
 from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
 from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache, remember_length
@@ -28,13 +30,11 @@ from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.recomputation import Recomputation
 from hf_posenc.patching.call.replicas import refuse_unsynchronised
 from hf_posenc.patching.call.slot_buffers import SlotBuffers
-from hf_posenc.patching.find.forward_code import named_arguments
-from hf_posenc.patching.find.grids import FoundGrid
-from hf_posenc.patching.find.series import given_features
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import exporting
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.layouts.grid import Grid as FoundGrid
     from hf_posenc.patching.place.continuous_batching import PagesCheck
     from hf_posenc.patching.place.stack_record import StackRecord
 

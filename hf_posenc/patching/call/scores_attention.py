@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.scores import Factor, ScoresMode
+from hf_posenc.patching.anatomy.forward_code import in_decorators, rebind, rotary_names, unknown_seam
+from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call, first_cache
@@ -17,8 +19,6 @@ from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import view_of
-from hf_posenc.patching.find.forward_code import in_decorators, rebind, rotary_names, unknown_seam
-from hf_posenc.patching.find.rotary_call import rotary_call
 from hf_posenc.schemes.parts import QueryKeyMap
 
 

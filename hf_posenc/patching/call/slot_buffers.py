@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.patching.find.discovery import own_modules
+from hf_posenc.patching.anatomy.anatomy import own_modules
 
 _BUFFERS = ("position_ids", "token_type_ids")
 #: Sines and cosines `(length, width)`.

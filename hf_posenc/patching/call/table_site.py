@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.patching.anatomy.tables import WEIGHT_NAMES, table_origin, table_weight
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_negative
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import Viewed
-from hf_posenc.patching.find.tables import WEIGHT_NAMES, table_origin, table_weight
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 

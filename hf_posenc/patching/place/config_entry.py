@@ -12,6 +12,10 @@ keys and would run the model with its native positions. Three fields of `config.
   `model_type`, but fails to find a weights file of that name, and quotes the name in its error;
 - `architectures` has a prefix: converters and servers choose their implementation by this field.
 
+A stock class creates its position tables with the lengths in its config, and a patched model keeps the weights of these
+tables. If a patch changes a length in the config, the entry therefore stores the native value, with which the stock
+class is built.
+
 `to_dict` returns the `model_type` of the model in memory, which PEFT and others rely on, and users write its result to
 `config.json` themselves. It therefore contains the sentence as well. A config built from it drops the sentence.
 """
@@ -22,19 +26,35 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
-from hf_posenc.patching.place.config_lengths import NAMES, SOURCE_NAMES, native_lengths, write_lengths
+from hf_posenc.patching.anatomy.parts import SOURCE_LENGTH
 from hf_posenc.version import __version__
 
 ARCHITECTURE_PREFIX = "hf_posenc."
 #: The field of an entry with the position fields of the stock config, by name of the sub-config. They are compared when
 #: the model is loaded, because a field that is changed in the file would have no effect.
 NATIVE_FIELDS = "native_fields"
+#: The field of an entry with the native lengths, `{"max_position_embeddings": 512}`; a dot separates sub-configs.
+NATIVE_LENGTHS = "native_lengths"
+#: Names of config attributes for the maximum sequence length.
+NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "model_max_length",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+    "max_target_positions",
+)
+#: Names for the length of an encoder that reads features.
+SOURCE_NAMES = (SOURCE_LENGTH,)
 #: Fields of a config that describe a position mechanism.
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
 #: Fields with such a name that state a length, or that belong to this package.
@@ -102,6 +122,68 @@ def native_fields(config: Any) -> dict[str, dict[str, Any]]:
     """The position fields in the entry of a config; empty if it does not have them."""
     found = (read_fields(config) or {}).get(NATIVE_FIELDS)
     return found if isinstance(found, dict) else {}
+
+
+def is_length(value: Any) -> bool:
+    """Whether a value is a context length in tokens that a config can state."""
+    return type(value) is int and 0 < value < 2**31
+
+
+def find_lengths(
+    config: PreTrainedConfig, stack_configs: Iterable[Any] = (), names: Iterable[str] = NAMES
+) -> dict[str, int]:
+    """The lengths in a config by name, including those of sub-configs that a stack uses."""
+    used = [id(found) for found in stack_configs]
+    owners = {"": config} | {
+        f"{name}.": value
+        for name, value in config.__dict__.items()
+        if isinstance(value, PreTrainedConfig) and id(value) in used
+    }
+    return {
+        path + name: owner.__dict__[name]
+        for path, owner in owners.items()
+        for name in names
+        if is_length(owner.__dict__.get(name))
+    }
+
+
+def native_lengths(config: Any) -> dict[str, int]:
+    """The lengths in the config before it was patched; empty for a stock config."""
+    return (read_fields(config) or {}).get(NATIVE_LENGTHS, {})
+
+
+def stated_lengths(config: Any) -> dict[str, int]:
+    """The current lengths in the config, under the same names."""
+    return {path: getattr(*_place(config, path)) for path in native_lengths(config)}
+
+
+def remember(config: Any, field: str, values: Mapping[str, Any]) -> None:
+    """Stores native values in a field of the entry of a config."""
+    setattr(config, ATTRIBUTE, {**(read_fields(config) or {}), field: dict(values)})
+
+
+def write_lengths(config: Any, lengths: Mapping[str, int]) -> None:
+    """Writes lengths to a config."""
+    for path, length in lengths.items():
+        setattr(*_place(config, path), length)
+
+
+@contextmanager
+def at_native_lengths(config: Any) -> Iterator[None]:
+    """Context manager in which the config has its native lengths."""
+    stated = stated_lengths(config)
+    write_lengths(config, native_lengths(config))
+    try:
+        yield
+    finally:
+        write_lengths(config, stated)
+
+
+def _place(config: Any, path: str) -> tuple[Any, str]:
+    *outer, name = path.split(".")
+    for attribute in outer:
+        config = getattr(config, attribute)
+    return config, name
 
 
 def carry_entry(config: PreTrainedConfig) -> None:

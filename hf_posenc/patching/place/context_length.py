@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.discovery import model_parts
-from hf_posenc.patching.find.model_parts import VISION
-from hf_posenc.patching.place.config_lengths import is_length
+from hf_posenc.patching.anatomy.anatomy import model_parts
+from hf_posenc.patching.anatomy.parts import VISION
+from hf_posenc.patching.place.config_entry import is_length
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part
 from hf_posenc.patching.place.lengths import lengths_of, set_length
 from hf_posenc.patching.place.model_checks import unwrapped

@@ -24,8 +24,8 @@ from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.paged_requests import PREFIX
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.view import WithOverrides
-from hf_posenc.patching.place.checked_method import CheckedMethod
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.generation import CheckedMethod
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import DistanceBias, SeparableBias
 

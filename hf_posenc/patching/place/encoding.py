@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,12 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Anatomy
+from hf_posenc.patching.anatomy.rotary_functions import reads_axes
+from hf_posenc.patching.anatomy.sites import AddedModule, Stack
+from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
-from hf_posenc.patching.find.discovery import model_parts
-from hf_posenc.patching.find.model_parts import check_part, default_part
-from hf_posenc.patching.find.rotary_spectra import reads_axes
-from hf_posenc.patching.find.sites import AddedModule, Stack
-from hf_posenc.patching.find.tables import table_origin
-from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -27,6 +25,9 @@ from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.reach import Reach, shortest
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.lengths import Lengths
 
 
 class PositionEncoding(AddedModule):
@@ -179,8 +180,7 @@ def build_encoding(
         placed = built[stack.name] = StackEncoding(scheme, stack, device)
         runtime = placed.runtime
         runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
-        runtime.grid = stack.grid
-        runtime.reads_features = stack.series is not None
+        stack.layout.prepare(runtime)
         runtime.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
         runtime.time_major = stack.architecture.time_major
         runtime.channels_first = stack.architecture.channels_first
@@ -276,8 +276,7 @@ def named_part(model: PreTrainedModel, part: str | None) -> str:
     Raises:
         UnknownNameError: if the model has no such part.
     """
-    parts = model_parts(model)
-    return default_part(model, parts) if part is None else check_part(part, parts, model)
+    return Anatomy(model).part(part)
 
 
 def scheme_in_part(encoding: PositionEncoding | None, part: str) -> SchemeConfig | None:

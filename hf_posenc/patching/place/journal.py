@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.tables import OwnedTable
 from hf_posenc.patching.call.placed_forward import (
     PlacedForward,
     forward_on_instance,
@@ -151,6 +152,13 @@ class Journal:
                 )
             for name in one._parameters:
                 self.freeze(one, name)
+
+    def freeze_table(self, table: OwnedTable) -> None:
+        """Freezes a table that a module owns, unless it is no parameter."""
+        if isinstance(table.value, nn.Module):
+            self.freeze_all(table.value)
+        elif table.name in table.module._parameters:
+            self.freeze(table.module, table.name)
 
     def undo(self) -> None:
         """Restores everything in reverse order, except attributes that were set again since.

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.find.layer_context import build_context
-from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.find.tables import table_origin, table_weight
-from hf_posenc.patching.place.config_lengths import (
+from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks
+from hf_posenc.patching.anatomy.layer_context import build_context
+from hf_posenc.patching.anatomy.parts import VISION
+from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.tables import table_origin, table_weight
+from hf_posenc.patching.place.config_entry import (
     NAMES,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
-    Lengths,
     find_lengths,
     is_length,
     native_lengths,
@@ -34,6 +34,35 @@ from hf_posenc.schemes.reach import Reach
 
 #: Lengths of which modules keep a copy.
 _COPIED = ("max_source_positions", "max_target_positions")
+
+
+@dataclass
+class Lengths:
+    """The lengths of a patched model, in tokens.
+
+    Args:
+        native: the length of the stock model, or `None` if neither its config nor a table has one.
+        current: the length in config, generation config and report.
+        reach: the longest sequence that the scheme can encode in this architecture.
+        rows_before: number of table rows before that of the first token, if the length in the config includes them
+            (RoBERTa: 514 rows for 512 tokens).
+        chosen: the length that the user has chosen, or `None`. The current length is shorter if the scheme cannot
+            encode the chosen one.
+        names: the names in the config under which it is stated, as in `find_lengths`.
+    """
+
+    native: int | None
+    current: int | None
+    reach: Reach
+    rows_before: int = 0
+    chosen: int | None = None
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        current = "no stated length" if self.current is None else f"{self.current} tokens"
+        native = "" if self.native in (None, self.current) else f", {self.native} natively"
+        longest = "any length" if self.reach.length is None else f"at most {self.reach.length} tokens"
+        return f"{current}{native}; the scheme supports {longest}"
 
 
 def rows_of_tables(model: PreTrainedModel) -> int | None:
@@ -76,7 +105,7 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
     """
     others: dict[str, list[Stack]] = {}
     for stack in stacks:
-        if stack.part != main and stack.series is not None and _stated(model, [stack]):
+        if stack.part != main and stack.layout.has_own_length and _stated(model, [stack]):
             others.setdefault(stack.part, []).append(stack)
     # Neither images nor another part beside the text have the length of the model.
     own = [stack for stack in stacks if stack.part == main and main != VISION]
@@ -115,13 +144,12 @@ def lengths_of(encoding: PositionEncoding, model: PreTrainedModel, part: str | N
         UnknownNameError: for a part that the model does not have.
         UnsupportedError: if the part is not patched, or has no length in the config.
     """
-    known = model_parts(model)
     assert encoding.lengths is not None
-    main = default_part(model, known)
-    if part is None or check_part(part, known, model) == main:
-        return encoding.lengths, None
     if part in encoding.record.other_lengths:
         return encoding.record.other_lengths[part], part
+    anatomy = None if part is None else Anatomy(model)
+    if anatomy is None or anatomy.part(part) == anatomy.main:
+        return encoding.lengths, None
     patched = {stack.part for stack in encoding.report.stacks} if encoding.report is not None else set()
     reason = "its config states no length for it" if part in patched else "it is not patched"
     raise UnsupportedError(f"The length of the part {part!r} of this {type(model).__name__} cannot be set: {reason}.")
@@ -257,7 +285,7 @@ def _write_attributes(
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:
     if not stacks:
         return {}
-    names = SOURCE_NAMES if all(stack.series is not None for stack in stacks) else NAMES
+    names = SOURCE_NAMES if all(stack.layout.has_own_length for stack in stacks) else NAMES
     configs = [stack.config for stack in stacks]
     return find_lengths(model.config, configs, names) or find_lengths(model.config, configs, NAMES)
 

@@ -14,20 +14,22 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, is_entry, read_entry
-from hf_posenc.patching.find.fingerprint import Sample
-from hf_posenc.patching.place.config_lengths import Lengths
+from hf_posenc.patching.anatomy.fingerprint import Sample
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.stack_record import StackRecord, exchanged
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
 from hf_posenc.schemes.registry import scheme_from_dict
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.lengths import Lengths
 
 
 class SchemeRecord:
@@ -88,7 +90,7 @@ class SchemeRecord:
                 "patched, and patch_model on this one."
             )
         lost = exchanged(model, self.stacks.values())
-        return lost or next(filter(None, (stack.problem() or stack.moved() for stack in self.stacks.values())), "")
+        return lost or next(filter(None, (stack.difference() for stack in self.stacks.values())), "")
 
 
 class OwnConfig:
@@ -181,7 +183,7 @@ def marked_scheme(mark: Any) -> dict[str, Any]:
 def same_scheme(found: Mapping[str, Any], config: SchemeConfig) -> bool:
     """Whether a scheme dictionary describes a config; options that it lacks have their defaults."""
     try:
-        return scheme_from_dict(dict(found)) == config
+        return found == config.to_dict() or scheme_from_dict(dict(found)) == config
     except (ValueError, TypeError, KeyError):
         return False
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.layer_context import build_context, execution_device, with_layout
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.context_parallel import needs_all_tokens
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.layer_context import build_context, execution_device, with_layout
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.grids import other_axes
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
@@ -30,11 +28,6 @@ from hf_posenc.schemes.parts import (
 )
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
-#: What to do about schemes that number patches row by row, for messages.
-TWO_DIMENSIONAL = (
-    "For rows and columns use 'rope_nd', 'swin', axes=2 (sinusoidal, alibi, t5), or grid=(rows, columns) (learned); "
-    "for videos axes=3 or a grid of three sizes."
-)
 _KINDS: dict[str, tuple[type, ...]] = {
     "additive": (AdditiveEncoding,),
     "query_key_map": (QueryKeyMap,),
@@ -63,8 +56,7 @@ class StackEncoding(nn.Module):
     ) -> None:
         super().__init__()
         self._device = device
-        #: Whether the tokens of the stack are patches of images.
-        self.on_grid = stack.grid is not None
+        self.layout = stack.layout
         self.runtime = StackRuntime(config)
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
@@ -85,8 +77,7 @@ class StackEncoding(nn.Module):
             parts = self._parts(layer_config, context, attention.path)
             _refuse_unsuited(attention.module, parts)
             _refuse_in_layers(stack, parts)
-            if stack.grid is not None and stack.grid.native is not None:
-                _refuse_other_axes(len(stack.grid.native), layer_config, parts)
+            stack.layout.check_parts(layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(
                 LayerEncoding(
@@ -111,10 +102,6 @@ class StackEncoding(nn.Module):
             yield self.additive
         for layer in self.layers:
             yield from (part for part in (layer.query_key_map, layer.logit_bias, layer.logit_scale) if part is not None)
-
-    def in_raster_order(self) -> list[str]:
-        """What the parts in use do that read the order of patches, in a stack whose input is pixels."""
-        return order_readers(self.acting_parts()) if self.on_grid else []
 
     def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
         """The parts at one layer: those of an earlier layer, unless the scheme has separate parts in every layer.
@@ -170,25 +157,13 @@ class StackEncoding(nn.Module):
     def adopt(self, stack: Stack) -> list[str]:
         """Copies native weights into parts that can use them; returns what was adopted."""
         adopted = []
-        if self.additive is not None and stack.tables:
-            table = stack.tables[0]
-            weight = table_weight(table.module)
-            offset = max(getattr(part, "offset", 0) for part in self.additive.modules())
-            skip = max(table_origin(table.module) - offset, 0)
-            if weight is not None and weight.device.type != "meta" and self.additive.adopt(weight[skip:]):
-                adopted.append(f"additive: {table.path}")
-        if self.additive is not None and stack.grid is not None and stack.grid.tables:
-            native_table = stack.grid.tables[0]
-            others = native_table.prefix_rows + stack.grid.suffix_tokens
-            weight = native_table.in_order_of_tokens(others) if self.additive.reads_coordinates else native_table.weight
-            if weight.device.type != "meta" and self.additive.adopt(weight):
-                adopted.append(f"additive: {native_table.full_name}")
-        if self.additive is not None and stack.series is not None and stack.series.parameters and not stack.tables:
-            parameter = stack.series.parameters[0]
-            if parameter.weight.device.type != "meta" and self.additive.adopt(parameter.weight):
-                adopted.append(f"additive: {parameter.full_name}")
+        vectors = None if self.additive is None else stack.layout.native_vectors(stack, self.additive)
+        if self.additive is not None and vectors is not None:
+            table, path = vectors
+            if table.device.type != "meta" and self.additive.adopt(table):
+                adopted.append(f"additive: {path}")
         for attention, layer in zip(stack.attentions, self.layers, strict=True):
-            native = stack.native_bias_table(attention)
+            native = stack.layout.native_bias(stack, attention)
             if layer.logit_bias is None or native is None or native.device.type == "meta":
                 continue
             if layer.logit_bias.adopt(native):
@@ -251,13 +226,6 @@ def _refuse_in_layers(stack: Stack, parts: SchemeParts) -> None:
         )
 
 
-def _refuse_other_axes(number: int, config: SchemeConfig, parts: SchemeParts) -> None:
-    for part in (module for one in parts for module in one.modules()):
-        axes = getattr(part, "axes", None)
-        if getattr(part, "reads_coordinates", False) and axes not in (None, 1, number):
-            raise UnsupportedError(other_axes(number, config.name, axes))
-
-
 def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
     """Refuses parts that would be applied incorrectly in one attention module."""
     if parts.query_key_map is not None and parts.query_key_map.mapped_again and hasattr(module, "kv_lora_rank"):
@@ -280,23 +248,3 @@ def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
             "a bias is added, but this scheme corrects logits with a bias. Use a RoPE scaling or position_scale "
             "instead."
         )
-
-
-def order_readers(parts: Iterable[nn.Module]) -> list[str]:
-    """What those parts of a scheme do that read positions but no coordinates, for messages that name the scheme."""
-    return sorted({_effect(part) for part in parts if reads_order_only(part)})
-
-
-def _effect(part: nn.Module) -> str:
-    if isinstance(part, AdditiveEncoding):
-        return "the added vectors"
-    if isinstance(part, QueryKeyMap):
-        return "the rotation"
-    return "the logit scale" if isinstance(part, LogitScale) else "the bias"
-
-
-def reads_order_only(part: nn.Module) -> bool:
-    """Whether a part reads positions but no part of it reads coordinates."""
-    if not getattr(part, "reads_positions", True):
-        return False
-    return not any(getattr(module, "reads_coordinates", False) for module in part.modules())

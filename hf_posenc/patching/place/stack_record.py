@@ -17,18 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
+from hf_posenc.patching.anatomy.forward_code import leads_to, registered_function
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.additive_site import AddToHiddenStates
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
-from hf_posenc.patching.find.architectures import architecture_of
-from hf_posenc.patching.find.discovery import grid_table_owners, natural_order, self_attentions, tables
-from hf_posenc.patching.find.forward_code import leads_to
-from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.call.table_site import TableSite
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 from hf_posenc.patching.place.journal import Journal, remove_hook
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -123,16 +122,23 @@ class StackRecord:
             "call the attention module. To skip a layer, remove it from its list."
         )
 
+    def difference(self) -> str:
+        """Describes how the stack differs from what was placed; empty if it does not. Saved models are asked this."""
+        return ("" if self._is_unchanged() else self.problem()) or self.moved()
+
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
-        attentions = list(self_attentions(self.stack))
-        found_tables = list(tables(self.stack, architecture_of(self.stack.config)))
-        owners = list(grid_table_owners(self.stack))
+        modules = modules_by_stack(self.stack)[0]
+        attentions, sites = modules.self_attentions, [*modules.kind.tables_in(modules)]
         self.adopt_copies()
-        placed_in = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
-        bare = [(path, module) for path, module in (*attentions, *owners) if not _has_forward(module)]
+        forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
-        bare += [(path, one) for path, one in found_tables if placed_in.isdisjoint(map(id, one.modules()))]
+        tables = {id(change.target) for change in forwards if isinstance(change.value[0], TableSite)}
+        bare = [
+            (path, module)
+            for path, module in (*attentions, *sites)
+            if not _has_forward(module) and tables.isdisjoint(map(id, module.modules()))
+        ]
         if bare:
             path, module = bare[0]
             more = f", and {len(bare) - 1} more" if len(bare) > 1 else ""
@@ -152,7 +158,7 @@ class StackRecord:
                 "one with the same scheme, which keeps the trained parameters of the other layers."
             )
         inside = {id(module) for module in self.stack.modules()}
-        placed = [change for change in self.journal.changes if change.kind == "forward" and id(change.target) in inside]
+        placed = [change for change in forwards if id(change.target) in inside]
         for change in placed:
             module, ours = change.target, change.value[0]
             if not leads_to(module.__dict__.get("forward"), ours, module):
@@ -193,7 +199,7 @@ class StackRecord:
             )
         self._found = [module for _, module in attentions]
         self.places = [path for path, _ in attentions]
-        self._remember({id(module) for _, module in (*attentions, *found_tables, *owners)}, placed)
+        self._remember([path for path, _ in (*attentions, *sites)], placed)
         return ""
 
     def _replaced(self, known: set[int]) -> str:
@@ -221,7 +227,7 @@ class StackRecord:
         """
         known = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
         for module in self.stack.modules():
-            forward = forward_on_instance(module)
+            forward = forward_on_instance(module) if "forward" in module.__dict__ else None
             if isinstance(forward, PlacedForward) and id(module) not in known and self._is_ours(forward):
                 self.journal.adopt_forward(module, forward)
             for hook in [*module._forward_pre_hooks.values()]:
@@ -328,13 +334,13 @@ class StackRecord:
                 return False
         return len(own) == self._number_of_fields and ALL_ATTENTION_FUNCTIONS.get(own.get(_BACKEND)) is self._called
 
-    def _remember(self, sited: set[int], placed: list[Any]) -> None:
-        above = {id(module): module for module in _above(self.stack, sited)}
-        seen = ({id(change.target): change.target for change in placed} | above).values()
+    def _remember(self, sites: list[str], placed: list[Any]) -> None:
+        above = _above(self.stack, sites)
+        seen = {id(module): module for module in (*(change.target for change in placed), *above)}.values()
         self._forwards = [
             (one, one.__dict__, one.__dict__.get("forward"), type(one), type(one).forward) for one in seen
         ]
-        self._children = [(module._modules, [*module._modules.values()]) for module in above.values()]
+        self._children = [(module._modules, [*module._modules.values()]) for module in above]
         own = self.stack.config.__dict__
         self._settings = {name: copy.deepcopy(own[name]) for name in (*self.fields, _BACKEND) if name in own}
         self._number_of_fields = len(own)
@@ -436,12 +442,6 @@ def answer_of(number: int, question: str, *about: int) -> Any:
     return getattr(_records[number], question)(*about)
 
 
-def registered_function(config: PreTrainedConfig) -> Any:
-    """The attention function of a model if other code than transformers has registered it, else `None`."""
-    found = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
-    return None if getattr(found, "__module__", "transformers").startswith("transformers") else found
-
-
 @torch.no_grad()
 def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> bool:
     """Whether an attention function tells the same keys in two orders apart, for a query that sees them all."""
@@ -459,18 +459,15 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
     return not torch.allclose(one[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
 
 
-def _above(module: nn.Module, sited: set[int]) -> Iterator[nn.Module]:
-    """The modules that contain one of `sited`, `module` included."""
-    contains = False
-    for child in module.children():
-        if id(child) in sited:
-            contains = True
-            continue
-        for found in _above(child, sited):
-            contains = True
-            yield found
-    if contains:
-        yield module
+def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    """A stack, and the modules on the way from it to those at some paths."""
+    found = {id(stack): stack}
+    for path in paths:
+        module: Any = stack
+        for name in path.split(".")[:-1]:
+            module = module._modules[name]
+            found[id(module)] = module
+    return list(found.values())
 
 
 def _is_attention_site(module: nn.Module) -> bool:

@@ -6,26 +6,22 @@ After an error or an interrupt, the model has either the complete old encoding o
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Anatomy
+from hf_posenc.patching.anatomy.fingerprint import samples
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.cache_scheme import refuse_in_stock
 from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
-from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.find.fingerprint import samples
-from hf_posenc.patching.find.layer_context import execution_device
-from hf_posenc.patching.find.model_parts import default_part
-from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry
-from hf_posenc.patching.place.config_lengths import remember
+from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry, remember
 from hf_posenc.patching.place.continuous_batching import (
     CheckedContinuousBatching,
     drop_kept_pages,
@@ -43,11 +39,12 @@ from hf_posenc.patching.place.encoding import (
 from hf_posenc.patching.place.generation import CheckedGenerate
 from hf_posenc.patching.place.head_shards import split_heads
 from hf_posenc.patching.place.install import install_stack
+from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.lengths import initialize_lengths
 from hf_posenc.patching.place.model_checks import refuse_late_parameters, unwrapped
 from hf_posenc.patching.place.part_parameters import PartParameters
 from hf_posenc.patching.place.record import OwnConfig
-from hf_posenc.patching.place.report import PatchReport
+from hf_posenc.patching.place.report import PatchReport, StackReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.stack_record import StacksInside
@@ -73,31 +70,30 @@ class Transaction:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: PreTrainedModel = unwrapped(model)
-        self._found: dict[Any, list[Any]] = {}
+        self._anatomies: dict[int, Anatomy] = {}
 
     @property
     def encoding(self) -> PositionEncoding | None:
         """The encoding in force, or `None` for a stock model."""
         return current_encoding(self.model)
 
-    def parts(self) -> list[str]:
-        """The names of the parts of the model, found once."""
-        if "parts" not in self._found:
-            self._found["parts"] = model_parts(self.model)
-        return self._found["parts"]
-
-    def stacks(self, parts: Collection[str] | None = None) -> list[Stack]:
-        """The stacks of parts of the model, as `find_stacks` finds them, once for each encoding in force."""
-        wanted = [default_part(self.model, self.parts())] if parts is None else parts
-        key = (id(self.encoding), *wanted)
-        if key not in self._found:
-            self._found[key] = find_stacks(self.model, wanted)
-        return [*self._found[key]]
-
     @property
-    def device(self) -> torch.device:
-        """The device of the model, or of its first module if it is spread over several."""
-        return execution_device(self.model)
+    def anatomy(self) -> Anatomy:
+        """What the model has, found once for each encoding in force, which may hide native mechanisms."""
+        key = id(self.encoding)
+        if key not in self._anatomies:
+            self._anatomies[key] = Anatomy(self.model)
+        return self._anatomies[key]
+
+    def verified_stacks(self, part: str) -> list[Stack]:
+        """The stacks of a part, of which short runs have shown that discovery was right. Patched ones are not run.
+
+        Raises:
+            UnsupportedError: if discovery was wrong.
+        """
+        if self.encoding is None:
+            self.anatomy.verify(part, self)
+        return self.anatomy.stacks([part])
 
     @ordinary_context()
     def plan(
@@ -114,7 +110,8 @@ class Transaction:
             kept: parts of the encoding in force that are used again, by name of the stack. Where layers were moved or
                 exchanged since, new parts take over the parameters of the layers that are still there.
         """
-        stacks = self.stacks(parts_named(config)) if stacks is None else stacks
+        anatomy = self.anatomy
+        stacks = anatomy.stacks(parts_named(config)) if stacks is None else stacks
         found = {stack.name: stack for stack in stacks}
         before = {name: self.encoding.record.stacks[name] for name in kept or {}} if self.encoding is not None else {}
         moved = {name: placed for name, placed in before.items() if name in found and not placed.holds(found[name])}
@@ -122,7 +119,7 @@ class Transaction:
         encoding = build_encoding(config, stacks, kept=kept)
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         reference = next(parameters, None)
-        encoding.to(device=self.device, dtype=None if reference is None else reference.dtype)
+        encoding.to(device=anatomy.device, dtype=None if reference is None else reference.dtype)
         for stack in stacks:
             encoding.stacks[stack.name].follow_layers(stack)
         for name, placed in moved.items():
@@ -131,7 +128,7 @@ class Transaction:
 
     def plan_alone(self, config: SchemeConfig, stacks: list[Stack]) -> PositionEncoding:
         """Builds the parts of a scheme of some stacks; other parts of the model have none."""
-        whole = config if len(self.parts()) == 1 else of_parts({stack.part: config for stack in stacks})
+        whole = config if len(self.anatomy.parts) == 1 else of_parts({stack.part: config for stack in stacks})
         return self.plan(whole, stacks)
 
     def install(self, encoding: PositionEncoding) -> None:
@@ -198,6 +195,42 @@ class Transaction:
                 raise
 
     @contextmanager
+    def with_scheme(self, config: SchemeConfig, stacks: list[Stack]) -> Iterator[PositionEncoding]:
+        """Context manager in which some stacks of a stock model compute a scheme, and nothing else is changed.
+
+        Raises:
+            UnsupportedError: if the scheme cannot be placed.
+        """
+        self.refuse_running()
+        encoding = self.plan_alone(config, stacks)
+        self._refuse_foreign_forwards(encoding)
+        try:
+            self._place_forwards(encoding, stacks)
+            yield encoding
+        finally:
+            # Inlined, because an interrupt may arrive between the call of a function and its first line.
+            try:
+                _remove_encoding(encoding)
+            except BaseException:
+                _remove_encoding(encoding)
+                raise
+
+    @contextmanager
+    def with_forwards(self, forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+        """Context manager in which some modules have other forwards."""
+        journal = Journal()
+        try:
+            for module, forward in forwards:
+                journal.set_forward(module, forward)
+            yield
+        finally:
+            try:
+                journal.undo()
+            except BaseException:
+                journal.undo()
+                raise
+
+    @contextmanager
     def suspended(self) -> Iterator[PreTrainedModel]:
         """Context manager that yields the stock model. On exit, the scheme is restored.
 
@@ -225,7 +258,7 @@ class Transaction:
 
     def _holds(self, encoding: PositionEncoding) -> bool:
         """Whether the layers in which an encoding was placed are still those of the model."""
-        stacks = self.stacks(parts_named(encoding.config))
+        stacks = self.anatomy.stacks(parts_named(encoding.config))
         return all(encoding.record.stacks[stack.name].holds(stack) for stack in stacks)
 
     def change(self) -> str:
@@ -241,14 +274,9 @@ class Transaction:
 
     def _refuse_foreign_forwards(self, encoding: PositionEncoding | None) -> None:
         """Refuses a model in which another library has replaced a forward that an encoding has to replace."""
-        for stack in [] if encoding is None else self.stacks(parts_named(encoding.config)):
-            sites: list[Any] = [*stack.attentions, *stack.rotaries, *stack.tables]
-            if stack.grid is not None:
-                sites.extend(stack.grid.sites())
-            if stack.series is not None:
-                sites.extend([*stack.series.vectors, *stack.series.parameters])
-            for found in sites:
-                refuse_foreign_forward(found.module, f"{stack.path}.{found.path}".lstrip("."))
+        for stack in [] if encoding is None else self.anatomy.stacks(parts_named(encoding.config)):
+            for site in (*stack.attentions, *stack.rotaries, *stack.layout.vector_sites(stack)):
+                refuse_foreign_forward(site.module, f"{stack.path}.{site.path}".lstrip("."))
 
     @ordinary_context()
     def _replace_encoding(self, encoding: PositionEncoding | None) -> None:
@@ -266,29 +294,19 @@ class Transaction:
 
         The model is marked as patched before the first change takes effect.
         """
-        model, record, journal = self.model, encoding.record, encoding.record.journal
-        stacks = self.stacks(parts_named(encoding.config))
-        base = model.base_model
-        encoding.__dict__["holder"] = base
-        base.add_module(ATTRIBUTE, encoding)
+        model, record, journal, anatomy = self.model, encoding.record, encoding.record.journal, self.anatomy
+        stacks, base = anatomy.stacks(parts_named(encoding.config)), model.base_model
+        _mark_as_patched(base, encoding)
         if record.own is None or not record.own.belongs_to(model):
             record.own = OwnConfig(model)
         record.own.place()
         attach_entry(record.own.config, encoding.config.to_dict())
         if base is not model:
             journal.set(model, ATTRIBUTE, encoding)
-        reports = []
-        for stack in stacks:
-            placed = encoding.stacks[stack.name]
-            if placed.adopted is None:
-                placed.adopted = placed.adopt(stack)
-            placed.runtime.recomputation.removed = False
-            report = install_stack(stack, placed, record)
-            report.adopted = placed.adopted
-            reports.append(report)
+        reports = self._place_forwards(encoding, stacks)
         if any(stack.module is not model for stack in stacks):
             journal.add_forward_pre_hook(model, StacksInside(model, [stack.module for stack in stacks]))
-        untouched = [part for part in self.parts() if part not in {stack.part for stack in stacks}]
+        untouched = [part for part in anatomy.parts if part not in {stack.part for stack in stacks}]
         config, kind = encoding.config, type(model).__name__
         name = scheme_label(config) if isinstance(config, PartsConfig) else config.name
         encoding.report = PatchReport(name, kind, parameter_count(encoding), reports, untouched)
@@ -297,11 +315,11 @@ class Transaction:
             for stack in stacks
             if next(encoding.stacks[stack.name].parameters(), None) is not None
         }
-        PartParameters.place(base, with_parameters, journal)
+        if with_parameters:
+            PartParameters.place(base, with_parameters, journal)
         for one in record.stacks.values():
             one.note_trainable()
-        split_heads(encoding, model)
-        initialize_lengths(encoding, model, stacks, default_part(model, self.parts()))
+        initialize_lengths(encoding, model, stacks, anatomy.main)
         fields = {path: one.fields for path, one in record.stacks_by_path().items()}
         remember(record.own.config, NATIVE_FIELDS, fields)
         record.own.fields = copy.deepcopy(read_fields(record.own.config))
@@ -314,6 +332,27 @@ class Transaction:
             CheckedGenerate.place(encoding, model)
         CheckedContinuousBatching.place(encoding, model)
         encoding.train(model.training)
+
+    def _place_forwards(self, encoding: PositionEncoding, stacks: list[Stack]) -> list[StackReport]:
+        """Makes stacks of a stock model compute an encoding. Returns what was replaced and placed."""
+        _mark_as_patched(self.model.base_model, encoding)
+        reports = []
+        for stack in stacks:
+            placed = encoding.stacks[stack.name]
+            if placed.adopted is None:
+                placed.adopted = placed.adopt(stack)
+            placed.runtime.recomputation.removed = False
+            report = install_stack(stack, placed, encoding.record)
+            report.adopted = placed.adopted
+            reports.append(report)
+        split_heads(encoding, self.model)
+        return reports
+
+
+def _mark_as_patched(base: nn.Module, encoding: PositionEncoding) -> None:
+    """Adds an encoding to the base model, by which it is found and removed after an interrupt."""
+    encoding.__dict__["holder"] = base
+    base.add_module(ATTRIBUTE, encoding)
 
 
 def _refuse_caches_of(removed: list[PositionEncoding]) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.patching.anatomy.anatomy import find_stacks, model_parts
+from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias

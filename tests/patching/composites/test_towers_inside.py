@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_posenc import patch_model, unpatch_model
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
 from tests.architectures.part_calling import PartCaller
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model

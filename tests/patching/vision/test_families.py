@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.layouts import Grid
 from hf_posenc.patching.place import model_checks
 from tests.patching.vision.families import FAMILIES, noise, output, packed
 
@@ -144,8 +145,8 @@ def swap_first_two(projection: nn.Module, args: Any, patches: Tensor) -> Tensor:
 
 
 def projection_of(model: PreTrainedModel) -> nn.Module | None:
-    grid = find_stacks(model)[0].grid
-    assert grid is not None
+    grid = find_stacks(model)[0].layout
+    assert isinstance(grid, Grid)
     found: nn.Module | None = grid.projection
     return found
 

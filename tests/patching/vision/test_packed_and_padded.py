@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc import NoneConfig, patch_model
-from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.observe.short_runs import embedded, run_briefly
+from hf_posenc.patching.anatomy.anatomy import Anatomy
+from hf_posenc.patching.anatomy.short_runs import embedded, run_briefly
 from hf_posenc.patching.place.transaction import Transaction
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
@@ -98,15 +98,16 @@ def test_images_packed_in_a_row_are_read_as_alone(scheme: str, merges: bool) -> 
 def test_none_leaves_no_table_behind(pair: str) -> None:
     """Patches of an image in one colour are equal, away from its edges, which convolutions see."""
     model = tiny_model(pair_named(pair))
-    transaction, stacks = Transaction(model), find_stacks(model, ["vision"])
+    anatomy = Anatomy(model)
+    stacks = anatomy.stacks(["vision"])
 
     def spread() -> float:
         with embedded(stacks[0]) as seen:
-            run_briefly(transaction, stacks, 3, constant=True)
+            run_briefly(anatomy, stacks, 3, constant=True)
         side = int(seen[0].shape[1] ** 0.5)
         inner = seen[0][0].unflatten(0, (side, side))[1:-1, 1:-1].flatten(0, 1)
         return float((inner - inner[0]).abs().max())
 
     assert spread() > 0.1
-    with transaction.installed(transaction.plan_alone(NoneConfig(), stacks)):
+    with Transaction(model).with_scheme(NoneConfig(), stacks):
         assert spread() < 1e-4

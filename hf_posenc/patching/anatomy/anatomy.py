@@ -1,0 +1,240 @@
+"""What a model has: its parts and their stacks. Found in one walk over its modules, and passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
+from hf_posenc.patching.anatomy.discovery import attentions_of, read_stack, reason_to_skip
+from hf_posenc.patching.anatomy.kinds import TemporaryChanges, layout_of
+from hf_posenc.patching.anatomy.layer_context import execution_device
+from hf_posenc.patching.anatomy.parts import check_part, default_part, name_parts
+from hf_posenc.patching.anatomy.sites import AddedModule, Stack
+from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.layouts.layout import Layout
+
+
+@dataclass
+class StackModules:
+    """A `PreTrainedModel`, and the modules that belong to it and to no other one inside it.
+
+    Args:
+        path: path below the model; empty for the model itself.
+        module: the `PreTrainedModel`.
+        members: path and module of what belongs to it, in the order of definition. One that is used at several places
+            stands at each.
+        part: the part of the model that it belongs to.
+        name: its name among the stacks of the model.
+    """
+
+    path: str
+    module: Any
+    members: list[tuple[str, nn.Module]] = field(default_factory=list)
+    part: str = ""
+    name: str = ""
+
+    @cached_property
+    def kind(self) -> type[Layout]:
+        """The kind of its tokens."""
+        return layout_of(self.module)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The declaration of its architecture."""
+        return architecture_of(self.module.config)
+
+    def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
+        """Some of what belongs to it, in the order in which layers are counted."""
+        if self.kind.in_definition_order:
+            return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
+        chosen = [(path, module) for path, module in self.members if wanted(path, module)]
+        return sorted(chosen, key=lambda item: natural_order(item[0]))
+
+    def in_definition_order(self) -> list[tuple[str, nn.Module]]:
+        """The stack itself, then what belongs to it, each module once."""
+        first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
+        for path, module in self.members:
+            first.setdefault(id(module), (path, module))
+        return list(first.values())
+
+    @cached_property
+    def attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of everything that computes attention."""
+        return attentions_of(self)
+
+    @cached_property
+    def self_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every self-attention layer that a scheme acts in."""
+        return [(path, module) for path, module in self.attentions if reason_to_skip(path, module, self) is None]
+
+
+def modules_by_stack(model: nn.Module) -> list[StackModules]:
+    """Every `PreTrainedModel` in a model with the modules that belong to it, in one walk."""
+    stacks: dict[int, StackModules] = {}
+    pending: list[tuple[str, str, Any, Any]] = [("", "", model, None)]
+    while pending:
+        path, below, module, owner = pending.pop()
+        if isinstance(module, AddedModule) or id(module) in stacks:
+            continue
+        if isinstance(module, PreTrainedModel) and (owner is None or not _belongs_to(module, owner)):
+            owner, below = StackModules(path, module), ""
+            stacks[id(module)] = owner
+        elif owner is not None:
+            owner.members.append((below, module))
+        for name, child in reversed([*module.named_children()]):
+            pending.append((f"{path}.{name}" if path else name, f"{below}.{name}" if below else name, child, owner))
+    return list(stacks.values())
+
+
+def own_modules(stack: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Path and module of everything that belongs to a stack and to no other one inside it."""
+    return modules_by_stack(stack)[0].members
+
+
+def _belongs_to(child: PreTrainedModel, owner: StackModules) -> bool:
+    return type(child.config) is type(owner.module.config) and owner.kind.includes(child, owner.module)
+
+
+class Anatomy:
+    """The parts and the stacks of a model as it is now.
+
+    Args:
+        model: the model.
+
+    Raises:
+        UnsupportedError: if it has no attention layers, or its architecture is not supported.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        _refuse_declared(model)
+        walked = modules_by_stack(model)
+        name_parts(model, walked)
+        self._owners = [owner for owner in walked if owner.self_attentions]
+        if not self._owners:
+            kinds = sorted({type(module).__name__ for module in model.modules()})
+            raise UnsupportedError(
+                f"{type(model).__name__} has no softmax self-attention (module classes: {', '.join(kinds[:12])}), so a "
+                "position encoding cannot be placed in it. If one of them is an attention class, add it to "
+                "`attention_classes` with hf_posenc.register_architecture."
+            )
+        for owner, name in zip(self._owners, _names(self._owners, model), strict=True):
+            owner.name = name
+        self._read: dict[str, Stack] = {}
+        self._verified: set[str] = set()
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """The names of its parts that have self-attention."""
+        return list(dict.fromkeys(owner.part for owner in self._owners))
+
+    @cached_property
+    def main(self) -> str:
+        """The part that is patched if none is named."""
+        return default_part(self.model, self.parts)
+
+    def part(self, name: str | None) -> str:
+        """The name of a part; `None` stands for the one that is patched by default.
+
+        Raises:
+            UnknownNameError: if the model has no such part.
+        """
+        return self.main if name is None else check_part(name, self.parts, self.model)
+
+    def stacks(self, parts: Collection[str] | None = None) -> list[Stack]:
+        """The stacks of some parts, with their attention layers, tables and rotary modules. Each is read once.
+
+        Args:
+            parts: names of parts; by default the one that is patched if none is named.
+
+        Raises:
+            UnsupportedError: if the architecture of a stack is not supported.
+            UnknownNameError: for a part that the model does not have.
+        """
+        wanted = [self.main] if parts is None else [check_part(name, self.parts, self.model) for name in parts]
+        owners = [owner for owner in self._owners if owner.part in wanted]
+        for owner in owners:
+            if owner.path not in self._read:
+                _refuse_declared(owner.module)
+                self._read[owner.path] = read_stack(owner)
+        return [self._read[owner.path] for owner in owners]
+
+    def verify(self, part: str, changes: TemporaryChanges) -> None:
+        """Checks by short runs that discovery was right about a part, once. A model on the meta device is not checked.
+
+        Args:
+            part: the name of the part.
+            changes: changes the model for a run.
+
+        Raises:
+            UnsupportedError: if a stack is causal and was taken for another, or the other way round, or if positions
+                act in it although every mechanism that was found is disabled.
+        """
+        if part in self._verified or not self.is_runnable:
+            return
+        stacks = self.stacks([part])
+        refuse_misread_causality(self, stacks)
+        refuse_hidden_positions(self, stacks, changes)
+        self._verified.add(part)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model, or of its first module if it is spread over several."""
+        return execution_device(self.model)
+
+    @cached_property
+    def is_runnable(self) -> bool:
+        """Whether the model can be run: it is not on the meta device, or accelerate loads its weights."""
+        hooked = any("_hf_hook" in module.__dict__ for module in self.model.modules())
+        return hooked or not any(parameter.device.type == "meta" for parameter in self.model.parameters())
+
+
+def find_stacks(model: PreTrainedModel, parts: Collection[str] | None = None) -> list[Stack]:
+    """`Anatomy.stacks` of a model."""
+    return Anatomy(model).stacks(parts)
+
+
+def model_parts(model: PreTrainedModel) -> list[str]:
+    """`Anatomy.parts` of a model."""
+    return Anatomy(model).parts
+
+
+def _refuse_declared(model: PreTrainedModel) -> None:
+    refusal = architecture_of(model.config).refusal(model.config)
+    if refusal:
+        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
+
+
+def _names(owners: list[StackModules], model: PreTrainedModel) -> list[str]:
+    """The names of the stacks of a model, by their paths below the base model.
+
+    Classes with another head, or with one stack less, have the same names, because they load the same checkpoints.
+    """
+    base = "" if model.base_model is model else model.base_model_prefix
+    names = [_name(owner.path, base) for owner in owners]
+    short = ["decoder" if "decoder" in name else "encoder" if "encoder" in name else name for name in names]
+    return names if len(set(short)) < len(short) else short
+
+
+def _name(path: str, base: str) -> str:
+    if path == base:
+        return "model"
+    return path.removeprefix(f"{base}.").replace(".", "_") or "head"
+
+
+def natural_order(path: str) -> list[tuple[int, Any]]:
+    """A sort key that puts "layers.10" after "layers.9"."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]

@@ -1,0 +1,128 @@
+"""The class of declarations, and their registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.extensions import import_named_modules
+from hf_posenc.schemes.config import SchemeConfig
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
+    from hf_posenc.patching.place.journal import Journal
+
+#: Disables a native mechanism of one stack. All changes are made through the journal, which can undo them.
+Silencer = Callable[["Stack", "Journal"], None]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The special properties of one `config.model_type`.
+
+    Args:
+        unsupported: why no scheme can be placed, or `None`. May be a function of the config.
+        attention_classes: class names of its self-attention modules, if they cannot be recognised.
+        left_alone: path of attention below the stack that keeps its native positions, as a regular expression, and why.
+        tables: paths of its position tables below the stack, if they cannot be recognised by name.
+        causal: whether its attention is causal, if neither its modules nor its config show it. May be a function of the
+            config.
+        table_is_rotary: whether its position table holds rotary phases, and is therefore not an additive table.
+        rotary_method: attention method that rotates `(phases, query, key)`, instead of a global function.
+        pairing: which dimensions `rotary_method` pairs, "half" or "interleaved".
+        mechanism: name of the mechanism that `bias_arguments` and `silence` disable, for the report.
+        head_shape: `(attention module, config) -> (num_heads, head_dim)`, if attribute names do not show it.
+        key_value_heads: `(attention module) -> num_key_value_heads` of the keys it multiplies with queries, if
+            attribute names do not show it.
+        time_major: whether hidden states are `(time, batch, hidden)`.
+        channels_first: whether its attention layers receive `(batch, hidden, time)`.
+        bias_arguments: arguments of its attention forward that carry a native bias; they are replaced by zeros.
+        keeps_bias: whether what its attention passes as `position_bias` to an attention function stays, because the
+            mechanism that a scheme replaces is not in it.
+        silence: disables native mechanisms that the fields above do not cover.
+        native: the scheme that is equivalent to those mechanisms, `(stack) -> config`; `None` if discovery finds it.
+        fixed_tables: tables that `native` describes. Row p must hold the sines and cosines of p (base 10000, sines
+            first).
+        bias_table: the native table of relative biases that a layer uses, in the shape that the part of the native
+            scheme adopts: `(buckets, heads)` for T5; or `None`.
+        logit_terms: `(attention module) -> number` of products for which the factor of its logits is made, such as 3
+            for `1 / sqrt(3 head_dim)`; `None` for 1.
+        operand_factors: `(attention module) -> (factor of queries, factor of keys)` with which the module multiplies
+            them before it calls the attention function; `None` if it does not, or only with its own `scaling`.
+        kept: native position-dependent behaviour that remains active under every scheme, for the report.
+        suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
+            function of the config.
+        additive_only: why a scheme can have no part in its attention layers; `None` if it can.
+        example_inputs: `(stack or model, tokens) -> arguments` of its forward for a short run, if tokens, an image or
+            features of the usual shape are not enough. Text has that number of tokens; images and sound have their own.
+    """
+
+    unsupported: str | Callable[[Any], str | None] | None = None
+    attention_classes: tuple[str, ...] = ()
+    left_alone: tuple[str, str] | None = None
+    tables: tuple[str, ...] = ()
+    causal: bool | Callable[[Any], bool] | None = None
+    table_is_rotary: bool = False
+    rotary_method: str | None = None
+    pairing: str | None = None
+    mechanism: str | None = None
+    head_shape: Callable[[nn.Module, Any], tuple[int, int]] | None = None
+    key_value_heads: Callable[[nn.Module], int] | None = None
+    time_major: bool = False
+    channels_first: bool = False
+    bias_arguments: tuple[str, ...] = ()
+    keeps_bias: bool = False
+    silence: Silencer | None = None
+    native: Callable[[Stack], SchemeConfig | None] | None = None
+    fixed_tables: Callable[[Stack], list[FixedTable]] | None = None
+    bias_table: Callable[[Stack, AttentionLayer], Tensor | None] | None = None
+    logit_terms: Callable[[nn.Module], int] | None = None
+    operand_factors: Callable[[Any], tuple[float, float]] | None = None
+    kept: tuple[str, ...] = field(default_factory=tuple)
+    suffix_tokens: int | Callable[[Any], int] = 0
+    additive_only: str | None = None
+    example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
+
+    def refusal(self, config: Any) -> str | None:
+        """Why this config is refused, or `None`."""
+        return self.unsupported(config) if callable(self.unsupported) else self.unsupported
+
+
+def refused_if(applies: Callable[[Any], bool], reason: str) -> Callable[[Any], str | None]:
+    """The `unsupported` of an architecture that some configs make unsuited."""
+    return lambda config: reason if applies(config) else None
+
+
+def undescribed(reason: str) -> Callable[[Stack], SchemeConfig | None]:
+    """The `native` of a mechanism that no scheme describes."""
+
+    def native(stack: Stack) -> SchemeConfig | None:
+        raise UnsupportedError(reason)
+
+    return native
+
+
+_ARCHITECTURES: dict[str, Architecture] = {}
+_ORDINARY = Architecture()
+
+
+def register_architecture(*model_types: str, architecture: Architecture) -> None:
+    """Declares the special properties of one or more architectures, replacing any earlier declaration.
+
+    Raises:
+        ValueError: if no model type is given.
+    """
+    if not model_types or not all(isinstance(name, str) and name for name in model_types):
+        raise ValueError("register_architecture needs the `model_type` of the architecture's config, e.g. 'bloom'.")
+    for model_type in model_types:
+        _ARCHITECTURES[model_type] = architecture
+
+
+def architecture_of(config: Any) -> Architecture:
+    """The declaration for a config; an empty one if its architecture needs none."""
+    import_named_modules()
+    return _ARCHITECTURES.get(getattr(config, "model_type", ""), _ORDINARY)

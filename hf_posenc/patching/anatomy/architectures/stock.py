@@ -1,0 +1,286 @@
+"""Declarations for the architectures in transformers that need one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.architectures import example_inputs
+from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if, register_architecture
+from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_bias_of, zero_phases, zero_relative_shift
+from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
+from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
+from hf_posenc.schemes.config import SchemeConfig
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.journal import Journal
+
+_NO_SCORES = "its attention is sparse or approximate, so there are no dense logits that a scheme could change."
+_NO_ATTENTION = "it has no softmax attention."
+
+
+def _silence_relative_table(stack: Stack, patches: Journal) -> None:
+    """T5 and related models: the layer that owns the table computes the bias and passes it to the others."""
+    for attention in stack.attentions:
+        table = getattr(attention.module, "relative_attention_bias", None)
+        if table is not None:
+            patches.replace(attention.module, "compute_bias", zero_bias)
+            patches.freeze_all(table)
+
+
+def _silence_mpnet(stack: Stack, patches: Journal) -> None:
+    encoder = stack.module.encoder
+    patches.replace(encoder, "compute_position_bias", zero_bias)
+    patches.freeze_all(encoder.relative_attention_bias)
+
+
+def _silence_xlnet(stack: Stack, patches: Journal) -> None:
+    for attention in stack.attentions:
+        patches.replace(attention.module, "rel_shift_bnij", zero_relative_shift)
+        patches.freeze(attention.module, "r")
+        patches.freeze(attention.module, "r_r_bias")
+
+
+def _relative_table(stack: Stack) -> SchemeConfig:
+    owners = [a.module for a in stack.attentions if getattr(a.module, "relative_attention_bias", None) is not None]
+    owner = owners[0]
+    return T5Config(
+        num_buckets=owner.relative_attention_num_buckets,
+        max_distance=owner.relative_attention_max_distance,
+        shared=len(owners) < len(stack.attentions) or len(stack.attentions) == 1,
+    )
+
+
+def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | None:
+    """The table of the layer itself, or that of the first layer if it computes the bias for all layers."""
+    for module in (attention.module, stack.attentions[0].module):
+        table = getattr(module, "relative_attention_bias", None)
+        if table is not None:
+            return table.weight
+    return None
+
+
+def _mpnet_native(stack: Stack) -> SchemeConfig:
+    table = stack.tables[0].module
+    buckets = stack.config.relative_attention_num_buckets
+    offset = int(table.padding_idx) + 1
+    learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
+    return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
+
+
+def _gptj_native(stack: Stack) -> SchemeConfig:
+    width = stack.attentions[0].module.rotary_dim or stack.attentions[0].module.embed_dim
+    return RopeConfig(theta=10_000.0, rotary_dim=int(width), layout="interleaved")
+
+
+def _gptj_tables(stack: Stack) -> list[FixedTable]:
+    # In each layer, or since transformers 5.24 in one rotary module.
+    return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
+
+
+def _silence_roformer(stack: Stack, patches: Journal) -> None:
+    table = stack.module.encoder.embed_positions
+    patches.replace(table, "forward", functools.partial(zero_phases, table))
+
+
+def _silence_falcon(stack: Stack, patches: Journal) -> None:
+    if stack.module.use_alibi:
+        # With `use_alibi` off, the model calls its rotary function, which the scheme replaces.
+        patches.replace(stack.module, "use_alibi", False)
+
+
+def _falcon_key_heads(module: Any) -> int:
+    """The number of key heads; the new decoder architecture first repeats its keys for every query head."""
+    return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
+
+
+def _falcon_native(stack: Stack) -> SchemeConfig | None:
+    if not stack.module.use_alibi:
+        return None
+    raise UnsupportedError(
+        "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) and, "
+        "with eager attention, adds it twice. No scheme describes this. Any scheme can replace it, and unpatch_model "
+        "restores it."
+    )
+
+
+def _silence_inkling(stack: Stack, patches: Journal) -> None:
+    """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
+    biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
+    for bias in biases:
+        patches.freeze_all(bias)
+
+
+def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
+    encoder = stack.module.encoder
+    if encoder.has_relative_attention_bias:
+        patches.replace(encoder, "_cal_1d_pos_emb", functools.partial(zero_bias_of, encoder.rel_pos_bias))
+        patches.freeze_all(encoder.rel_pos_bias)
+
+
+def _layoutlmv3_native(stack: Stack) -> SchemeConfig | None:
+    if not stack.module.encoder.has_relative_attention_bias:
+        return None
+    raise UnsupportedError(
+        "LayoutLMv3 adds learned positions and a relative bias, and counts both again from 0 at the first patch of a "
+        "picture. No scheme describes this. Any scheme can replace it, and unpatch_model restores it."
+    )
+
+
+def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
+    # Attention computes only some of the heads; a convolution replaces the others.
+    return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
+
+
+def declare_stock_architectures() -> None:
+    """Registers the declarations of all architectures in this file; called once on import."""
+    for reason, names in (
+        (_NO_SCORES, ("longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5", "pegasus_x")),
+        (_NO_ATTENTION, ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet")),
+        (
+            "its keys are selected by an indexer or compressed before attention, which uses separate rotary positions.",
+            ("deepseek_v4",),
+        ),
+        ("it pools the sequence between layers, so a position means something else in every block.", ("funnel",)),
+        ("its n-gram streams share one attention and shift positions against each other.", ("prophetnet",)),
+    ):
+        register_architecture(*names, architecture=Architecture(unsupported=reason))
+    relative = Architecture(
+        mechanism="T5 relative bias",
+        silence=_silence_relative_table,
+        native=_relative_table,
+        bias_table=_relative_bias_table,
+    )
+    register_architecture(
+        *("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
+        architecture=relative,
+    )
+    register_architecture("cohere_asr", architecture=Architecture(tables=("pos_emb",)))
+    register_architecture(
+        "t5gemma2_decoder",
+        architecture=Architecture(
+            unsupported="one softmax is taken over the keys of its own tokens and those of the encoder together, and "
+            "keys of another sequence have no distance to its tokens."
+        ),
+    )
+    alibi = Architecture(
+        mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
+    )
+    register_architecture("bloom", "mpt", architecture=alibi)
+    register_architecture(
+        "mpnet",
+        architecture=Architecture(
+            mechanism="T5 relative bias",
+            silence=_silence_mpnet,
+            native=_mpnet_native,
+            bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
+        ),
+    )
+    register_architecture(
+        "ctrl",
+        architecture=Architecture(
+            mechanism="sinusoidal table",
+            native=lambda stack: SinusoidalConfig(layout="concatenated"),
+            fixed_tables=lambda stack: [(stack.module, "pos_encoding")],
+        ),
+    )
+    register_architecture(
+        "gptj",
+        "codegen",
+        architecture=Architecture(native=_gptj_native, fixed_tables=_gptj_tables),
+    )
+    register_architecture(
+        "roformer",
+        architecture=Architecture(
+            unsupported=refused_if(
+                lambda config: getattr(config, "rotary_value", False),
+                "with `rotary_value=True` it rotates values too, which no scheme of this library does.",
+            ),
+            table_is_rotary=True,
+            rotary_method="apply_rotary_position_embeddings",
+            pairing="interleaved",
+            silence=_silence_roformer,
+            native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
+            fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
+        ),
+    )
+    register_architecture(
+        "xlnet",
+        architecture=Architecture(
+            time_major=True,
+            mechanism="Transformer-XL bias",
+            silence=_silence_xlnet,
+            head_shape=lambda module, config: (config.n_head, config.d_head),
+            causal=lambda config: config.attn_type == "uni",
+        ),
+    )
+    register_architecture(
+        "cpmant",
+        architecture=Architecture(
+            mechanism="segment position bias",
+            bias_arguments=("position_bias",),
+            silence=lambda stack, patches: patches.freeze(stack.module.position_bias, "relative_attention_bias"),
+            kept=("its prompt tokens precede left padding, so distances between prompt and text include the padding",),
+        ),
+    )
+    register_architecture(
+        "falcon",
+        architecture=Architecture(
+            mechanism="ALiBi, if configured",
+            silence=_silence_falcon,
+            native=_falcon_native,
+            key_value_heads=_falcon_key_heads,
+        ),
+    )
+    remedy = "It can be patched with attention_type='original_full'."
+    sparse = refused_if(lambda config: config.attention_type != "original_full", f"{_NO_SCORES} {remedy}")
+    register_architecture("big_bird", architecture=Architecture(unsupported=sparse))
+    sparse = refused_if(
+        lambda config: config.attention_type != "original_full" and config.is_encoder_decoder,
+        f"in its encoder, {_NO_SCORES} {remedy}",
+    )
+    register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=sparse))
+    temperature = "queries are scaled by a slow function of their position"
+    register_architecture(
+        "beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,))
+    )
+    inkling = Architecture(
+        mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
+    )
+    register_architecture("inkling_text", architecture=inkling)
+    for name, prefix in (("inkling2_text", "Inkling2"), ("inkling2_loop_text", "Inkling2Loop")):
+        # Each token also attends to its own states in earlier blocks of layers.
+        classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
+        register_architecture(name, architecture=dataclasses.replace(inkling, attention_classes=classes))
+    joins_loops = refused_if(
+        lambda config: config.recurrent_kv_cache_mode != "per_loop",
+        "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last loop "
+        "has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'.",
+    )
+    register_architecture("dory", architecture=Architecture(unsupported=joins_loops))
+    register_architecture(
+        "esm", architecture=Architecture(operand_factors=lambda module: (module.attention_head_size**-0.5, 1.0))
+    )
+    register_architecture(
+        "openai_privacy_filter",
+        architecture=Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
+    )
+    register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
+    register_architecture(
+        "layoutlmv3",
+        architecture=Architecture(
+            mechanism="relative bias",
+            silence=_silence_layoutlmv3,
+            native=_layoutlmv3_native,
+            keeps_bias=True,
+            kept=("the bias of places on the page",),
+        ),
+    )
+    register_architecture("squeezebert", architecture=Architecture(channels_first=True))
+    register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))
+    register_architecture("idefics", architecture=Architecture(example_inputs=example_inputs.tokens_about_an_image))
+    register_architecture("jev", architecture=Architecture(example_inputs=example_inputs.a_question))

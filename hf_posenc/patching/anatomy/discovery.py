@@ -1,0 +1,299 @@
+"""Reading a stack: the modules in which it uses positions, by their structure instead of by model name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.architectures import Architecture
+from hf_posenc.patching.anatomy.forward_code import (
+    INTERFACE,
+    is_of_transformers,
+    names_used,
+    parameters_of,
+    rotary_names,
+    unknown_seam,
+)
+from hf_posenc.patching.anatomy.parts import inner_part
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, RelativeMechanism, Stack
+from hf_posenc.schemes import ShawConfig, TransformerXLConfig
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.anatomy import StackModules
+
+_CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
+#: What a stack names that asks bidirectional modules for causal attention: the text model of CLIP.
+_CAUSAL_CALL = {"create_causal_mask", "is_causal"}
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
+_HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
+#: The method of a Conformer's attention that rotates its input, before queries and keys are projected.
+_ROTATES_INPUT = "_apply_rotary_embedding"
+#: Config attributes for the width of embeddings.
+WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "dim")
+
+
+def read_stack(modules: StackModules) -> Stack:
+    """The attention layers, tables and rotary modules of a stack.
+
+    Raises:
+        UnsupportedError: for attention that a scheme would bypass.
+    """
+    stack = Stack(modules.name, modules.path, modules.module, modules.part, modules.architecture)
+    for path, candidate in modules.attentions:
+        reason = reason_to_skip(path, candidate, modules)
+        if reason is not None:
+            stack.skipped.append((path, reason))
+        else:
+            _refuse_indexer(path, candidate)
+            stack.attentions.append(_read_attention(path, candidate, modules, len(stack.attentions)))
+    _refuse_other_attention(stack, modules.members)
+    stack.layout = modules.kind.find(stack, modules)
+    tables = {id(table.module) for table in stack.tables}
+    rotaries = modules.select(lambda path, module: "Rotary" in type(module).__name__ and id(module) not in tables)
+    stack.rotaries = [
+        NamedModule(path, module) for path, module in rotaries if "position_ids" in parameters_of(type(module).forward)
+    ]
+    _refuse_two_sequences(stack)
+    stack.first_layer = _first_layer(stack.module, stack.attentions[0].path, stack.layout.projection)
+    table, projection = stack.layout.table(stack), stack.layout.projection
+    shown = None if projection is None else int(projection.out_channels)
+    stack.hidden_size = (shown or first_int(stack.config, WIDTHS)) if table is None else table.shape[1]
+    return stack
+
+
+def attentions_of(modules: StackModules) -> list[tuple[str, nn.Module]]:
+    """Path and module of everything in a stack that computes attention."""
+    declared = modules.architecture.attention_classes
+    if declared:
+        return modules.select(lambda path, module: type(module).__name__ in declared)
+    forwards = {type(module).forward for _, module in modules.members}
+    through_interface = {forward for forward in forwards if _uses_interface(forward)}
+    found = modules.select(lambda path, module: type(module).forward in through_interface)
+    return found or modules.select(lambda path, module: _computes_scores(module))
+
+
+def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> str | None:
+    """Why an attention module of a stack is left alone; `None` if it is patched."""
+    named = _CROSS.search(path) or _CROSS.search(type(attention).__name__)
+    if named or getattr(attention, "is_cross_attention", False) is True:
+        return "cross-attention: its keys belong to another sequence"
+    reason = modules.kind.leaves_alone(path)
+    if reason is not None:
+        return reason
+    left_alone = modules.architecture.left_alone
+    if left_alone is not None and re.search(left_alone[0], path):
+        return left_alone[1]
+    part = inner_part(attention, modules.module.config)
+    return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
+
+
+def _read_attention(path: str, module: nn.Module, modules: StackModules, order: int) -> AttentionLayer:
+    config, architecture = modules.module.config, modules.architecture
+    forward = inspect.unwrap(type(module).forward)
+    numbers = [int(part) for part in path.split(".") if part.isdigit()]
+    layer = numbers[0] if numbers else order
+    layer_types = getattr(config, "layer_types", None)
+    layer_type = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
+    if layer_type is None and layer_types and layer < len(layer_types):
+        layer_type = layer_types[layer]
+    num_heads, head_dim = _head_shape(module, config, architecture)
+    return AttentionLayer(
+        path=path,
+        module=module,
+        layer=layer,
+        uses_interface=_uses_interface(type(module).forward),
+        rotary_functions=rotary_names(forward),
+        num_heads=num_heads,
+        num_key_value_heads=_key_value_heads(module, num_heads, architecture),
+        head_dim=head_dim,
+        layer_type=layer_type if isinstance(layer_type, str) else None,
+        causal=_is_causal(module, modules),
+        window=modules.kind.window_of(module, config),
+        relative=_find_relative(module),
+    )
+
+
+def _is_causal(module: nn.Module, modules: StackModules) -> bool:
+    """Whether attention is causal, according to the declaration, or else to the stack and the attention module.
+
+    An attention module with `is_causal=False` may still be causal because of its mask, as in the decoders of NLLB-MoE,
+    BigBird-Pegasus, and UMT5 before transformers 5.18. A decoder stack therefore counts as causal.
+    `refuse_misread_causality` checks such contradictions by running the model.
+    """
+    stack: PreTrainedModel = modules.module
+    declared, of_kind = modules.architecture.causal, modules.kind.is_causal(module)
+    if declared is not None:
+        return declared(stack.config) if callable(declared) else declared
+    if of_kind is not None:
+        return of_kind
+    own = getattr(module, "is_causal", None)
+    kind = type(stack).__name__
+    encodes = "Encoder" in kind
+    is_decoder = "Decoder" in kind or any(getattr(one, "is_decoder", False) for one in (stack.config, stack))
+    # BART's encoder does not follow an `is_decoder` in the config, which its decoder shares.
+    decodes = is_decoder and not (encodes and own is False)
+    if own is True or decodes or names_used(type(stack).forward) >= _CAUSAL_CALL:
+        return True
+    if own is False or encodes:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return stack.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+@functools.lru_cache(maxsize=1024)
+def _uses_interface(forward: Any) -> bool:
+    """Whether the forward of a class calls transformers' attention interface."""
+    innermost = inspect.unwrap(forward)
+    code = getattr(innermost, "__code__", None)
+    return code is not None and INTERFACE in code.co_names and INTERFACE in innermost.__globals__
+
+
+def _computes_scores(module: nn.Module) -> bool:
+    """Whether a module is an innermost attention module: "Attention" in its class name, with parameters."""
+    if "Attention" not in type(module).__name__ or next(module.parameters(), None) is None:
+        return False
+    below = (child for child in module.modules() if child is not module)
+    return not any("Attention" in type(child).__name__ for child in below)
+
+
+def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) -> None:
+    """Refuses attention of other code in a stack of transformers that would keep its positions, or lose its code."""
+    if not is_of_transformers(type(stack.module).__module__):
+        return
+    known = {found.path for found in stack.attentions} | {path for path, _ in stack.skipped}
+    places = {_LAYER.sub("*", found.path, count=1) for found in stack.attentions}
+    layers = {path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]) for path in known}
+    lists = {layer.rpartition(".")[0] for layer in layers}
+    for path, module in modules:
+        layer, forward = path.removesuffix(_LAYER.split(path, maxsplit=1)[-1]), type(module).forward
+        alone = layer not in layers and layer.rpartition(".")[0] in lists and _computes_scores(module)
+        if not alone and _LAYER.sub("*", path, count=1) not in places:
+            continue
+        # Layers of a stock model may have different attention, but it is defined in transformers.
+        own = is_of_transformers(forward.__module__) and not (alone and forward.__module__.startswith("torch."))
+        if path not in known and not own:
+            raise UnsupportedError(
+                f"{path} ({type(module).__name__}, defined in {forward.__module__}) is no attention that hf_posenc "
+                f"recognises, in contrast to that of other layers, so no scheme would act in it. Let its forward use "
+                f"the names {INTERFACE} and apply_rotary_pos_emb, imported into its file, as those of transformers do."
+            )
+        while path in known and hasattr(forward, "__wrapped__"):
+            if not is_of_transformers(forward.__globals__["__name__"]):
+                raise UnsupportedError(
+                    f"The forward of the class {type(module).__name__} ({path}) is wrapped by code of "
+                    f"{forward.__globals__['__name__']}, which a scheme would bypass. Take the wrapper off the class."
+                )
+            forward = forward.__wrapped__
+
+
+def _refuse_indexer(path: str, module: nn.Module) -> None:
+    for child in module.modules():
+        if "Indexer" in type(child).__name__:
+            raise UnsupportedError(
+                f"{path} ({type(module).__name__}) attends only to keys that its {type(child).__name__} selects by "
+                "separate rotary scores. A scheme cannot be placed in such sparse attention, because the selection "
+                "would keep the native positions."
+            )
+
+
+def _refuse_two_sequences(stack: Stack) -> None:
+    sides = {attention.path.split(".")[0] for attention in stack.attentions} & {"encoder", "decoder"}
+    if len(sides) == 2:
+        raise UnsupportedError(
+            f"The encoder and the decoder of {type(stack.module).__name__} are not separate models (PreTrainedModel), "
+            "so the positions of the two sequences in one call cannot be told apart."
+        )
+
+
+def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> tuple[int, int]:
+    if architecture.head_shape is not None:
+        return architecture.head_shape(module, config)
+    num_heads = first_int(module, _HEADS) or first_int(config, _HEADS)
+    if not num_heads:
+        raise unknown_seam(
+            f"{type(module).__name__} has no known attribute for its number of heads (tried {', '.join(_HEADS)})."
+        )
+    head_dim = first_int(module, _HEAD_DIMS) or first_int(config, ("head_dim", "d_kv"))
+    if not head_dim:
+        head_dim = int(first_int(config, WIDTHS)) // num_heads
+    return num_heads, head_dim
+
+
+def _key_value_heads(module: nn.Module, num_heads: int, architecture: Architecture) -> int:
+    """The number of key heads that the attention function receives; MLA expands its keys before."""
+    if architecture.key_value_heads is not None:
+        return architecture.key_value_heads(module)
+    groups = first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
+    if groups:
+        return num_heads // groups
+    return first_int(module, ("num_key_value_heads", "num_kv_heads")) or num_heads
+
+
+def first_int(holder: Any, names: tuple[str, ...], default: int = 0) -> int:
+    """The first of some attributes that is an integer."""
+    found = (getattr(holder, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)
+
+
+def _find_relative(module: Any) -> RelativeMechanism | None:
+    """The relative mechanism of an attention module, or `None` if it has none."""
+    if isinstance(getattr(module, "distance_embedding", None), nn.Embedding):
+        return _shaw(module)
+    if isinstance(getattr(module, "linear_pos", None), nn.Linear) and hasattr(module, "pos_bias_u"):
+        weight = _transformer_xl(module.linear_pos.weight, module.pos_bias_u, module.pos_bias_v)
+        names = ("linear_pos", "pos_bias_u", "pos_bias_v")
+        return RelativeMechanism("Transformer-XL bias", TransformerXLConfig(), weight, None, names)
+    if isinstance(getattr(module, "relative_k_proj", None), nn.Linear) and hasattr(module, "bias_u"):
+        projection = module.relative_k_proj
+        # The module itself adds `bias_u` to its queries, so the scheme adds the rest.
+        none = torch.zeros_like(module.bias_u)
+        weight = _transformer_xl(projection.weight, none, module.bias_v.detach() - module.bias_u.detach())
+        return RelativeMechanism(
+            "Transformer-XL bias", TransformerXLConfig(), weight, projection, ("relative_k_proj", "bias_v")
+        )
+    if getattr(module, "position_embeddings_type", None) == "rotary" and hasattr(module, _ROTATES_INPUT):
+        return RelativeMechanism("rotation of the input of attention", None, method=_ROTATES_INPUT)
+    return None
+
+
+def _shaw(module: Any) -> RelativeMechanism | None:
+    ahead = getattr(module, "right_max_position_embeddings", None)
+    behind = getattr(module, "left_max_position_embeddings", None)
+    if not isinstance(ahead, int) or not isinstance(behind, int):
+        return None
+    scheme = ShawConfig(max_distance=behind, max_distance_ahead=ahead)
+    weight = module.distance_embedding.weight
+    return RelativeMechanism("relative keys", scheme, weight, None, ("distance_embedding",))
+
+
+def _transformer_xl(projection: Tensor, content: Tensor, position: Tensor) -> Tensor:
+    """`(heads * head_dim, hidden + 2)`: the projection of sines, then of cosines, and the two biases.
+
+    The architectures interleave sines and cosines.
+    """
+    columns = [projection[:, 0::2], projection[:, 1::2], content.reshape(-1, 1), position.reshape(-1, 1)]
+    return torch.cat([column.detach() for column in columns], dim=1)
+
+
+def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
+    """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
+
+    A stage that projects pixels to patches contains its layers, and is none.
+    """
+    parts = attention_path.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            parent = stack.get_submodule(".".join(parts[:index])) if index else stack
+            first = next(iter(parent.children()), None)
+            if first is None or projection is None or all(module is not projection for module in first.modules()):
+                return first
+    return None

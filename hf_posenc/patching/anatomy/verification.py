@@ -1,0 +1,311 @@
+"""Verifying by short runs that discovery was right: causality, mechanisms that it has missed, native tables.
+
+The comparisons are made with everything that was found disabled, or with the scheme in its place that a declaration
+names, so they hold for whatever version of transformers runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.forward_code import forward_parameters, is_of_transformers, registered_function
+from hf_posenc.patching.anatomy.short_runs import (
+    NotRunnableError,
+    attended_twice,
+    distance,
+    embedded,
+    run_briefly,
+    seen_briefly,
+)
+from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.token_order import ORDER, TokenOrder, has_convolution, in_both_orders, sees_all
+from hf_posenc.schemes import NoneConfig
+from hf_posenc.schemes.config import SchemeConfig
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.anatomy import Anatomy
+    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+
+#: Number of tokens of which two are exchanged, and of those whose outputs are compared.
+_FEW_TOKENS, _TOKENS = 3, 8
+#: Maximum change of the first token, relative to the change of the last one, at which a stack still counts as causal.
+#: It is not 0, because 8-bit quantisation shares a scale between tokens.
+_MAX_RELATIVE_CHANGE = 1e-2
+#: A module that makes several tokens of each repeats itself after so many.
+_LONGEST_PERIOD = 8
+#: Maximum difference of outputs, relative to their size: another order of summation, or an extra rounding per layer.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
+_HALF_TOLERANCE = 5e-2
+
+
+def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
+    """Checks by a run whether discovery was right about causality, for stacks where the evidence is contradictory.
+
+    The model is run on three tokens, and its first attention layer again with another last token. In a causal stack,
+    the output for the first token does not change. Only stacks whose attention modules have an `is_causal` that
+    differs from the result of discovery are checked, and only if their architecture is not declared. Other models are
+    not run.
+
+    Raises:
+        UnsupportedError: if a stack that was classified as causal is bidirectional, or the other way round.
+    """
+    doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
+    if not doubtful:
+        return
+    first_last = functools.partial(attended_twice, chosen=lambda tokens: [*range(tokens - 1), 0])
+    seen = seen_briefly(anatomy, doubtful, _FEW_TOKENS, first_last)
+    for stack, results in zip(doubtful, seen, strict=True):
+        observed, first = _observed(results), stack.attentions[0]
+        if observed is not None and observed != first.causal:
+            words = {True: "causal", False: "bidirectional"}
+            raise UnsupportedError(
+                f"{type(stack.module).__name__} was classified as {words[first.causal]}, but a run on {_FEW_TOKENS} "
+                f"tokens shows that it is {words[observed]}: {first.path}.is_causal is {first.module.is_causal}, which "
+                "contradicts the rest of the model. Some versions of transformers omit the mask of such a decoder "
+                "(UMT5 with sdpa before 5.18). Load the model with attn_implementation='eager', or use another version "
+                "or declare it: "
+                f"hf_posenc.register_architecture({stack.config.model_type!r}, "
+                f"architecture=hf_posenc.Architecture(causal={observed}))."
+            )
+
+
+def _disagrees_with_discovery(stack: Stack) -> bool:
+    first = stack.attentions[0]
+    own = getattr(first.module, "is_causal", None)
+    return isinstance(own, bool) and own != first.causal
+
+
+def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
+    """Whether the stack is causal; `None` if the first call has not changed its last token."""
+    for other, own in results[:1]:
+        change = (other - own).float().abs()
+        if float(change[:, -1].max()) > 0:
+            return float(change[:, 0].max()) <= _MAX_RELATIVE_CHANGE * float(change[:, -1].max())
+    return None
+
+
+def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> None:
+    """Refuses stacks in which positions act although every mechanism that was found is disabled.
+
+    Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
+    position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
+    embeddings, in the forward of an attention class and in an attention function, whoever has written them.
+
+    Features and pixels: in stacks in which nothing was found, whose mechanism is disabled by a declaration, or with
+    code from outside transformers, some tokens close to each other must be equal at the input of the first layer if all
+    frames of a series or pixels of an image are, and the first attention must not depend on the order of its keys. The
+    latter is not compared for attention with a convolution over its keys.
+
+    Raises:
+        UnsupportedError: if such a stack depends on the order of tokens.
+    """
+    text = [stack for stack in stacks if stack.layout.takes_tokens]
+    others = [stack for stack in stacks if not stack.layout.takes_tokens]
+    bare = [stack for stack in others if _nothing_found(stack)]
+    silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
+    if bare:
+        _refuse_positions_of_features(anatomy, bare)
+    if silenced or text:
+        with changes.with_scheme(NoneConfig(), stacks):
+            if silenced:
+                _refuse_positions_of_features(anatomy, silenced)
+            if text:
+                try:
+                    _refuse_order_of_tokens(anatomy, text)
+                except NotRunnableError:
+                    # What other inputs a stock model needs is unknown. Its positions were found in its code.
+                    if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in text):
+                        raise
+
+
+def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
+    seen = [TokenOrder(stack, strict=_nothing_found(stack) or _is_silenced(stack)) for stack in stacks]
+    with ExitStack() as hooks:
+        for one in seen:
+            hooks.enter_context(one.observed())
+        run_briefly(anatomy, stacks, len(ORDER), change=in_both_orders)
+    for stack, one in zip(stacks, seen, strict=True):
+        if one.problem:
+            raise UnsupportedError(_message(stack, one.problem))
+
+
+def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:
+    inputs = seen_briefly(anatomy, stacks, len(ORDER), embedded, constant=True)
+    for stack, found in zip(stacks, inputs, strict=True):
+        # Convolutions see the edges, so not all tokens are equal.
+        if stack.layout.is_comparable(stack, found[0] if found else None):
+            tokens = found[0][0]
+            periods = range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1)
+            pairs = (pair for period in periods for pair in zip(tokens[:-period], tokens[period:], strict=True))
+            if all(distance(one, other) > 0 for one, other in pairs):
+                raise UnsupportedError(
+                    _message(stack, "the input of its first layer depends on the position of tokens")
+                )
+    outputs = seen_briefly(anatomy, stacks, len(ORDER), lambda stack: attended_twice(stack, _before_the_last))
+    for stack, results in zip(stacks, outputs, strict=True):
+        first = stack.attentions[0]
+        if results and sees_all(first, stack) and not has_convolution(first.module):
+            one, other = results[0]
+            if distance(one[:, -1:], other[:, -1:]) > 0:
+                raise UnsupportedError(
+                    _message(stack, "the output of its first attention layer depends on token order")
+                )
+
+
+def has_other_code(stack: Stack) -> bool:
+    """Whether a module of a stack runs code from outside transformers."""
+    return any(not is_of_transformers(type(module).forward.__module__) for module in stack.module.modules())
+
+
+def _is_silenced(stack: Stack) -> bool:
+    """Whether a mechanism is disabled that is neither a table nor a rotary function."""
+    declared = stack.mechanism or stack.architecture.rotary_method
+    return bool(declared or stack.layout.biases)
+
+
+def _nothing_found(stack: Stack) -> bool:
+    rotates = stack.rotaries or any(attention.rotary_functions for attention in stack.attentions)
+    architecture = stack.architecture
+    declared = stack.mechanism or architecture.rotary_method or architecture.native
+    return not (rotates or declared or stack.layout.vector_sites(stack) or stack.layout.biases)
+
+
+def _before_the_last(tokens: int) -> list[int]:
+    """The order in which the two tokens before the last are swapped. The last one sees both if `sees_all`."""
+    return [*range(tokens - 3), tokens - 2, tokens - 3, tokens - 1] if tokens > 2 else [*range(tokens)]
+
+
+def _message(stack: Stack, what: str) -> str:
+    if _nothing_found(stack):
+        return _undiscovered_message(stack, what)
+    return (_silenced_message if _is_silenced(stack) else _own_message)(stack, what)
+
+
+def _undiscovered_message(stack: Stack, what: str) -> str:
+    words = _token_embeddings(stack.module)
+    tables = [
+        path
+        for path, module in stack.module.named_modules()
+        if isinstance(module, nn.Embedding) and module is not words and "token_type" not in path
+    ]
+    candidates = f" Embeddings other than the token embeddings: {', '.join(tables)}." if tables else ""
+    return (
+        f"No position table, rotary function or bias was found in this {type(stack.module).__name__}, but {what}. It "
+        f"has an unknown position mechanism, which would remain active next to any scheme.{candidates} Declare the "
+        f"mechanism with hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...): `tables` "
+        "names position tables, and `silence` disables any other mechanism."
+    )
+
+
+def _token_embeddings(module: PreTrainedModel) -> nn.Module | None:
+    """The token embeddings of a stack; `None` if it reads none."""
+    if "input_ids" not in forward_parameters(type(module)):
+        return None
+    try:
+        embeddings: nn.Module | None = module.get_input_embeddings()
+    except NotImplementedError:  # The architecture does not say which module they are.
+        return None
+    return embeddings
+
+
+def _silenced_message(stack: Stack, what: str) -> str:
+    model_type = stack.config.model_type
+    return (
+        f"The {stack.mechanism or 'rotation'} of this {type(stack.module).__name__} "
+        f"({model_type}) was disabled, but {what} nevertheless: transformers {transformers.__version__} computes it in "
+        "a place unknown to hf_posenc, and it would remain active next to any scheme. Use a version of transformers "
+        "that hf_posenc was tested with, or declare how to disable it with "
+        f"hf_posenc.register_architecture({model_type!r}, architecture=...)."
+    )
+
+
+def _own_message(stack: Stack, what: str) -> str:
+    function = stack.config._attn_implementation if registered_function(stack.config) else None
+    own = f" The attention function {function!r} was registered by other code." if function else ""
+    return (
+        f"The positions of this {type(stack.module).__name__} ({stack.config.model_type}, transformers "
+        f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, or wraps "
+        f"code that has, and they would remain active next to any scheme.{own} Use the class and the attention "
+        "function of transformers, or take positions out of your own, and set a wrapper after patch_model."
+    )
+
+
+def verify_native(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> None:
+    """Runs a stock model on a few tokens, with its native mechanism and with the scheme in its place.
+
+    Args:
+        anatomy: the anatomy of the stock model.
+        config: the scheme that is declared to be equivalent to the native mechanism.
+        stacks: the stacks of the model.
+        changes: places the scheme for a run.
+
+    Raises:
+        UnsupportedError: if the outputs differ, or the scheme cannot be placed.
+    """
+    difference = _difference(anatomy, config, stacks, changes)
+    if difference is not None:
+        raise UnsupportedError(
+            f"The position mechanism of this {type(anatomy.model).__name__} does not match the declaration of its "
+            f"architecture: with {config} in its place the outputs for {_TOKENS} tokens differ by {difference:.2g} of "
+            "their size. A table or a setting of the mechanism is unusual. Any scheme can replace it, and "
+            "unpatch_model restores it."
+        )
+
+
+def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> None:
+    """Makes the same comparison before any scheme is placed in a model whose native bias tables a scheme can adopt.
+
+    With the native tables, the declared scheme must reproduce the stock outputs, whatever values the tables hold. If
+    it does not, this version of transformers uses the tables differently, or discovery has failed, and adopted tables
+    would have another meaning. Models without such tables are not run.
+
+    Raises:
+        UnsupportedError: if the outputs differ.
+    """
+    model = anatomy.model
+    declared = [
+        stack
+        for stack in stacks
+        if (bias_table := stack.architecture.bias_table) is not None
+        and any(bias_table(stack, attention) is not None for attention in stack.attentions)
+    ]
+    native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
+    for config in native - {None}:
+        assert config is not None
+        difference = _difference(anatomy, config, stacks, changes)
+        if difference is not None:
+            raise UnsupportedError(
+                f"This {type(model).__name__} does not compute the same as {config} with its bias tables: the outputs "
+                f"for {_TOKENS} tokens differ by {difference:.2g} of their size. hf_posenc does not support this "
+                f"architecture ({model.config.model_type}) as implemented in transformers {transformers.__version__}, "
+                "so no scheme can be placed in it. Try a version of transformers that hf_posenc was tested with."
+            )
+
+
+def _difference(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> float | None:
+    """The difference of the outputs relative to their size; `None` if it is within the tolerance."""
+    stock = _outputs(anatomy, stacks)
+    # Building a part draws its initial weights. The caller's random generator must keep its state.
+    with torch.random.fork_rng(devices=[]), changes.with_scheme(config, stacks):
+        replaced = _outputs(anatomy, stacks)
+    difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
+    return None if difference <= _TOLERANCE.get(anatomy.model.dtype, _HALF_TOLERANCE) else difference
+
+
+def _outputs(anatomy: Anatomy, stacks: list[Stack]) -> Tensor:
+    found = []
+    for result in run_briefly(anatomy, stacks, _TOKENS):
+        logits = result.get("logits") if hasattr(result, "get") else None
+        output: Any = result if logits is None else logits
+        while not isinstance(output, Tensor):  # Some models nest it in tuples.
+            output = output[0]
+        found.append(output.float().flatten())
+    return torch.cat(found)

@@ -1,0 +1,215 @@
+"""`native_scheme` and `inspect_model`: the scheme of a stock model, and where its architecture uses positions."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.anatomy.layer_context import native_pairing, native_rotary_dim
+from hf_posenc.patching.anatomy.native_scheme import find_native_scheme
+from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.place.encoding import difference
+from hf_posenc.patching.place.lengths import native_length
+from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.preserve import ordinary_context
+from hf_posenc.schemes.config import SchemeConfig
+
+
+@dataclass
+class StackInspection:
+    """One stack of attention layers.
+
+    Args:
+        name: "encoder", "decoder", "model", or the path of the stack in a composite model.
+        part: the part of the model that it belongs to, such as "text".
+        module_class: class of the stack.
+        causal: whether its attention is causal.
+        layers: indices of the layers with self-attention.
+        num_heads: query heads of the first of them.
+        head_dim: width of its heads.
+        attention: class of its attention modules, and how they are patched.
+        rotary: rotary modules and functions, with their width and pairing.
+        tables: position tables, with their size and the row of the first token.
+        biases: native relative biases that a patch disables.
+        left_alone: attention-like modules that are never patched, with the reason.
+    """
+
+    name: str
+    part: str
+    module_class: str
+    causal: bool
+    layers: list[int]
+    num_heads: int
+    head_dim: int
+    attention: str
+    rotary: list[str] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+    biases: list[str] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Inspection:
+    """The result of `inspect_model`.
+
+    Args:
+        model_class: class of the model.
+        model_type: its config's model type.
+        native: the native scheme of the part that `patch_model` patches by default, as a dictionary, or the reason why
+            no scheme describes it.
+        in_force: the scheme that the model is patched with, as a dictionary; `None` for a stock model.
+        stacks: one entry per stack of attention layers.
+        context: a description of the model's stated context length and of the longest sequence it accepts.
+        disagreement: how a patched model differs from what was placed, for example in a field of its config that was
+            set later and has no effect; empty if it does not.
+        other_parts: for every other part of a composite model, its native scheme as a dictionary, or the reason why no
+            scheme describes it or can replace it.
+    """
+
+    model_class: str
+    model_type: str
+    native: dict[str, Any] | str
+    in_force: dict[str, Any] | None
+    stacks: list[StackInspection]
+    context: str = ""
+    disagreement: str = ""
+    other_parts: dict[str, dict[str, Any] | str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_class} ({self.model_type})", f"  native scheme: {self.native}"]
+        lines.extend(f"  native scheme of part {name!r}: {native}" for name, native in self.other_parts.items())
+        if self.in_force is not None:
+            lines.append(f"  patched with: {self.in_force}")
+        if self.disagreement:
+            lines.append(f"  not as it was patched: {self.disagreement}")
+        lines.append(f"  context: {self.context}")
+        for stack in self.stacks:
+            kind = "causal" if stack.causal else "bidirectional"
+            lines.append(
+                f"  {stack.name} ({stack.module_class}, {stack.part}, {kind}): {len(stack.layers)} attention layers, "
+                f"{stack.num_heads} heads of {stack.head_dim}"
+            )
+            lines.append(f"    attention: {stack.attention}")
+            for title in ("rotary", "tables", "biases", "left_alone"):
+                lines.extend(f"    {title.replace('_', ' ')}: {entry}" for entry in getattr(stack, title))
+        return "\n".join(lines)
+
+
+def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeConfig:
+    """The scheme of a stock model, or of one part of a composite model, with its parameters.
+
+    `patch_model(model, native_scheme(model))` reproduces the stock outputs. To verify this, a rotary model is run once
+    on three tokens, and a model with a declared mechanism, or with code of somebody's own, twice on eight tokens:
+    unchanged, and with the scheme in place. Every row of a sinusoidal table is compared with its formula. A stack in
+    which no mechanism is found is run twice on three tokens, in two orders. For a patched model, the scheme of the
+    underlying stock model is returned.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+        part: the part of a composite model; by default the one that `patch_model` patches by default.
+
+    Raises:
+        UnsupportedError: if the architecture cannot be patched, if no scheme describes its mechanism, or if the
+            mechanism does not match the declaration of the architecture.
+    """
+    return native_scheme_of(Transaction(model), part)
+
+
+@ordinary_context()
+def native_scheme_of(transaction: Transaction, part: str | None = None) -> SchemeConfig:
+    """`native_scheme` of the model of a transaction."""
+    with transaction.suspended():
+        anatomy = transaction.anatomy
+        stacks = transaction.verified_stacks(anatomy.part(part))
+        return find_native_scheme(anatomy, stacks, transaction)
+
+
+def inspect_model(model: PreTrainedModel) -> Inspection:
+    """Reports where a model uses positions. The model is not changed. A rotary model is run on three tokens.
+
+    Raises:
+        UnsupportedError: for an architecture that cannot be patched, with the reason.
+    """
+    transaction = Transaction(model)
+    encoding = transaction.encoding
+    in_force = None if encoding is None else encoding.config.to_dict()
+    change = transaction.change()
+    if change:
+        # In this model, the scheme could not be placed again as it was.
+        stock = copy.deepcopy(transaction.model)
+        Transaction(stock).undo()
+        return replace(inspect_model(stock), in_force=in_force, disagreement=change)
+    problem = difference(transaction.model)
+    with transaction.suspended() as target:
+        anatomy = transaction.anatomy
+        found = anatomy.stacks()
+        context = _stock_context(target, found) if encoding is None else str(encoding.lengths)
+        native = _native(transaction, anatomy.main)
+        others: dict[str, dict[str, Any] | str] = {}
+        for part in anatomy.parts:
+            if part == anatomy.main:
+                continue
+            try:
+                found = [*found, *anatomy.stacks([part])]
+                others[part] = _native(transaction, part)
+            except PositionEncodingError as error:
+                others[part] = str(error)
+        stacks = [_inspect_stack(stack) for stack in found]
+        return Inspection(
+            type(target).__name__, target.config.model_type, native, in_force, stacks, context, problem, others
+        )
+
+
+def _native(transaction: Transaction, part: str) -> dict[str, Any] | str:
+    try:
+        return native_scheme_of(transaction, part).to_dict()
+    except PositionEncodingError as error:
+        return str(error)
+
+
+def _stock_context(model: PreTrainedModel, stacks: list[Stack]) -> str:
+    by_input = [stack.layout.stated_length() for stack in stacks]
+    if None not in by_input:
+        return "; ".join(sorted({str(length) for length in by_input}))
+    native = native_length(model, stacks)
+    if native is None:
+        return "no stated length"
+    ends = "; its position table ends there" if any(stack.tables for stack in stacks) else ""
+    return f"{native} tokens{ends}"
+
+
+def _inspect_stack(stack: Stack) -> StackInspection:
+    first = stack.attentions[0]
+    reach = "attention interface" if first.uses_interface else "own scores, reached while its forward runs"
+    found = StackInspection(
+        name=stack.name,
+        part=stack.part,
+        module_class=type(stack.module).__name__,
+        causal=stack.causal,
+        layers=stack.layers(),
+        num_heads=first.num_heads,
+        head_dim=first.head_dim,
+        attention=f"{type(first.module).__name__} ({reach})",
+        left_alone=[f"{path}: {reason}" for path, reason in stack.skipped],
+    )
+    functions = sorted({name for attention in stack.attentions for name in attention.rotary_functions})
+    rotating = next((attention for attention in stack.attentions if attention.rotary_functions), None)
+    if rotating is not None:
+        modules = ", ".join(rotary.path for rotary in stack.rotaries) or "no module"
+        width = native_rotary_dim(stack, rotating)
+        # The width of a rotation on a grid is not known.
+        dimensions = "" if width is None else f"{width} of {rotating.head_dim} dimensions, "
+        pairing = native_pairing(stack, rotating)
+        found.rotary.append(f"{modules} -> {', '.join(functions)}: {dimensions}{pairing or 'unknown'} pairing")
+    found.tables, found.biases = stack.layout.described(stack)
+    if stack.mechanism:
+        found.biases.append(stack.mechanism)
+    return found

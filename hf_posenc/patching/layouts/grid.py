@@ -1,0 +1,425 @@
+"""Patches of images and videos, or of a spectrogram: their places have rows and columns."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
+from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
+from hf_posenc.patching.anatomy.forward_code import forward_parameters
+from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+from hf_posenc.patching.anatomy.native_scheme import Rotation
+from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
+from hf_posenc.patching.anatomy.tables import OwnedTable
+from hf_posenc.patching.call.rotary_site import RotaryModuleSite
+from hf_posenc.patching.layouts.grid_bias import GridBias, find_biases, window_of
+from hf_posenc.patching.layouts.grid_native import native_grid_scheme
+from hf_posenc.patching.layouts.grid_sites import (
+    GridRotarySite,
+    GridTableSite,
+    PictureSite,
+    ProjectionSite,
+    refuses_other_sizes,
+)
+from hf_posenc.patching.layouts.layout import Layout
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.grids import other_axes
+from hf_posenc.schemes.parts import AdditiveEncoding, LogitScale, Part, QueryKeyMap, SchemeParts
+
+_TABLE = re.compile(
+    r"^(absolute_|decoder_)?pos(ition(al)?)?_(embed(ding)?s?|encodings?)(_vlm|_table|_window)?$"
+    r"|^time_(position_)?embeddings$|^mid_position_embeddings$"
+)
+#: Modalities whose tokens are patches.
+_PIXELS = frozenset({"image", "video"})
+#: The method with which a module reads a table `(1, hidden, rows, columns)`.
+_READS_CHANNELS_FIRST = "_get_pos_embed"
+#: Rows of a table for class tokens and registers, at most.
+_MOST_PREFIX_ROWS = 16
+#: Of fewer patches of an image, all may be at its edges.
+_FEWEST_PATCHES = 16
+#: Pixels of a side if the config does not state the size of its images.
+_SIDE = 64
+#: What to do about schemes that number patches row by row, for messages.
+TWO_DIMENSIONAL = (
+    "For rows and columns use 'rope_nd', 'swin', axes=2 (sinusoidal, alibi, t5), or grid=(rows, columns) (learned); "
+    "for videos axes=3 or a grid of three sizes."
+)
+
+
+@dataclass
+class Grid(Layout):
+    """Patches.
+
+    Args:
+        projection: the convolution whose output has a place per patch; `None` if there is none.
+        native: sizes of the grid for an image of the size in the config, or `None` if it is unknown.
+        tables: the position tables over the grid.
+        suffix_tokens: number of tokens without a place that follow the patches.
+        biases: native mechanisms in its attention layers.
+    """
+
+    has_axes = True
+    token_axes = (2, 3, 4)
+
+    projection: Any = None
+    native: tuple[int, ...] | None = None
+    tables: list[OwnedTable] = field(default_factory=list)
+    suffix_tokens: int = 0
+    biases: list[GridBias] = field(default_factory=list)
+
+    @classmethod
+    def recognises(cls, module: PreTrainedModel) -> bool:
+        """Whether a model reads images or videos only, or cuts a spectrogram into patches."""
+        return _reads_pixels(module) or _reads_spectrogram(module.config)
+
+    @classmethod
+    def find(cls, stack: Stack, modules: StackModules) -> Layout:
+        """Finds the projection, the tables and the biases."""
+        suffix = stack.architecture.suffix_tokens
+        suffix = suffix(stack.config) if callable(suffix) else suffix
+        return cls._among(modules.in_definition_order(), stack.config, suffix)
+
+    @classmethod
+    def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
+        projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
+        grid = cls(projection, _native_sizes(projection, config), suffix_tokens=suffix_tokens)
+        others = 0 if grid.native is None else math.prod(grid.native) + suffix_tokens
+        for path, module in modules:
+            grid.tables.extend(_tables_of(path, module, others))
+        grid.biases = find_biases(modules)
+        return grid
+
+    @classmethod
+    def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
+        """Many vision models keep their layers in an encoder that is a `PreTrainedModel`, but receives patches."""
+        return not _takes_pixels(child)
+
+    @classmethod
+    def is_causal(cls, attention: nn.Module) -> bool | None:
+        """Whether the module says so."""
+        return getattr(attention, "is_causal", None) is True
+
+    @classmethod
+    def window_of(cls, attention: nn.Module, config: Any) -> tuple[int, ...] | None:
+        """Sizes of the windows of patches, `(rows, columns)`."""
+        return window_of(attention, config)
+
+    @classmethod
+    def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
+        """The modules inside the stack that own a table."""
+        sites = cls._among(modules.in_definition_order(), modules.module.config).vector_sites(None)
+        return [(site.path, site.module) for site in sites if site.module is not modules.module]
+
+    @classmethod
+    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+        """One image, one video or one spectrogram of the size in the config."""
+        given = _spectrogram(module) if _reads_spectrogram(module.config) else _pixels(module)
+        missing = missing_arguments(module, given)
+        if missing:
+            raise NotRunnableError(
+                f"{type(module).__name__} cannot be run to find out how it uses positions: the meaning of its "
+                f"arguments {', '.join(sorted(missing))} is unknown."
+            )
+        return {
+            name: torch.ones_like(value) if constant and value.is_floating_point() else value
+            for name, value in given.items()
+        }
+
+    def table(self, stack: Stack) -> Tensor | None:
+        """The first table, with the rows of tokens without a place."""
+        return self.tables[0].weight if self.tables else None
+
+    def vector_sites(self, stack: Stack | None) -> list[Any]:
+        """One table of every module whose forward an additive scheme replaces."""
+        return list({id(table.module): table for table in self.tables}.values())
+
+    def native_bias(self, stack: Stack, attention: AttentionLayer) -> Tensor | None:
+        """The table of the bias that acts on a layer."""
+        return next((bias.table for bias in self.biases if bias.acts_on(attention.path)), None)
+
+    def described(self, stack: Stack) -> tuple[list[str], list[str]]:
+        """A line for each table, and for each kind of mechanism, with the place of the first."""
+        tables = []
+        for table in self.tables:
+            rows, columns = table.weight.shape
+            start = f", first patch in row {table.prefix_rows}" if table.prefix_rows else ""
+            size = f"{rows} x {columns}, over the patches{start}"
+            tables.append(f"{table.full_name} ({type(table.module).__name__}): {size}")
+        kinds: dict[str, list[GridBias]] = {}
+        for bias in self.biases:
+            kinds.setdefault(bias.kind, []).append(bias)
+        more = [f", and {len(alike) - 1} more" if len(alike) > 1 else "" for alike in kinds.values()]
+        return tables, [f"{alike[0]}{others}" for alike, others in zip(kinds.values(), more, strict=True)]
+
+    def stated_length(self) -> str | None:
+        """The size of the input; with the number of patches for an image of the size in the config."""
+        start = "follows from the size of the input"
+        if self.native is None:
+            return start
+        return f"{start}; {' x '.join(map(str, self.native))} patches at the image size in the config"
+
+    def runs_alone(self, stack: Stack, model: nn.Module) -> bool:
+        """Whether a head or a decoder is around it."""
+        return stack.module is not model
+
+    def is_comparable(self, stack: Stack, tokens: Tensor | None) -> bool:
+        """Whether there are patches away from the edges. Those of another stack come with the positions of that one."""
+        return self.projection is not None and tokens is not None and tokens.shape[1] >= _FEWEST_PATCHES
+
+    def native_scheme(
+        self, stack: Stack, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
+    ) -> Any:
+        """The scheme of its tables, its biases and its rotations."""
+        return native_grid_scheme(stack, self, rotations, anatomy, changes)
+
+    def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
+        """Refuses parts for another number of axes."""
+        number = None if self.native is None else len(self.native)
+        for part in (module for whole in parts for module in whole.modules()):
+            axes = getattr(part, "axes", None)
+            if number is not None and getattr(part, "reads_coordinates", False) and axes not in (None, 1, number):
+                raise UnsupportedError(other_axes(number, config.name, axes))
+
+    def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
+        """What those parts do that read positions but no rows and columns."""
+        return sorted({_effect(part) for part in parts if _reads_order_only(part)})
+
+    def prepare(self, runtime: Any) -> None:
+        """A call records its grid."""
+        runtime.grid = self
+
+    def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
+        """The first table; for a part that reads coordinates, with the rows of other tokens first."""
+        if not self.tables:
+            return None
+        table = self.tables[0]
+        others = table.prefix_rows + self.suffix_tokens
+        weight = table.in_order_of_tokens(others) if additive.reads_coordinates else table.weight
+        return weight, table.full_name
+
+    def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
+        """Records the grid of every call, and puts the vectors of the scheme in place of the tables over the grid."""
+        runtime = encoding.runtime
+        self._install_projection(stack, runtime, journal)
+        for first in self.vector_sites(stack):
+            tables = [table for table in self.tables if table.module is first.module]
+            alone = len(self.tables) == 1
+            site = GridTableSite(first.module, tables, self.tables[0], runtime, encoding.additive, alone=alone)
+            if first.module is stack.module:
+                runtime.tables = site
+            else:
+                journal.set_forward(first.module, site)
+            for table in tables:
+                journal.freeze_table(table)
+                report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
+        in_order = self.in_raster_order(encoding.acting_parts())
+        if in_order:
+            report.positions = f"patches are numbered row by row for {' and '.join(in_order)}. {TWO_DIMENSIONAL}"
+        elif next(encoding.acting_parts(), None) is not None:
+            report.positions = "rows and columns of patches"
+        modules = () if stack.first_layer is None else stack.first_layer.modules()
+        if any(isinstance(module, nn.Conv2d) and module.kernel_size[-1] > 1 for module in modules):
+            report.kept.append("convolutions between its layers read neighbouring patches")
+        for bias in self.biases:
+            bias.silence(journal)
+            report.replaced.append(str(bias))
+        if encoding.additive is not None and self.tables:
+            if len(self.tables) > 1 and isinstance(self.projection, nn.Conv3d):
+                names = " and ".join(table.full_name for table in self.tables)
+                raise UnsupportedError(
+                    f"{type(stack.module).__name__} numbers the patches of a frame and the frames in separate tables "
+                    f"({names}), so the vectors of a scheme have no place in it. Use a scheme that acts inside "
+                    "attention."
+                )
+            report.placed.append(f"additive: {self.tables[0].full_name}")
+
+    def _install_projection(self, stack: Stack, runtime: Any, journal: Any) -> None:
+        if self.projection is None:
+            return
+        journal.set_forward(self.projection, ProjectionSite(self.projection, runtime))
+        owners = {id(stack.module), *(id(table.module) for table in self.tables)}
+        for module in stack.module.modules():
+            inside = any(child is self.projection for child in module.children())
+            if inside and id(module) not in owners and refuses_other_sizes(module):
+                journal.set_forward(module, PictureSite(module, runtime))
+
+    def rotary_site(self, module: nn.Module, runtime: Any, *, unused: bool) -> Any:
+        """Records the coordinates that the model passes to a rotary module."""
+        return GridRotarySite(module, runtime) if unused else RotaryModuleSite(module, runtime, unused=unused)
+
+
+def _effect(part: nn.Module) -> str:
+    if isinstance(part, AdditiveEncoding):
+        return "the added vectors"
+    if isinstance(part, QueryKeyMap):
+        return "the rotation"
+    return "the logit scale" if isinstance(part, LogitScale) else "the bias"
+
+
+def _reads_order_only(part: nn.Module) -> bool:
+    """Whether a part reads positions but no part of it reads coordinates."""
+    if not getattr(part, "reads_positions", True):
+        return False
+    return not any(getattr(module, "reads_coordinates", False) for module in part.modules())
+
+
+def _reads_pixels(model: Any) -> bool:
+    """Whether the only input of a `PreTrainedModel` is images or videos, so that its tokens are patches on a grid."""
+    if any(name.endswith("input_ids") for name in forward_parameters(type(model))):
+        return False  # The text part of a model may inherit the modalities of the whole.
+    modalities = model.input_modalities
+    stated = {modalities} if isinstance(modalities, str) else set(modalities)
+    return stated <= _PIXELS or _takes_pixels(model)
+
+
+def _reads_spectrogram(config: Any) -> bool:
+    """Whether a model cuts a spectrogram into patches, so that frequencies are rows and times are columns (AST)."""
+    return all(hasattr(config, name) for name in ("num_mel_bins", "max_length", "frequency_stride", "time_stride"))
+
+
+def _takes_pixels(model: Any) -> bool:
+    """Whether an argument of the model's forward holds images, videos, or patches and the sizes of their grids."""
+    return _pixel_argument(model) is not None
+
+
+def _pixel_argument(model: Any) -> str | None:
+    """The argument that holds images, videos or patches."""
+    names = list(forward_parameters(type(model)))
+    for name in names:
+        if name.startswith("pixel_values"):
+            return name
+    return names[1] if any(name in names for name in ("grid_thw", "spatial_shapes", "image_grid_thw")) else None
+
+
+def _is_projection(module: nn.Module, config: Any) -> bool:
+    """Whether a module is a convolution of pixels that makes them fewer."""
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or module.stride[-1] == 1:
+        return False
+    return module.in_channels == _channels(config)
+
+
+def _channels(config: Any) -> int:
+    if _reads_spectrogram(config):
+        return 1
+    names = ("num_channels", "in_channels", "in_chans")
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 3)
+
+
+def _native_sizes(projection: nn.Conv2d | nn.Conv3d | None, config: Any) -> tuple[int, ...] | None:
+    if _reads_spectrogram(config):
+        sizes = ((config.num_mel_bins, config.frequency_stride), (config.max_length, config.time_stride))
+        return tuple((size - config.patch_size) // stride + 1 for size, stride in sizes)
+    size = getattr(config, "image_size", None)
+    if size is None:
+        size = getattr(config, "crop_size", None)
+    if isinstance(size, int):
+        size = (size, size)
+    if not isinstance(size, list | tuple) or len(size) < 2:
+        return None
+    pixels = [int(side) for side in size[-2:]]
+    if isinstance(projection, nn.Conv3d):
+        frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+        if not isinstance(frames, int):
+            return None
+        pixels = [frames, *pixels]
+    steps = getattr(config, "patch_size", None) if projection is None else projection.stride
+    steps = (steps, steps) if isinstance(steps, int) else steps
+    if steps is None:
+        return None
+    return tuple(count // step for count, step in zip(pixels, tuple(steps)[-len(pixels) :], strict=True))
+
+
+def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
+    """The tables of a module; `others` is the number of rows of patches and of tokens after them, if it is known."""
+    tables = []
+    for name in [*module._parameters, *module._buffers, *module._modules, *module.__dict__]:
+        value = getattr(module, name, None)
+        if not _TABLE.match(name):
+            continue
+        if isinstance(value, nn.Embedding) or (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
+            table = OwnedTable(path, module, name, 0, hasattr(module, _READS_CHANNELS_FIRST))
+            rows = table.weight.shape[0]
+            more = max(rows - others, 0) if others else 0
+            table.prefix_rows = more if more <= _MOST_PREFIX_ROWS else _rows_before_square(rows)
+            tables.append(table)
+    return tables
+
+
+def _rows_before_square(rows: int) -> int:
+    """The rows before the patches in a table for another grid than that of the config, which is a square."""
+    return next((more for more in range(_MOST_PREFIX_ROWS) if math.isqrt(rows - more) ** 2 == rows - more), 0)
+
+
+def _pixels(model: PreTrainedModel) -> dict[str, Any]:
+    """The arguments of a model for one image, or one video, of the size in its config.
+
+    The values are fixed, so that the caller's random generator is not used.
+    """
+    config = model.config
+    names = forward_parameters(type(model))
+    if "grid_thw" in names:
+        return _packed(model)
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or _SIDE
+    sides = (size, size) if isinstance(size, int) else tuple(int(side) for side in size[-2:])
+    channels = int(getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3)
+    shape: tuple[int, ...] = (1, channels, *sides)
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    if isinstance(frames, int):
+        shape = (1, frames, channels, *sides)
+    given = {_name(model): numbers(*shape)}
+    if "patch_attention_mask" in names:
+        rows, columns = (side // step for side, step in zip(sides, _patch_size(model), strict=True))
+        given["patch_attention_mask"] = torch.ones(1, rows, columns, dtype=torch.bool)
+    if "spatial_shapes" in names:
+        rows, columns = _patch_size(model)
+        given[_name(model)] = numbers(1, 4, channels * rows * columns)
+        given["spatial_shapes"] = torch.tensor([[2, 2]])
+        given["pixel_attention_mask"] = torch.ones(1, 4, dtype=torch.int64)
+    return given
+
+
+def _packed(model: PreTrainedModel) -> dict[str, Any]:
+    """Patches of one image, already cut out."""
+    config = model.config
+    merge = int(getattr(config, "spatial_merge_size", 1))
+    rows, columns = _patch_size(model)
+    frames = int(getattr(config, "temporal_patch_size", 1))
+    channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
+    values = numbers(4 * merge * merge, channels * frames * rows * columns)
+    given = {_name(model): values, "grid_thw": torch.tensor([[1, 2 * merge, 2 * merge]])}
+    if "merge_sizes" in forward_parameters(type(model)):
+        given["merge_sizes"] = torch.tensor([merge])
+    return given
+
+
+def _patch_size(model: PreTrainedModel) -> tuple[int, int]:
+    """Rows and columns of a patch, in pixels."""
+    size = getattr(model.config, "patch_size", 16)
+    return (size, size) if isinstance(size, int) else tuple(int(side) for side in size[-2:])  # type: ignore[return-value]
+
+
+def _name(model: PreTrainedModel) -> str:
+    name = _pixel_argument(model)
+    if name is None:
+        parameters = list(forward_parameters(type(model)))[1:8]
+        raise NotRunnableError(
+            f"{type(model).__name__} takes images in an unknown form, so it cannot be run to find out how it uses "
+            f"positions, and the places of its patches are unknown (its arguments: {', '.join(parameters)})."
+        )
+    return name
+
+
+def _spectrogram(model: PreTrainedModel) -> dict[str, Any]:
+    """The argument of a model for a spectrogram of the size in its config."""
+    return {"input_values": numbers(1, int(model.config.max_length), int(model.config.num_mel_bins))}

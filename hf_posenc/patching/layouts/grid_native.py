@@ -1,0 +1,252 @@
+"""The native scheme of a stack of patches: of its position tables, its biases and its rotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.forward_code import names_used
+from hf_posenc.patching.anatomy.layer_context import build_context, native_pairing
+from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
+from hf_posenc.patching.anatomy.short_runs import run_briefly
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
+from hf_posenc.patching.anatomy.tables import OwnedTable, vectors_of
+from hf_posenc.patching.call.grid_places import in_raster
+from hf_posenc.patching.layouts.grid_bias import bias_scheme
+from hf_posenc.schemes import LearnedConfig, RopeConfig, RopeNdConfig, SinusoidalConfig
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.positions import Positions
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.anatomy import Anatomy
+    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+    from hf_posenc.patching.layouts.grid import Grid
+
+_INTERPOLATION = "interpolate_pos_encoding"
+#: How architectures whose method cannot be called with an image size resize their tables: the method's name and the
+#: options.
+_RESIZED_BY: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("resize_positional_embeddings", {"interpolation": "bilinear", "antialias": True}),
+    ("_resize_pos_embed", {"interpolation": "bilinear"}),
+)
+#: Functions with which a module finds the nearest row of its table for each patch.
+_NEAREST = frozenset(("bucketize", "get_vision_nearest_position_ids"))
+#: Attributes of modules that resize their tables with a function of `transformers.vision_utils`.
+_MODE, _ALIGN_CORNERS, _PADDING = "interpolation_mode", "interpolation_align_corners", "interpolation_padding"
+_ASSIGNMENTS = ("block", "split", "alternating", "interleaved")
+#: Sizes of a grid that only set its number of axes, because the model passes the coordinates.
+_GRID_OF_AXES = {2: (14,), 3: (14, 14)}
+
+
+def native_grid_scheme(
+    stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
+) -> SchemeConfig:
+    """The scheme of the tables, the biases and the rotations of a stack of patches.
+
+    Raises:
+        UnsupportedError: if no scheme describes one of them.
+    """
+    if len(grid.tables) > 1:
+        raise several_tables(stack, [table.full_name for table in grid.tables])
+    found = [_table_scheme(table, grid) for table in grid.tables]
+    bias = bias_scheme(grid.biases, stack.module)
+    rotated = [(one, rotations[path]) for one in stack.attentions if (path := f"{stack.name}:{one.path}") in rotations]
+    if bias is not None:
+        found.append(bias)
+    if rotated:
+        # All layers of a vision model receive the same phases; the comparison of outputs would show if they do not.
+        found.append(_rotation_scheme(stack, *rotated[0], anatomy, changes))
+    return composed(found)
+
+
+def _table_scheme(table: OwnedTable, grid: Grid) -> SchemeConfig:
+    """The scheme that has the same vectors as a table, at all resolutions.
+
+    Raises:
+        UnsupportedError: if the table has no row for each patch of a grid.
+    """
+    weight = table.weight.detach()
+    trained = isinstance(table.value, nn.Module | nn.Parameter) and table.weight.requires_grad
+    places = _places(table, grid)
+    if not weight.is_meta and not trained:
+        for config in _formulas(len(places)):
+            if _reproduces(config, weight.float(), places, grid.suffix_tokens):
+                return config
+    others = weight.shape[0] - math.prod(places)
+    if others < 0:
+        raise UnsupportedError(
+            f"The position table {table.full_name} has {weight.shape[0]} rows, fewer than the patches of a grid of "
+            f"{places}, so its native scheme cannot be described. Any scheme can replace it."
+        )
+    learned = LearnedConfig(grid=places, num_prefix_tokens=others)
+    return learned if weight.is_meta else _resized_alike(learned, table, grid)
+
+
+def _places(table: OwnedTable, grid: Grid) -> tuple[int, ...]:
+    """The sizes of the grid that a table is for: that of the config, or else a square."""
+    rows = table.weight.shape[0] - table.prefix_rows
+    if grid.native is not None and rows - math.prod(grid.native) in (0, grid.suffix_tokens):
+        return grid.native
+    side = math.isqrt(rows)
+    if side * side != rows:
+        raise UnsupportedError(
+            f"The position table {table.full_name} has {rows} rows, which are no square grid, and the config states no "
+            "image size, so its native scheme cannot be described. Any scheme can replace it."
+        )
+    return side, side
+
+
+def _formulas(axes: int) -> list[SinusoidalConfig]:
+    """The formulas of tables that are not trained: VideoMAE's counts patches, MAE's has rows and columns."""
+    found = [SinusoidalConfig(layout=layout) for layout in ("interleaved", "concatenated")]
+    for layout, columns_first in itertools.product(("concatenated", "interleaved"), (True, False)):
+        found.append(SinusoidalConfig(layout=layout, axes=axes, columns_first=columns_first))
+    return found
+
+
+def _reproduces(config: SchemeConfig, rows: Tensor, places: tuple[int, ...], suffix_tokens: int) -> bool:
+    additive = vectors_of(config, rows.shape[1])
+    if additive is None:
+        return False
+    expected = additive(in_raster(places, rows.shape[0], suffix_tokens, rows.device))[0]
+    return expected.shape == rows.shape and torch.allclose(expected.float(), rows, atol=1e-4)
+
+
+def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> LearnedConfig:
+    """The config with the options with which the architecture resizes the table, determined with its own method."""
+    if hasattr(table.module, _MODE):
+        if getattr(table.module, _PADDING, "border") != "border":
+            raise UnsupportedError(
+                f"The position table {table.full_name} is resized with zeros around it, which no scheme of this "
+                "library does. Any scheme can replace it, and unpatch_model restores it."
+            )
+        mode, align_corners = (getattr(table.module, name) for name in (_MODE, _ALIGN_CORNERS))
+        return dataclasses.replace(learned, interpolation=mode, align_corners=align_corners)
+    if _NEAREST & names_used(type(table.module).forward):
+        return dataclasses.replace(learned, interpolation="nearest")
+    for name, options in _RESIZED_BY:
+        if hasattr(table.module, name):
+            return dataclasses.replace(learned, **options)
+    if not hasattr(table.module, _INTERPOLATION) or grid.projection is None or len(learned.grid or ()) != 2:
+        return learned
+    assert learned.grid is not None
+    larger = (learned.grid[0] + 1, learned.grid[1] + 2)
+    pixels = [size * step for size, step in zip(larger, grid.projection.stride, strict=True)]
+    rows = table.weight
+    patches = rows.new_zeros(1, table.prefix_rows + math.prod(larger), rows.shape[1])
+    try:
+        with torch.no_grad():
+            expected = getattr(table.module, _INTERPOLATION)(patches, *pixels)
+    except (RuntimeError, TypeError, ValueError):
+        return learned
+    for options in ({}, {"antialias": True}, {"interpolation": "bilinear"}, {"align_corners": True}):
+        config = dataclasses.replace(learned, **options)
+        additive = vectors_of(config, rows.shape[1])
+        assert additive is not None
+        additive.adopt(table.in_order_of_tokens(learned.num_prefix_tokens).float())
+        with torch.no_grad():
+            found = additive(in_raster(larger, expected.shape[1], grid.suffix_tokens, torch.device("cpu")))
+        if found.shape == expected.shape and torch.allclose(found, expected.float().cpu(), atol=1e-4):
+            return config
+    return learned
+
+
+def _rotation_scheme(
+    stack: Stack, attention: AttentionLayer, rotation: Rotation, anatomy: Anatomy, changes: TemporaryChanges
+) -> SchemeConfig:
+    """The scheme with the phases that a layer received in a short run.
+
+    Raises:
+        UnsupportedError: if no scheme has these phases.
+    """
+    layout = native_pairing(stack, attention)
+    assert layout is not None
+    positions = _positions_of(stack, anatomy, changes)
+    context = build_context(stack, attention)
+    shown = _per_pair(rotation.phases, layout)
+    if positions.coordinates is not None:
+        for config in _candidates(stack, positions.coordinates.shape[0], layout):
+            try:
+                query_key_map: Any = config.build(context).query_key_map
+            except (ValueError, PositionEncodingError):
+                continue
+            if _agrees(query_key_map.angles(positions)[0], positions, shown):
+                return config
+    raise UnsupportedError(
+        f"The phases in a layer of {type(stack.module).__name__} ({attention.path}) are those of no scheme of this "
+        "library. Any scheme can replace them, and unpatch_model restores them."
+    )
+
+
+def _per_pair(phases: Tensor, layout: str) -> Tensor:
+    """`(tokens, pairs)`: the cosine of each pair, from phases of any shape."""
+    cosines = phases.real if phases.is_complex() else phases
+    cosines = cosines.reshape(-1, cosines.shape[-1]).float()
+    if phases.is_complex() or layout.startswith("half"):
+        return cosines
+    return cosines[:, ::2]
+
+
+def _agrees(angles: Tensor, positions: Positions, shown: Tensor) -> bool:
+    """Whether angles `(length, pairs)` have the cosines that a layer received, for tokens with a place or for all."""
+    if positions.placed is not None and shown.shape[0] != angles.shape[0]:
+        angles = angles[positions.placed[0]]
+    cosines = angles.cos()
+    if cosines.shape[0] != shown.shape[0] or cosines.shape[1] > shown.shape[1]:
+        return False
+    # Phases as wide as a head hold each cosine twice.
+    return torch.allclose(cosines, shown[:, : cosines.shape[1]], atol=1e-4)
+
+
+def _candidates(stack: Stack, axes: int, layout: str) -> Iterator[RopeNdConfig]:
+    bases = _bases(stack.config)
+    for theta, assignment, columns_first, (coordinates, origin) in itertools.product(
+        bases, _ASSIGNMENTS, (False, True), (("index", 0), ("index", 1), ("normalized", 0))
+    ):
+        yield RopeNdConfig(
+            theta=theta,
+            grid=_GRID_OF_AXES[axes],
+            assignment=assignment,
+            layout=layout,
+            coordinates=coordinates,
+            origin=origin,
+            columns_first=columns_first,
+        )
+
+
+def _bases(config: Any) -> list[float]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    stated = [
+        getattr(config, "rope_theta", None),
+        parameters.get("rope_theta") if isinstance(parameters, dict) else None,
+    ]
+    return list(dict.fromkeys([float(one) for one in stated if one] + [10000.0, 100.0]))
+
+
+def _positions_of(stack: Stack, anatomy: Anatomy, changes: TemporaryChanges) -> Positions:
+    """The positions of the first layer in a short run, as the library finds them."""
+    seen: list[Positions] = []
+    # A scheme for the order of tokens does not depend on the number of axes.
+    with changes.with_scheme(RopeConfig(), [stack]) as encoding:
+        layers = encoding.stacks[stack.name].layers
+        for part in {id(layer.query_key_map): layer.query_key_map for layer in layers}.values():
+            part.__dict__["phases"] = _recording(part, seen)
+        run_briefly(anatomy, [stack], 3)
+    return dataclasses.replace(seen[0], memo={})
+
+
+def _recording(part: Any, seen: list[Positions]) -> Any:
+    """The method `phases` of a map that records the positions that it receives."""
+
+    def phases(positions: Positions) -> Any:
+        seen.append(positions)
+        return type(part).phases(part, positions)
+
+    return phases

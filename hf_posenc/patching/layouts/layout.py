@@ -1,0 +1,210 @@
+"""What the tokens of a stack are: words, patches on a grid, frames of a series.
+
+There is one class for each kind. It answers every question whose answer depends on the kind, so no other code asks
+which kind it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
+from hf_posenc.patching.anatomy.forward_code import names_used
+from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack
+from hf_posenc.patching.anatomy.tables import position_tables, sinusoids_like, table_origin, table_weight
+from hf_posenc.patching.call.rotary_site import RotaryModuleSite
+from hf_posenc.patching.call.table_site import TableOwner, TableSite
+from hf_posenc.schemes import LearnedConfig
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
+
+
+class Layout:
+    """The tokens of one stack. What is defined here holds for tokens on one axis, with ordinary position tables.
+
+    It is plain data that refers to modules of the stack: a runtime holds it, and is copied with its model.
+    """
+
+    #: Whether the caller passes the tokens one by one, as ids or embeddings, so that their order can be changed.
+    takes_tokens: ClassVar[bool] = False
+    #: Whether its tokens have places on several axes, whatever the positions of a call are.
+    has_axes: ClassVar[bool] = False
+    #: Whether the config states its length beside that of a text.
+    has_own_length: ClassVar[bool] = False
+    #: Whether layers are counted in the order in which modules are defined, and not in that of their paths.
+    in_definition_order: ClassVar[bool] = False
+    #: Numbers of axes that a tensor of its tokens may have.
+    token_axes: ClassVar[tuple[int, ...]] = (3,)
+    #: The convolution that makes tokens of the input, if it may stand among the layers.
+    projection: Any = None
+    #: Native mechanisms in attention that belong to the kind of tokens.
+    biases: Any = ()
+
+    # Finding it. These methods are asked of the class.
+
+    @classmethod
+    def recognises(cls, module: PreTrainedModel) -> bool:
+        """Whether a stack, or a part of a model, has such tokens."""
+        raise NotImplementedError
+
+    @classmethod
+    def find(cls, stack: Stack, modules: StackModules) -> Layout:
+        """What a stack has for its tokens: its tables. The stack already has its attention layers."""
+        stack.tables = [NamedModule(path, module) for path, module in position_tables(modules)]
+        return cls()
+
+    @classmethod
+    def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
+        """Whether a `PreTrainedModel` inside a stack belongs to it, and is not a stack of its own."""
+        return False
+
+    @classmethod
+    def leaves_alone(cls, path: str) -> str | None:
+        """Why an attention module at some path keeps its native positions; `None` if it is patched."""
+        return None
+
+    @classmethod
+    def is_causal(cls, attention: nn.Module) -> bool | None:
+        """Whether attention over such tokens is causal; `None` if that depends on the stack."""
+        return None
+
+    @classmethod
+    def window_of(cls, attention: nn.Module, config: Any) -> tuple[int, ...] | None:
+        """Sizes of the windows of tokens that an attention module states."""
+        return None
+
+    @classmethod
+    def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
+        """Path and module of what must have a forward of the scheme, besides attention: the tables."""
+        return position_tables(modules)
+
+    @classmethod
+    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+        """The arguments of a short run.
+
+        Args:
+            module: the stack, or the part of a model that holds it.
+            length: number of tokens, where the arguments determine it.
+            constant: whether all numbers of an image or a series are equal.
+
+        Raises:
+            NotRunnableError: if it is unknown what the module reads.
+        """
+        raise NotImplementedError
+
+    # What discovery has found.
+
+    @property
+    def computes_tables(self) -> bool:
+        """Whether its tables are computed from a formula, even if they are trainable."""
+        return False
+
+    def table(self, stack: Stack) -> Tensor | None:
+        """The rows for tokens in its first table, `(rows, hidden)`; `None` without one."""
+        return _weight(stack.tables[0])[table_origin(stack.tables[0].module) :] if stack.tables else None
+
+    def vector_sites(self, stack: Stack) -> list[Any]:
+        """What adds vectors of positions, each with `path` and `module`: the tables."""
+        return [*stack.tables]
+
+    def native_bias(self, stack: Stack, attention: AttentionLayer) -> Tensor | None:
+        """The native table of relative biases that one layer uses, or `None`."""
+        if attention.relative is not None:
+            return attention.relative.weight
+        declared = stack.architecture.bias_table
+        return None if declared is None else declared(stack, attention)
+
+    def described(self, stack: Stack) -> tuple[list[str], list[str]]:
+        """A line for each table, and for each mechanism in attention."""
+        tables = []
+        for table in stack.tables:
+            rows, columns = _weight(table).shape
+            start = f"first token in row {table_origin(table.module)}"
+            tables.append(f"{table.path} ({type(table.module).__name__}): {rows} x {columns}, {start}")
+        return tables, []
+
+    def stated_length(self) -> str | None:
+        """What determines the number of tokens, if that is the input and no length in the config."""
+        return None
+
+    # Observing it in a short run.
+
+    def runs_alone(self, stack: Stack, model: nn.Module) -> bool:
+        """Whether the stack is run without the model around it."""
+        return False
+
+    def is_comparable(self, stack: Stack, tokens: Tensor | None) -> bool:
+        """Whether the input of the first layer, `(batch, length, hidden)`, shows whether equal tokens stay equal."""
+        raise NotImplementedError
+
+    def native_scheme(
+        self, stack: Stack, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
+    ) -> Any:
+        """The native scheme: what is declared, or else that of the vectors and of the rotation of every layer."""
+        declared = declared_scheme(stack)
+        if declared is not None:
+            return declared
+        if len(stack.tables) > 1:
+            raise several_tables(stack, [table.path for table in stack.tables])
+        return layer_schemes(stack, self.vector_schemes(stack), rotations)
+
+    def vector_schemes(self, stack: Stack) -> list[SchemeConfig]:
+        """The schemes that add the same vectors as the architecture."""
+        return [self._table_scheme(table) for table in stack.tables]
+
+    def _table_scheme(self, table: NamedModule) -> SchemeConfig:
+        weight, origin = _weight(table), table_origin(table.module)
+        # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its
+        # values, unless the architecture computes it and `from_pretrained` made it trainable.
+        frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
+        formula = sinusoids_like(weight.detach(), origin) if frozen or self.computes_tables else None
+        return formula or LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
+
+    # Placing a scheme.
+
+    def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
+        """Refuses parts that cannot encode such tokens."""
+
+    def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
+        """What those parts do that number tokens with rows and columns one after the other."""
+        return []
+
+    def prepare(self, runtime: Any) -> None:
+        """Tells the runtime of a stack what a call has to find out about its tokens."""
+
+    def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
+        """The native table that a part can start from, in the order of its positions, and its path."""
+        if not stack.tables:
+            return None
+        table = stack.tables[0]
+        offset = max(getattr(part, "offset", 0) for part in additive.modules())
+        return _weight(table)[max(table_origin(table.module) - offset, 0) :], table.path
+
+    def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
+        """Puts the vectors of a scheme in place of those of the architecture: the rows of the tables."""
+        for table in stack.tables:
+            journal.set_forward(table.module, TableSite(table.module, encoding.runtime, encoding.additive))
+            owner = stack.module.get_submodule(table.path.rpartition(".")[0])
+            # Some owners read the weight of their table.
+            if owner is not stack.module and {"weight", "shape"} <= names_used(type(owner).forward):
+                journal.set_forward(owner, TableOwner(owner, table.path.rpartition(".")[2]))
+            journal.freeze_all(table.module)
+            report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")
+            if encoding.additive is not None:
+                report.placed.append(f"additive: {table.path}")
+
+    def rotary_site(self, module: nn.Module, runtime: Any, *, unused: bool) -> Any:
+        """The forward of a rotary module, which records the positions that the model passes to it."""
+        return RotaryModuleSite(module, runtime, unused=unused)
+
+
+def _weight(table: NamedModule) -> Tensor:
+    weight = table_weight(table.module)
+    assert weight is not None
+    return weight

@@ -1,0 +1,373 @@
+"""Frames of sound, or steps of a time series: the stack makes tokens of its features by convolutions or patches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import StackModules
+from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
+from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
+from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
+from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH
+from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
+from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.tables import OwnedTable, sinusoids_like
+from hf_posenc.patching.layouts.layout import Layout
+from hf_posenc.patching.layouts.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
+from hf_posenc.schemes import LearnedConfig
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.parts import AdditiveEncoding
+
+_CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
+_FUNCTION = re.compile(r"(^|\.)pos(ition(al)?)?_emb(ed(ding)?s?)?$")
+_PARAMETER = re.compile(r"^pos(ition(al)?)?_(enc(oding)?s?|emb(ed(ding)?s?)?)$")
+_ADAPTER = re.compile(r"(^|\.)adapter\.")
+#: Patches of a time series.
+_PATCHES = 16
+#: Config attributes for the number of features of a frame.
+_USUAL_BINS = 80
+_BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "input_feat_size")
+#: Number of positions at which sinusoids are compared with their formula.
+_COMPARED = 512
+#: Of fewer tokens, none are next to each other and away from both ends.
+_FEWEST_TOKENS = 3
+_DESCRIPTIONS = {
+    "convolution": "convolution over neighbours in place of positions",
+    "sinusoids": "sinusoids of positions",
+}
+_NEIGHBOURS = (
+    "convolutions mix neighbouring frames before or between the layers of attention, so the order of the input still "
+    "shows without positions"
+)
+
+VectorKind = Literal["convolution", "sinusoids"]
+
+
+@dataclass
+class VectorModule:
+    """A module whose output is added to the embeddings.
+
+    Args:
+        path: path of the module below the stack.
+        module: the module.
+        kind: "convolution" if it computes the vectors from neighbouring embeddings, "sinusoids" if it computes them
+            from the length.
+        stride: number of embeddings per vector of a convolution.
+    """
+
+    path: str
+    module: Any
+    kind: VectorKind
+    stride: int
+
+
+@dataclass
+class FixedInput:
+    """The properties of an encoder that accepts one number of frames only, as many as its table has rows for.
+
+    Args:
+        table: attribute of the stack that holds its position table.
+        convolutions: the convolutions between the features and the tokens, in order.
+    """
+
+    table: str
+    convolutions: tuple[nn.Conv1d, ...]
+
+    def tokens(self, frames: int) -> int:
+        """Number of tokens that the convolutions make of some frames."""
+        for layer in self.convolutions:
+            padding, reach = int(layer.padding[0]), layer.dilation[0] * (layer.kernel_size[0] - 1)
+            frames = (frames + 2 * padding - reach - 1) // layer.stride[0] + 1
+        return frames
+
+
+@dataclass
+class Series(Layout):
+    """Tokens of a series of features.
+
+    Args:
+        vectors: modules whose output is added to the embeddings.
+        parameters: parameters that are added to the embeddings.
+        fixed_input: the properties of an encoder that accepts one number of frames only, or `None`.
+        mixes_neighbours: whether other convolutions see neighbouring frames.
+    """
+
+    has_own_length = True
+    in_definition_order = True
+    token_axes = (2, 3)
+
+    vectors: list[VectorModule] = field(default_factory=list)
+    parameters: list[OwnedTable] = field(default_factory=list)
+    fixed_input: FixedInput | None = None
+    mixes_neighbours: bool = False
+
+    @classmethod
+    def recognises(cls, module: PreTrainedModel) -> bool:
+        """Whether the forward of a model has an argument for features, and none for token ids."""
+        parameters = forward_parameters(type(module))
+        if "input_ids" in parameters:
+            return False
+        # The audio encoder of Phi-4 calls its frames `hidden_states`, of a width that its config states.
+        frames = "hidden_states" in parameters and isinstance(getattr(module.config, "input_size", None), int)
+        return frames or any(name in parameters for name in FEATURES)
+
+    @classmethod
+    def find(cls, stack: Stack, modules: StackModules) -> Layout:
+        """Finds the tables, and the modules and parameters that are added to the embeddings."""
+        super().find(stack, modules)
+        series = cls(fixed_input=_fixed_input(stack.module, [table.path for table in stack.tables]))
+        for path, module in modules.in_definition_order()[1:]:
+            kind = _kind_of(path, module)
+            above, _, name = path.rpartition(".")
+            # Some architectures build a module that they never call.
+            if kind is not None and name in names_used(type(stack.module.get_submodule(above)).forward):
+                strides = [int(layer.stride[0]) for layer in module.modules() if isinstance(layer, nn.Conv1d)]
+                series.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
+            for name, parameter in module._parameters.items():
+                if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
+                    class_tokens = int(getattr(module, "cls_token", None) is not None)
+                    series.parameters.append(OwnedTable(path, module, name, class_tokens))
+        of_positions = {id(layer) for vectors in series.vectors for layer in vectors.module.modules()}
+        series.mixes_neighbours = any(
+            isinstance(layer, nn.Conv1d | nn.Conv2d) and max(layer.kernel_size) > 1 and id(layer) not in of_positions
+            for layer in stack.module.modules()
+        )
+        return series
+
+    @classmethod
+    def leaves_alone(cls, path: str) -> str | None:
+        """Adapters after an encoder have no positions."""
+        return "attention of an adapter, which has no positions" if _ADAPTER.search(path) else None
+
+    @classmethod
+    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+        """A series of a fixed length."""
+        parameters = forward_parameters(type(module))
+        given: dict[str, Any] = {}
+        for name, rule in _RULES.items():
+            if name in parameters:
+                given[name] = rule(module, given)
+        missing = missing_arguments(module, given)
+        if missing:
+            raise NotRunnableError(
+                f"{type(module).__name__} needs {' and '.join(missing)}, which is not known, so it cannot be run to "
+                f"find out how it uses positions (its arguments: {', '.join(list(parameters)[1:8])})."
+            )
+        if constant:
+            axes = _time_axes(given, module)
+            period = first_int(module.config, ("patch_length",), 1) if "past_values" in given else 1
+            given = {name: _periodic(value, axes.get(name), period) for name, value in given.items()}
+        return given
+
+    @property
+    def computes_tables(self) -> bool:
+        """Whisper's encoder has computed sinusoids, which `from_pretrained` makes trainable."""
+        return self.fixed_input is not None
+
+    def table(self, stack: Stack) -> Tensor | None:
+        """The first parameter or table."""
+        return self.parameters[0].weight if self.parameters else super().table(stack)
+
+    def vector_sites(self, stack: Stack) -> list[Any]:
+        """The tables, and what else is added to the embeddings."""
+        return [*stack.tables, *self.vectors, *self.parameters]
+
+    def runs_alone(self, stack: Stack, model: nn.Module) -> bool:
+        """The inputs of the model around it are unknown."""
+        return True
+
+    def is_comparable(self, stack: Stack, tokens: Tensor | None) -> bool:
+        """Whether there are tokens away from the edges, which convolutions see."""
+        if tokens is None and stack.first_layer is not None:
+            raise UnsupportedError(
+                f"No position mechanism was found in this {type(stack.module).__name__}, and the input of its first "
+                "layer is no tensor in which one could be seen. Declare the architecture with "
+                f"hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...)."
+            )
+        return tokens is not None and tokens.shape[1] >= _FEWEST_TOKENS
+
+    def vector_schemes(self, stack: Stack) -> list[SchemeConfig]:
+        """The schemes of the tables, the modules and the parameters."""
+        learned = [LearnedConfig(num_positions=table.weight.shape[0]) for table in self.parameters]
+        return [*super().vector_schemes(stack), *(_scheme_of(vectors, stack) for vectors in self.vectors), *learned]
+
+    def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
+        """The rows of a table, or of a parameter."""
+        if stack.tables or not self.parameters:
+            return super().native_vectors(stack, additive)
+        return self.parameters[0].weight, self.parameters[0].full_name
+
+    def prepare(self, runtime: Any) -> None:
+        """The shape of features does not show the number of tokens."""
+        runtime.reads_features = True
+
+    def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
+        """Puts the vectors of the scheme in place of those of the architecture. The first module gets them."""
+        super().install(stack, encoding, journal, report)
+        runtime, additive = encoding.runtime, None if stack.tables else encoding.additive
+        if self.fixed_input is not None:
+            runtime.input_view = InputView(stack.module, self.fixed_input, runtime)
+        for vectors in self.vectors:
+            site = ConvolutionSite if vectors.kind == "convolution" else LengthSite
+            journal.set_forward(vectors.module, site(vectors, runtime, additive))
+            journal.freeze_all(vectors.module)
+            report.replaced.append(f"{vectors.path}: {_DESCRIPTIONS[vectors.kind]} ({type(vectors.module).__name__})")
+            if additive is not None:
+                report.placed.append(f"additive: {vectors.path}")
+            additive = None
+        for table in self.parameters:
+            journal.set_forward(table.module, ParameterSite(table, runtime, additive))
+            journal.freeze_table(table)
+            report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
+            if additive is not None:
+                report.placed.append(f"additive: {table.full_name}")
+            additive = None
+        if self.mixes_neighbours:
+            report.kept.append(_NEIGHBOURS)
+
+
+def _kind_of(path: str, module: nn.Module) -> VectorKind | None:
+    if _CONVOLUTION.search(path) and any(isinstance(layer, nn.Conv1d) for layer in module.modules()):
+        return "convolution"
+    if _FUNCTION.search(path) and "seq_length" in forward_parameters(type(module)):
+        return "sinusoids"
+    return None
+
+
+def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None:
+    """Recognises an encoder with a table and convolutions of its own whose forward adds the whole table."""
+    direct = [name for name in tables if "." not in name]
+    convolutions = tuple(child for child in stack.children() if isinstance(child, nn.Conv1d))
+    known = hasattr(stack.config, SOURCE_LENGTH) and not forward_parameters(type(stack)).keys().isdisjoint(FEATURES)
+    return FixedInput(direct[0], convolutions) if known and convolutions and len(direct) == 1 else None
+
+
+def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:
+    owner = f"{vectors.path} ({type(vectors.module).__name__}) of this {type(stack.module).__name__}"
+    if vectors.kind == "convolution":
+        raise UnsupportedError(
+            f"{owner} computes its positions with a convolution over neighbouring embeddings. They depend on the "
+            "content of the sequence, so no scheme of this library describes them. Any scheme can replace them, and "
+            "unpatch_model restores them."
+        )
+    with torch.no_grad():
+        rows = vectors.module(seq_length=_COMPARED)[0].float()
+    formula = sinusoids_like(rows)
+    if formula is not None:
+        return formula
+    raise UnsupportedError(
+        f"{owner} computes sinusoids that follow no formula of this library. Any scheme can replace them, and "
+        "unpatch_model restores them."
+    )
+
+
+def starts_with_bins(model: nn.Module) -> bool:
+    """Whether features are `(batch, bins, frames)`: the stack passes them to a convolution of its own."""
+    return any(isinstance(child, nn.Conv1d) for child in model.children())
+
+
+def _bins(model: PreTrainedModel) -> int:
+    """Number of features of a frame, from the config or the first layer with weights."""
+    stated = first_int(model.config, _BINS)
+    if stated:
+        return stated
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            break
+        if isinstance(module, nn.Conv1d):
+            return module.in_channels
+        if isinstance(module, nn.Linear):
+            return module.in_features
+        if isinstance(module, nn.LayerNorm):
+            return int(module.normalized_shape[-1])
+    return _USUAL_BINS
+
+
+def _features(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+    bins = _bins(model)
+    if not starts_with_bins(model):
+        return numbers(1, FRAMES, bins)
+    strides = 1
+    for child in model.children():
+        strides *= child.stride[0] if isinstance(child, nn.Conv1d) else 1
+    rows = getattr(model.config, SOURCE_LENGTH, None)
+    return numbers(1, bins, FRAMES if rows is None else int(rows) * strides)
+
+
+def _values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+    """A wave, or a spectrogram where the config states its length and its bins."""
+    config = model.config
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
+        return numbers(1, int(config.max_length), int(config.num_mel_bins))
+    channels = getattr(config, "audio_channels", None)
+    shape = (1, SAMPLES) if channels is None else (1, int(channels), SAMPLES)
+    return numbers(*shape)
+
+
+def _past_length(model: PreTrainedModel) -> int:
+    lags = getattr(model.config, "lags_sequence", None) or [0]
+    length = first_int(model.config, ("context_length",), 64) + max(lags)
+    # A model of many channels accepts its own length only; others accept any number of patches.
+    patch = 0 if hasattr(model.config, "num_input_channels") else first_int(model.config, ("patch_length",), 0)
+    return max(length, _PATCHES * patch)
+
+
+def _past_values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+    channels = getattr(model.config, "num_input_channels", None)
+    shape = (1, _past_length(model)) if channels is None else (1, _past_length(model), int(channels))
+    return numbers(*shape)
+
+
+def _patches(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+    config = model.config
+    count = (max(config.context_length, config.patch_length) - config.patch_length) // config.patch_stride + 1
+    return numbers(1, config.num_input_channels, count, config.patch_length)
+
+
+def _mask_of_frames(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+    features = given["input_features"]
+    return torch.ones(1, features.shape[-1 if starts_with_bins(model) else 1], dtype=torch.int64)
+
+
+_RULES: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Tensor]] = {
+    "input_features": _features,
+    "input_values": _values,
+    "audio_mel": _features,
+    "hidden_states": lambda model, given: numbers(1, FRAMES, int(model.config.input_size)),
+    "latents": lambda model, given: numbers(1, first_int(model.config, WIDTHS), _PATCHES),
+    "past_values": _past_values,
+    "patch_input": _patches,
+    "input_features_mask": _mask_of_frames,
+    "audio_mel_mask": lambda model, given: torch.zeros(1, given["audio_mel"].shape[1], dtype=torch.bool),
+    "past_values_padding": lambda model, given: torch.zeros_like(given["past_values"]),
+    "past_observed_mask": lambda model, given: torch.ones_like(given["past_values"]),
+    "mask": lambda model, given: torch.ones(1, FRAMES, dtype=torch.int64),
+    "freq": lambda model, given: torch.zeros(1, 1, dtype=torch.int64),
+}
+
+
+def _time_axes(given: dict[str, Any], model: PreTrainedModel) -> dict[str, int]:
+    """The axis of time of every argument that holds numbers."""
+    axes = dict.fromkeys(("audio_mel", "past_values", "hidden_states"), 1)
+    axes["latents"] = 2
+    axes["patch_input"] = 2
+    axes["input_features"] = 2 if starts_with_bins(model) else 1
+    values = given.get("input_values")
+    axes["input_values"] = 1 if values is None or values.dim() == 2 or values.shape[1] > values.shape[2] else 2
+    return axes
+
+
+def _periodic(value: Tensor, axis: int | None, period: int) -> Tensor:
+    """The series in which the first `period` frames are repeated."""
+    if axis is None:
+        return value
+    frames = torch.arange(value.shape[axis], device=value.device) % period
+    return value.index_select(axis, frames)
