@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import PositionEncodingError
 from hf_posenc.attention import block_attention
-from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.backends import attention_with
 from hf_posenc.attention.forms import DistanceForm
 from tests.devices import kernels, spreading
 from tests.devices.inside.subjects import SCHEMES
@@ -60,10 +60,12 @@ def test_layers_share_what_the_kernel_gets(case: str, monkeypatch: pytest.Monkey
     mask = None if case == "autocast" else torch.full((1, 1, 6, 6), torch.finfo(of_mask).min, dtype=of_mask)
     heads = torch.ones(1, 2, 6, 8, dtype=torch.float32 if case == "autocast" else torch.float16)
     with torch.autocast(spreading.device, torch.float16, enabled=case == "autocast"):
+        module = nn.Module()
+        attend = attention_with(
+            "sdpa", sdpa_attention_forward, form, module, heads, heads, mask, (), {"is_causal": True}
+        )
         for _ in range(3):
-            attend_with_bias(
-                "sdpa", sdpa_attention_forward, form, nn.Module(), heads, heads, heads, mask, is_causal=True
-            )
+            attend(module, heads, heads, heads)
     assert len({one.data_ptr() for one in given}) == 1
     assert given[0].dtype == torch.float16
     assert given[0].isfinite().all()
