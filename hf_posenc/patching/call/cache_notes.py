@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.positions import exporting
+from hf_posenc.schemes.positions import KeptValues, exporting
 
+_KEPT = "_hf_posenc_kept"
 #: By the identity of the cache, because a class of caches may define equality.
 _table: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
@@ -49,6 +50,15 @@ def set_note(cache: Any, name: str, value: Any) -> None:
         return
     vars(cache).pop(name, None)
     _notes(cache)[name] = value
+
+
+def kept_values(cache: Any) -> KeptValues:
+    """The values that decoding steps with this cache reuse: they follow from weights, or are biases of distances."""
+    kept: KeptValues | None = note_of(cache, _KEPT)
+    if kept is None:
+        kept = KeptValues()
+        set_note(cache, _KEPT, kept)
+    return kept
 
 
 def caches_with(name: str, value: Any) -> list[Any]:

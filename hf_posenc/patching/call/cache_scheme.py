@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
@@ -19,7 +18,8 @@ from hf_posenc.patching.call.caches import cached_length, self_attention_cache
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import traced
 
-_NAME = "_hf_posenc_scheme"
+#: The name of the note.
+SCHEME = "_hf_posenc_scheme"
 #: Takes the place of the scheme of an accepted cache, which any patched model may continue.
 _ACCEPTED = "accepted"
 
@@ -59,15 +59,12 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     ids = None if position_ids is None else position_ids.long().view(-1, int(length))
     record(keeper, CachedPositions(length, ids, by_next_mask=ids is None))
     remember_keys(keeper)
-    set_note(keeper, _NAME, _ACCEPTED)
+    set_note(keeper, SCHEME, _ACCEPTED)
 
 
 def mark_cache(cache: Any, scheme: SchemeConfig) -> None:
     """Notes the scheme of a cache."""
-    keeper = self_attention_cache(cache)
-    # A graph that reads the note is compiled once more after it has set it.
-    if torch.compiler.is_compiling() or note_of(keeper, _NAME) is not scheme:
-        set_note(keeper, _NAME, scheme)
+    set_note(self_attention_cache(cache), SCHEME, scheme)
 
 
 def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
@@ -79,7 +76,7 @@ def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
     if traced():
         return
     keeper = self_attention_cache(cache)
-    known = note_of(keeper, _NAME)
+    known = note_of(keeper, SCHEME)
     if known is scheme or getattr(keeper, "__dict__", None) is None:
         return
     if known == scheme or known is _ACCEPTED:
@@ -106,11 +103,11 @@ def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
 
 def refuse_in_stock(scheme: SchemeConfig) -> None:
     """Makes the caches that a scheme has filled refuse tokens of the stock model, once the scheme has been removed."""
-    for cache in caches_with(_NAME, scheme):
+    for cache in caches_with(SCHEME, scheme):
         if not isinstance(vars(cache).get("update"), _RefusedInStock):
             cache.update = _RefusedInStock(cache, scheme.name, vars(cache).get("update"))
             # A model that gets the scheme again looks at the cache once more.
-            set_note(cache, _NAME, copy.copy(scheme))
+            set_note(cache, SCHEME, copy.copy(scheme))
 
 
 class _RefusedInStock:

@@ -20,7 +20,6 @@ from hf_posenc.attention.forms import (
     sum_of_forms,
 )
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.decoding_memo import cached_row
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import (
     all_positions_below,
@@ -34,7 +33,7 @@ from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
-from hf_posenc.schemes.positions import AttentionPairs, Positions, assert_in_graph, traced
+from hf_posenc.schemes.positions import AttentionPairs, KeptValues, Positions, assert_in_graph, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
@@ -197,7 +196,7 @@ class LogitSite(PlacedForward):
             return self._form_of_positions(bias, state, query_length, key_length, folds, restarts)
 
         def compute() -> DistanceForm:
-            row = cached_row(bias, state, key_length) if query_length == 1 else None
+            row = _cached_row(bias, state, key_length) if query_length == 1 else None
             form = row or distance_form(state.own(bias), offset, query_length, key_length, device)
             if row is None and not torch.compiler.is_compiling():
                 others = sum(isinstance(one, DistanceForm) for one in state.scratch.values())
@@ -323,6 +322,27 @@ class LogitSite(PlacedForward):
         """Slots of the first query and of the first key."""
         offset = state.slot_offset(query_length, key_length)
         return offset, first_key_slot(offset, query_length, key_length)
+
+
+def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> DistanceForm | None:
+    """The bias of a single query that is the newest token, from values of twice the length that a cache keeps.
+
+    Returns:
+        `None` if values cannot be kept: with gradients, in a compiled graph, without a cache, or if there are keys
+        after the query, as in a static cache.
+    """
+    kept: KeptValues | None = state.memo.get(KeptValues)
+    if kept is None or torch.is_grad_enabled() or not isinstance(state.offset, int) or key_length > state.offset + 1:
+        return None
+
+    def compute() -> tuple[Tensor, Tensor | None]:
+        own = state.own(bias)
+        distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
+        return own(distances).contiguous(), own.slopes_behind(distances.device)
+
+    name = f"bias on {state.device}"
+    values, slopes = kept.of(bias, name, compute, lambda known: known[0].shape[-1] >= key_length)
+    return DistanceForm(values[:, values.shape[-1] - key_length :], 1, key_length, slopes)
 
 
 def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:

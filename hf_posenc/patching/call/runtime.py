@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import named_arguments
 from hf_posenc.patching.anatomy.parts import given_features
-from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
+from hf_posenc.patching.call.cache_notes import kept_values, note_of
+from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
-from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache, remember_length
+from hf_posenc.patching.call.caches import (
+    cache_among,
+    cached_length,
+    first_cache,
+    remember_length,
+    self_attention_cache,
+)
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
-from hf_posenc.patching.call.decoding_memo import keep_values
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
 from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.grid_state import grid_state
@@ -31,7 +37,7 @@ from hf_posenc.patching.call.recomputation import Recomputation
 from hf_posenc.patching.call.replicas import refuse_unsynchronised
 from hf_posenc.patching.call.slot_buffers import SlotBuffers
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.positions import exporting
+from hf_posenc.schemes.positions import KeptValues, exporting
 
 if TYPE_CHECKING:
     from hf_posenc.patching.layouts.grid import Grid as FoundGrid
@@ -176,8 +182,12 @@ class StackForward(PlacedForward):
         depth = len(calls)
         try:
             state, kwargs = self._resolve(args, kwargs)
-            if state.cache_object is not None:
-                check_cached_scheme(state.cache_object, self.runtime.scheme)
+            known, scheme = None, self.runtime.scheme
+            if state.cache_object is not None and not torch.compiler.is_compiling():
+                # A graph that read the note would be compiled once more after it has set it.
+                known = note_of(self_attention_cache(state.cache_object), SCHEME)
+            if state.cache_object is not None and known is not scheme:
+                check_cached_scheme(state.cache_object, scheme)
             calls.append(state)
             if torch.is_grad_enabled():
                 self.runtime.recomputation.has_run = True
@@ -192,7 +202,8 @@ class StackForward(PlacedForward):
             if cache is not None:
                 remember_keys(cache)
                 remember_length(cache, state.end)
-                mark_cache(cache, self.runtime.scheme)
+                if known is not scheme:
+                    mark_cache(cache, scheme)
             return result
         finally:
             del calls[depth:]
@@ -268,8 +279,8 @@ class StackForward(PlacedForward):
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
-        if cache is not None:
-            keep_values(state)
+        if cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            state.memo[KeptValues] = kept_values(cache)
         if generation is not None and counted is not None:
             generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES
