@@ -38,15 +38,33 @@ def outcome(mutation: Mutation) -> str:
         if text.count(mutation.before) != 1:
             return f"not made: the text occurs {text.count(mutation.before)} times"
         path.write_text(text.replace(mutation.before, mutation.after), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *mutation.tests]
-        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LIMIT)
-        except subprocess.TimeoutExpired:
-            return "killed"
-        if done.returncode not in (0, 1):
-            return f"not run: pytest ended with {done.returncode}"
-        return "killed" if done.returncode else "SURVIVED"
+        code = _run(copy, mutation.tests)
+        if code == 0:
+            return "SURVIVED"
+        path.write_text(text, encoding="utf-8")
+        if code > 1 or not _passes(copy, mutation.tests):
+            return "not run: the tests fail without it"
+        return "killed"
+
+
+_PASSES: dict[tuple[str, ...], bool] = {}
+
+
+def _passes(copy: Path, tests: tuple[str, ...]) -> bool:
+    """Whether the tests pass on the library as it is, looked up once for mutations with the same tests."""
+    if tests not in _PASSES:
+        _PASSES[tests] = _run(copy, tests) == 0
+    return _PASSES[tests]
+
+
+def _run(copy: Path, tests: tuple[str, ...]) -> int:
+    """The exit status of pytest; 1 if it takes too long."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=_LIMIT).returncode
+    except subprocess.TimeoutExpired:
+        return 1
 
 
 def main(words: list[str]) -> int:

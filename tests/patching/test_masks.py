@@ -142,19 +142,3 @@ def test_a_mask_that_hides_no_token_moves_no_position(kind: str) -> None:
     expected = stock(ids, attention_mask=mask, use_cache=False).logits
     found = patched("llama_gqa", "native")(ids, attention_mask=mask, use_cache=False).logits
     assert float((found - expected).abs().max()) <= 1e-5
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("scheme", ["alibi", "t5", "rope", "forget_gate", "shaw"])
-@torch.no_grad()
-def test_tokens_hidden_between_others_take_no_distance(scheme: str, implementation: str) -> None:
-    """The rows have holes in different places; one token follows behind a cache."""
-    model = patched("llama_gqa", scheme, attn_implementation=implementation)
-    ids, real = tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
-    real[0, 4:6] = real[1, 8:10] = 0
-    cache = DynamicCache(config=model.config)
-    before = model(input_ids=ids[:, :13], attention_mask=real[:, :13], past_key_values=cache).logits
-    after = model(input_ids=ids[:, 13:], attention_mask=real, past_key_values=cache).logits
-    for row, own in enumerate(real.bool()):
-        alone = model(input_ids=ids[row : row + 1, own], use_cache=False).logits[0]
-        assert distance(torch.cat((before[row, own[:13]], after[row])), alone) <= 1e-4

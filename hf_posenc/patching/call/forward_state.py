@@ -218,10 +218,15 @@ class ForwardState:
             self.scratch[learned] = value
         return value
 
-    def keep(self, name: tuple[Any, ...], attention: Any) -> None:
-        """Keeps the attention of a layer for others, unless there are many, as if every layer has its own bias."""
-        if sum(type(one) is tuple and one[0] == name[0] for one in self.scratch) < MOST_MATRICES:
-            self.scratch[name] = attention
+    def keep(self, name: tuple[Any, ...], value: Any) -> None:
+        """Keeps what one layer made for others, unless there is much of this kind: every layer may have its own.
+
+        Args:
+            name: begins with the kind.
+            value: the value.
+        """
+        if sum(type(known) is tuple and known[0] == name[0] for known in self.scratch) < MOST_MATRICES:
+            self.scratch[name] = value
 
     def known(self, key: Hashable) -> Any:
         """The value that `shared` has stored for this key, or `None`."""

@@ -11,14 +11,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with
 from hf_posenc.attention.folding import attend_with_wide_values
-from hf_posenc.attention.forms import RowsForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import (
     INTERFACE,
@@ -233,17 +232,19 @@ class InterfaceAttention(AttentionSite):
             *(implementation, function, mask, *kwargs.items()),
         )
         try:
-            known: Attention | None = state.scratch.get(name)
+            attention, learned = state.scratch.get(name, (None, False))
         except TypeError:
-            known = name = None  # An option that has no hash.
-        if known is not None:
-            return known
+            attention, name = None, None  # An option that has no hash.
+        if attention is not None and (not learned or gradients_may_be_shared()):
+            return cast(Attention, attention)
         self._check(query, mask, kwargs)
         mask = self._complete(query, mask, kwargs)
         form = self.distance_bias(state, query, key, mask, "flash" in (implementation or ""))
         attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
-        if name is not None and (isinstance(form, RowsForm) or not form.requires_grad or gradients_may_be_shared()):
-            state.keep(name, attention)
+        weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
+        learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        if name is not None and (not learned or gradients_may_be_shared()):
+            state.keep(name, (attention, learned))
         return attention
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
