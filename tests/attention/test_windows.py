@@ -264,6 +264,22 @@ def test_the_one_large_gradient_reaches_far_keys() -> None:
         assert float(error.max()) <= 1e-4
 
 
+def test_the_gradient_of_a_query_reads_long_keys_that_are_far() -> None:
+    """Queries of almost 0 do not show in their logits how long those keys are."""
+    query, key, value = inputs()
+    query, long = query * 1e-9, torch.ones(LENGTH, 1)
+    long[: LENGTH // 2] = 1e6
+    given = [tensor.requires_grad_() for tensor in (query, key * long, value)]
+    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    distance_attention(*given, alibi(), None, SCALING, True).sum().backward()  # type: ignore[call-arg]
+    reference(*wanted, matrix(alibi(), LENGTH), visible(True)).sum().backward()
+    assert given[0].grad is not None
+    assert wanted[0].grad is not None
+    error = (given[0].grad - wanted[0].grad).norm(dim=-1) / wanted[0].grad.norm(dim=-1)
+    # The first query sees one key, and has no gradient.
+    assert float(error[..., 1:].max()) <= 1e-3
+
+
 def test_a_bias_that_does_not_decay_has_no_windows() -> None:
     query, key, value = inputs()
     flat = torch.randn(HEADS, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(5))
