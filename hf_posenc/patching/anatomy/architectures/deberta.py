@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.architectures.declaration import Architecture, register_architecture
+from hf_posenc.patching.anatomy.architectures.declaration import Architecture
 from hf_posenc.patching.anatomy.architectures.silencers import no_bias
 from hf_posenc.patching.anatomy.offloading import onload_weights
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
@@ -125,22 +125,16 @@ def _tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     return torch.stack([each.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected])
 
 
-def declare_deberta() -> None:
-    """Registers the declarations of all architectures in this file; called once on import."""
-    register_architecture(
-        "deberta",
-        "deberta-v2",
-        architecture=Architecture(
-            mechanism="disentangled attention",
-            silence=_silence,
-            native=_native,
-            bias_table=_tables,
-            logit_terms=_logit_terms,
-        ),
-    )
-    register_architecture(
-        "sew-d",
-        architecture=Architecture(
-            mechanism="disentangled attention", silence=_silence, native=_sew_native, logit_terms=_logit_terms
-        ),
-    )
+#: The declarations by the model types that they are for.
+DISENTANGLED: dict[tuple[str, ...], Architecture] = {
+    ("deberta", "deberta-v2"): Architecture(
+        mechanism="disentangled attention",
+        silence=_silence,
+        native=_native,
+        bias_table=_tables,
+        logit_terms=_logit_terms,
+    ),
+    ("sew-d",): Architecture(
+        mechanism="disentangled attention", silence=_silence, native=_sew_native, logit_terms=_logit_terms
+    ),
+}
