@@ -205,7 +205,8 @@ class Transaction:
         encoding = self.plan_alone(config, stacks)
         self._refuse_foreign_forwards(encoding)
         try:
-            self._place_forwards(encoding, stacks)
+            with ordinary_context():
+                self._place_forwards(encoding, stacks)
             yield encoding
         finally:
             # Inlined, because an interrupt may arrive between the call of a function and its first line.
