@@ -55,6 +55,31 @@ def table_origin(module: nn.Module) -> int:
 
 
 @dataclass
+class PositionTable:
+    """A module in which an architecture looks up the vectors of positions.
+
+    Args:
+        path: path of the module below the stack.
+        module: the module.
+    """
+
+    path: str
+    module: Any
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.module)
+        assert weight is not None
+        return weight
+
+    @property
+    def origin(self) -> int:
+        """The row of the first real token."""
+        return table_origin(self.module)
+
+
+@dataclass
 class OwnedTable:
     """A table with a row per token that the module which owns it adds to its input: a parameter, tensor or embedding.
 
@@ -103,8 +128,8 @@ class OwnedTable:
         return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
 
 
-def position_tables(modules: StackModules) -> list[tuple[str, nn.Module]]:
-    """Path and module of every module of a stack that is a table with a row for each position."""
+def position_tables(modules: StackModules) -> list[PositionTable]:
+    """The modules of a stack that are tables with a row for each position."""
     architecture, config = modules.architecture, modules.module.config
     named = modules.select(
         lambda path, module: (
@@ -112,7 +137,7 @@ def position_tables(modules: StackModules) -> list[tuple[str, nn.Module]]:
         )
     )
     return [
-        (path, module)
+        PositionTable(path, module)
         for path, module in named
         if table_weight(module) is not None
         and not any(inner_part(above, config) for above in _on_the_way(path, modules.module))

@@ -15,7 +15,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack
-from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
@@ -53,7 +52,7 @@ class PositionEncoding(AddedModule):
     @property
     def lengths(self) -> Lengths | None:
         """The sequence lengths of the model; set while the scheme is in place."""
-        return self.record.lengths
+        return self.record.lengths_by_part.get(None)
 
     def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
         """The parts in use, without duplicates. A part that contains others is listed in their place.
@@ -179,7 +178,7 @@ def build_encoding(
         assert scheme is not None
         placed = built[stack.name] = StackEncoding(scheme, stack, device)
         runtime = placed.runtime
-        runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
+        runtime.slots.rows_before = max((table.origin for table in stack.tables), default=0)
         stack.layout.prepare(runtime)
         runtime.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
         runtime.time_major = stack.architecture.time_major

@@ -12,7 +12,6 @@ from hf_posenc.patching.anatomy.architectures.declaration import Architecture
 from hf_posenc.patching.anatomy.architectures.silencers import no_bias
 from hf_posenc.patching.anatomy.offloading import onload_weights
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.schemes import ComposedConfig, DisentangledConfig, LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -93,8 +92,7 @@ def _native(stack: Stack) -> SchemeConfig | None:
     scheme = _config(module)
     if not stack.tables:
         return scheme
-    table = stack.tables[0].module
-    offset = table_origin(table)
+    table, offset = stack.tables[0], stack.tables[0].origin
     return ComposedConfig(parts=(LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset), scheme))
 
 

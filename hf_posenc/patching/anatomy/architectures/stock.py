@@ -64,9 +64,8 @@ def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | No
 
 
 def _mpnet_native(stack: Stack) -> SchemeConfig:
-    table = stack.tables[0].module
+    table, offset = stack.tables[0], stack.tables[0].origin
     buckets = stack.config.relative_attention_num_buckets
-    offset = int(table.padding_idx) + 1
     learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
     return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
 
