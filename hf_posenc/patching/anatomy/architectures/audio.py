@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posenc.patching.anatomy.architectures import example_inputs
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if, undescribed
+from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, codes, numbers, words
 from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_vectors
 from hf_posenc.patching.anatomy.sites import Stack
 
@@ -157,10 +157,39 @@ AUDIO: dict[tuple[str, ...], Architecture] = {
         unsupported="its only attention layer, of one head, stands between convolutions, which show it the order of "
         "its input."
     ),
-    ("csm",): Architecture(example_inputs=example_inputs.tokens_of_codebooks),
-    ("kyutai_speech_to_text",): Architecture(example_inputs=example_inputs.tokens_of_codebooks_and_a_word),
-    ("dia",): Architecture(example_inputs=example_inputs.text_and_channels),
-    ("voxtral_realtime_text",): Architecture(example_inputs=example_inputs.tokens_at_a_time),
-    ("pe_audio_encoder", "omniasr_audio"): Architecture(example_inputs=example_inputs.wave_with_a_channel),
-    ("voxtral_realtime_encoder",): Architecture(example_inputs=example_inputs.spectrogram_with_bins_first),
+    ("csm",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": codes(tokens, module.config.num_codebooks),
+            "use_cache": False,
+        }
+    ),
+    # A word stands before the codes.
+    ("kyutai_speech_to_text",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": codes(tokens, module.config.num_codebooks + 1),
+            "use_cache": False,
+        }
+    ),
+    # A text for the encoder, and one code of each channel for the decoder.
+    ("dia",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "decoder_input_ids": codes(tokens, module.config.decoder_config.num_channels),
+            "use_cache": False,
+        }
+    ),
+    # An embedding of the delay of the transcript.
+    ("voxtral_realtime_text",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "t_cond": numbers(1, module.config.hidden_size),
+            "use_cache": False,
+        }
+    ),
+    ("pe_audio_encoder", "omniasr_audio"): Architecture(
+        example_inputs=lambda module, tokens: {"input_values": numbers(1, 1, SAMPLES)}
+    ),
+    ("voxtral_realtime_encoder",): Architecture(
+        example_inputs=lambda module, tokens: {"input_features": numbers(1, module.config.num_mel_bins, FRAMES)}
+    ),
 }

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.architectures import example_inputs
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if
+from hf_posenc.patching.anatomy.architectures.example_inputs import SIDE, numbers, words
 from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_bias_of, zero_phases, zero_relative_shift
 from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
@@ -256,6 +257,22 @@ STOCK: dict[tuple[str, ...], Architecture] = {
     ),
     ("squeezebert",): Architecture(channels_first=True),
     ("convbert",): Architecture(head_shape=_convbert_heads),
-    ("idefics",): Architecture(example_inputs=example_inputs.tokens_about_an_image),
-    ("jev",): Architecture(example_inputs=example_inputs.a_question),
+    # A text with cross-attention to the features of one image.
+    ("idefics",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "image_encoder_embeddings": numbers(1, 1, SIDE, module.config.vision_config.embed_dim),
+            "image_attention_mask": torch.ones(1, tokens, 1, dtype=torch.int64),
+            "use_cache": False,
+        }
+    ),
+    # A prompt with one question and two options.
+    ("jev",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "marks": torch.tensor([[tokens]]),
+            "num_options": torch.tensor([[2]]),
+            "question_type_ids": torch.tensor([[0]]),
+        }
+    ),
 }
