@@ -79,7 +79,12 @@ class AttentionLayer:
 
 @dataclass
 class NamedModule:
-    """A rotary module."""
+    """A module in which positions act.
+
+    Args:
+        path: its path below the stack; empty for the stack itself.
+        module: the module.
+    """
 
     path: str
     module: Any

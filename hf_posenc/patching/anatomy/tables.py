@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.offloading import onload_weights
 from hf_posenc.patching.anatomy.parts import inner_part
+from hf_posenc.patching.anatomy.sites import FixedTable, NamedModule
 from hf_posenc.schemes import SinusoidalConfig
 from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -22,7 +23,7 @@ from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import StackModules
-    from hf_posenc.patching.anatomy.sites import FixedTable, Stack
+    from hf_posenc.patching.anatomy.sites import Stack
 
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
 #: Rows computed at a time. CTRL's table has 50,000 rows of width 1280.
@@ -55,16 +56,8 @@ def table_origin(module: nn.Module) -> int:
 
 
 @dataclass
-class PositionTable:
-    """A module in which an architecture looks up the vectors of positions.
-
-    Args:
-        path: path of the module below the stack.
-        module: the module.
-    """
-
-    path: str
-    module: Any
+class PositionTable(NamedModule):
+    """A module in which an architecture looks up the vectors of positions."""
 
     @property
     def weight(self) -> Tensor:
@@ -80,19 +73,15 @@ class PositionTable:
 
 
 @dataclass
-class OwnedTable:
-    """A table with a row per token that the module which owns it adds to its input: a parameter, tensor or embedding.
+class OwnedTable(NamedModule):
+    """A table with a row per token that `module` owns and adds to its input: a parameter, tensor or embedding.
 
     Args:
-        path: path of the module below the stack; empty for the stack itself.
-        module: the module that owns the table and adds it.
         name: attribute that holds the table.
         prefix_rows: number of rows before those of the input, for class tokens.
         channels_first: whether the table is `(1, hidden, rows, columns)`.
     """
 
-    path: str
-    module: Any
     name: str
     prefix_rows: int
     channels_first: bool = False
