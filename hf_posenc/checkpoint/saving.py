@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import modeling_utils
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
-from hf_posenc.checkpoint.pushing import upload_of
 from hf_posenc.checkpoint.recognition import is_patched
-from hf_posenc.checkpoint.stored_weights import record_shards
+from hf_posenc.checkpoint.shards import record_shards
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.place.encoding import encodings, refuse_changed
@@ -47,9 +46,9 @@ def save_pretrained(call: Call) -> Any:
         _refuse_other_variants(model, folder, call["variant"])
     elif call["state_dict"] is not None:
         call = call.changed(state_dict=_marked(model, call["state_dict"]))
-    if Path(folder, CONFIG_FILE).is_file():
+    if Path(folder, ADAPTER_CONFIG_NAME).is_file():
         raise UnsupportedError(
-            f"{os.fspath(folder)} contains {CONFIG_FILE}: transformers would add this adapter to the saved "
+            f"{os.fspath(folder)} contains {ADAPTER_CONFIG_NAME}: transformers would add this adapter to the saved "
             f"{type(model).__name__} when it is loaded. Save it to another folder, or remove the adapter first."
         )
     if call["distributed_checkpoint"]:
@@ -85,6 +84,8 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     """Creates the repository, as `save_pretrained` does before it writes, and returns a function that uploads the
     files. The options of the upload are removed from those of `save_pretrained`.
     """
+    from hf_posenc.checkpoint.pushing import upload_of
+
     token_option = {} if token is None else {"token": token}
     message, create_pr = options.pop("commit_message", None), options.pop("create_pr", False)
     name = options.pop("repo_id", os.fspath(folder).split(os.path.sep)[-1])

@@ -2,10 +2,6 @@
 
 Only headers, indices and a few bytes of each tensor are read.
 
-One shard of several names the scheme. So that the others cannot be those of another model, the index holds a digest of
-each shard. It is added to the index that transformers has written; other programs ignore it. An index without digests,
-of a stock tool or of an older version, is accepted.
-
 A small config can request tables of several gigabytes. The header of a safetensors file lists every tensor with its
 shape and can be read without the values, so a scheme that does not match the weights is refused before it is allocated.
 Without a header (`.bin` files, a model built from a config), the limits of the options apply
@@ -14,7 +10,6 @@ Without a header (`.bin` files, a model built from a config), the limits of the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import zipfile
@@ -31,16 +26,13 @@ from hf_posenc.checkpoint.atomic_folder import variant_of
 from hf_posenc.checkpoint.configuration import CheckpointError, from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
 from hf_posenc.checkpoint.recognition import local_file, stored_config
+from hf_posenc.checkpoint.shards import SHARDS, digest
 from hf_posenc.entry import ATTRIBUTE, find_marks
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.place.encoding import build_encoding, parts_named
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
 
-#: The key of the digests in the metadata of an index, `{"hf_posenc_shards": {file: digest}}`.
-_SHARDS = "hf_posenc_shards"
-#: Number of bytes that are read at each of a few places of a tensor.
-_SAMPLE, _PLACES = 64, 4
 #: Arguments of `from_pretrained` with which other files are read, or names differ from those of the model.
 _ELSEWHERE = ("gguf_file", "key_mapping")
 #: Weight files of a whole model: indices of shards or single files.
@@ -244,23 +236,14 @@ def _of_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
-def record_shards(folder: Path) -> None:
-    """Adds the digests of the shards to every index of safetensors in a folder."""
-    for path in folder.glob("*.safetensors.index*.json"):
-        index = json.loads(path.read_text(encoding="utf-8"))
-        digests = {shard: _digest(folder / shard) for shard in set(index["weight_map"].values())}
-        index["metadata"][_SHARDS] = digests
-        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def _check_shard(index: dict[str, Any], path: Path) -> None:
     """Refuses a shard that does not have the digest in its index."""
     metadata = index.get("metadata")
-    digests = metadata.get(_SHARDS) if isinstance(metadata, dict) else None
+    digests = metadata.get(SHARDS) if isinstance(metadata, dict) else None
     if digests is None or path.suffix != ".safetensors":  # A tool has converted the files, and kept the metadata.
         return
     try:
-        same = digests[path.name] == _digest(path)
+        same = digests[path.name] == digest(path)
     except (OSError, ValueError, LookupError, TypeError):  # one of them is damaged
         same = False
     if not same:
@@ -268,7 +251,7 @@ def _check_shard(index: dict[str, Any], path: Path) -> None:
             f"{path} is not the file that the index next to it was saved with: it comes from another save, was edited, "
             "or is being replaced by a save that goes on. Its weights may belong to another position encoding. Copy "
             "all files of one save together, or save the model again. If the change is intended, remove "
-            f"{_SHARDS!r} from the index."
+            f"{SHARDS!r} from the index."
         )
 
 
@@ -283,18 +266,3 @@ def files_read(source: Any, subfolder: str) -> dict[str, tuple[int, ...]] | None
             status = entry.stat()
             found[entry.name] = (status.st_ino, status.st_mtime_ns, status.st_size)
     return found
-
-
-def _digest(path: Path) -> str:
-    """A digest of the header of a safetensors file, and of some bytes of each tensor."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(min(length, os.fstat(file.fileno()).st_size))
-        digest.update(header)
-        places = (entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__")
-        for start, end in sorted(places):
-            for number in range(_PLACES):
-                file.seek(8 + len(header) + start + max(end - start - _SAMPLE, 0) * number // (_PLACES - 1))
-                digest.update(file.read(min(_SAMPLE, end - start)))
-    return digest.hexdigest()

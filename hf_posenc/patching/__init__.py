@@ -6,7 +6,7 @@ from hf_posenc.patching.call.cache_scheme import accept_cache
 from hf_posenc.patching.inspection import Inspection, inspect_model, native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.context_length import extend_context
-from hf_posenc.patching.place.report import PatchReport, StackReport
+from hf_posenc.patching.place.install import PatchReport, StackReport
 
 __all__ = [
     "Architecture",

@@ -11,6 +11,7 @@ from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.architectures import Architecture
+    from hf_posenc.patching.anatomy.tables import PositionTable
     from hf_posenc.patching.layouts.layout import Layout
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
@@ -78,7 +79,12 @@ class AttentionLayer:
 
 @dataclass
 class NamedModule:
-    """A position table or a rotary module."""
+    """A module in which positions act.
+
+    Args:
+        path: its path below the stack; empty for the stack itself.
+        module: the module.
+    """
 
     path: str
     module: Any
@@ -109,7 +115,7 @@ class Stack:
     part: str
     architecture: Architecture
     attentions: list[AttentionLayer] = field(default_factory=list)
-    tables: list[NamedModule] = field(default_factory=list)
+    tables: list[PositionTable] = field(default_factory=list)
     rotaries: list[NamedModule] = field(default_factory=list)
     first_layer: nn.Module | None = None
     hidden_size: int = 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.offloading import onload_weights
 from hf_posenc.patching.anatomy.parts import inner_part
+from hf_posenc.patching.anatomy.sites import FixedTable, NamedModule
 from hf_posenc.schemes import SinusoidalConfig
 from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -22,7 +23,7 @@ from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import StackModules
-    from hf_posenc.patching.anatomy.sites import FixedTable, Stack
+    from hf_posenc.patching.anatomy.sites import Stack
 
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
 #: Rows computed at a time. CTRL's table has 50,000 rows of width 1280.
@@ -55,19 +56,32 @@ def table_origin(module: nn.Module) -> int:
 
 
 @dataclass
-class OwnedTable:
-    """A table with a row per token that the module which owns it adds to its input: a parameter, tensor or embedding.
+class PositionTable(NamedModule):
+    """A module in which an architecture looks up the vectors of positions."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.module)
+        assert weight is not None
+        return weight
+
+    @property
+    def origin(self) -> int:
+        """The row of the first real token."""
+        return table_origin(self.module)
+
+
+@dataclass
+class OwnedTable(NamedModule):
+    """A table with a row per token that `module` owns and adds to its input: a parameter, tensor or embedding.
 
     Args:
-        path: path of the module below the stack; empty for the stack itself.
-        module: the module that owns the table and adds it.
         name: attribute that holds the table.
         prefix_rows: number of rows before those of the input, for class tokens.
         channels_first: whether the table is `(1, hidden, rows, columns)`.
     """
 
-    path: str
-    module: Any
     name: str
     prefix_rows: int
     channels_first: bool = False
@@ -103,8 +117,8 @@ class OwnedTable:
         return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
 
 
-def position_tables(modules: StackModules) -> list[tuple[str, nn.Module]]:
-    """Path and module of every module of a stack that is a table with a row for each position."""
+def position_tables(modules: StackModules) -> list[PositionTable]:
+    """The modules of a stack that are tables with a row for each position."""
     architecture, config = modules.architecture, modules.module.config
     named = modules.select(
         lambda path, module: (
@@ -112,7 +126,7 @@ def position_tables(modules: StackModules) -> list[tuple[str, nn.Module]]:
         )
     )
     return [
-        (path, module)
+        PositionTable(path, module)
         for path, module in named
         if table_weight(module) is not None
         and not any(inner_part(above, config) for above in _on_the_way(path, modules.module))

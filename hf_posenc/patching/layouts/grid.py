@@ -320,24 +320,28 @@ def _native_sizes(projection: nn.Conv2d | nn.Conv3d | None, config: Any) -> tupl
     if _reads_spectrogram(config):
         sizes = ((config.num_mel_bins, config.frequency_stride), (config.max_length, config.time_stride))
         return tuple((size - config.patch_size) // stride + 1 for size, stride in sizes)
-    size = getattr(config, "image_size", None)
-    if size is None:
-        size = getattr(config, "crop_size", None)
-    if isinstance(size, int):
-        size = (size, size)
-    if not isinstance(size, list | tuple) or len(size) < 2:
-        return None
-    pixels = [int(side) for side in size[-2:]]
-    if isinstance(projection, nn.Conv3d):
-        frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
-        if not isinstance(frames, int):
-            return None
-        pixels = [frames, *pixels]
+    sides, frames = _sides(config), _frames(config)
     steps = getattr(config, "patch_size", None) if projection is None else projection.stride
     steps = (steps, steps) if isinstance(steps, int) else steps
-    if steps is None:
+    of_video = isinstance(projection, nn.Conv3d)
+    if sides is None or steps is None or (of_video and frames is None):
         return None
+    pixels = (frames, *sides) if of_video and frames is not None else sides
     return tuple(count // step for count, step in zip(pixels, tuple(steps)[-len(pixels) :], strict=True))
+
+
+def _sides(config: Any) -> tuple[int, int] | None:
+    """Height and width of an image in pixels, if the config states them."""
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
+    if isinstance(size, int):
+        return size, size
+    return (int(size[-2]), int(size[-1])) if isinstance(size, list | tuple) and len(size) >= 2 else None
+
+
+def _frames(config: Any) -> int | None:
+    """Number of frames of a video, if the config states it."""
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    return frames if isinstance(frames, int) else None
 
 
 def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
@@ -370,13 +374,8 @@ def _pixels(model: PreTrainedModel) -> dict[str, Any]:
     names = forward_parameters(type(model))
     if "grid_thw" in names:
         return _packed(model)
-    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or _SIDE
-    sides = (size, size) if isinstance(size, int) else tuple(int(side) for side in size[-2:])
-    channels = int(getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3)
-    shape: tuple[int, ...] = (1, channels, *sides)
-    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
-    if isinstance(frames, int):
-        shape = (1, frames, channels, *sides)
+    sides, channels, frames = _sides(config) or (_SIDE, _SIDE), _channels(config), _frames(config)
+    shape = (1, channels, *sides) if frames is None else (1, frames, channels, *sides)
     given = {_name(model): numbers(*shape)}
     if "patch_attention_mask" in names:
         rows, columns = (side // step for side, step in zip(sides, _patch_size(model), strict=True))

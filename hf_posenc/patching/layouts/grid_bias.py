@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures.silencers import zero_bias_of
+from hf_posenc.patching.anatomy.sites import NamedModule
 from hf_posenc.patching.call.placed_forward import ZeroOutput, forward_on_instance, unrotated
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.schemes import SwinConfig
@@ -44,18 +45,14 @@ _CLASS_ROWS = 3
 
 
 @dataclass
-class GridBias:
+class GridBias(NamedModule):
     """One native mechanism in the attention of a grid.
 
     Args:
-        path: path of the module below the stack.
-        module: the module.
         name: the attribute that holds the mechanism; empty for the module itself.
         kind: how it is disabled.
     """
 
-    path: str
-    module: Any
     name: str
     kind: BiasKind
 

@@ -16,8 +16,8 @@ from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
 from hf_posenc.patching.anatomy.forward_code import names_used
 from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack
-from hf_posenc.patching.anatomy.tables import position_tables, sinusoids_like, table_origin, table_weight
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
+from hf_posenc.patching.anatomy.tables import PositionTable, position_tables, sinusoids_like
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
 from hf_posenc.schemes import LearnedConfig
@@ -56,7 +56,7 @@ class Layout:
     @classmethod
     def find(cls, stack: Stack, modules: StackModules) -> Layout:
         """What a stack has for its tokens: its tables. The stack already has its attention layers."""
-        stack.tables = [NamedModule(path, module) for path, module in position_tables(modules)]
+        stack.tables = position_tables(modules)
         return cls()
 
     @classmethod
@@ -82,7 +82,7 @@ class Layout:
     @classmethod
     def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
         """Path and module of what must have a forward of the scheme, besides attention: the tables."""
-        return position_tables(modules)
+        return [(table.path, table.module) for table in position_tables(modules)]
 
     @classmethod
     def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Layout:
 
     def table(self, stack: Stack) -> Tensor | None:
         """The rows for tokens in its first table, `(rows, hidden)`; `None` without one."""
-        return _weight(stack.tables[0])[table_origin(stack.tables[0].module) :] if stack.tables else None
+        return stack.tables[0].weight[stack.tables[0].origin :] if stack.tables else None
 
     def vector_sites(self, stack: Stack) -> list[Any]:
         """What adds vectors of positions, each with `path` and `module`: the tables."""
@@ -124,8 +124,8 @@ class Layout:
         """A line for each table, and for each mechanism in attention."""
         tables = []
         for table in stack.tables:
-            rows, columns = _weight(table).shape
-            start = f"first token in row {table_origin(table.module)}"
+            rows, columns = table.weight.shape
+            start = f"first token in row {table.origin}"
             tables.append(f"{table.path} ({type(table.module).__name__}): {rows} x {columns}, {start}")
         return tables, []
 
@@ -158,8 +158,8 @@ class Layout:
         """The schemes that add the same vectors as the architecture."""
         return [self._table_scheme(table) for table in stack.tables]
 
-    def _table_scheme(self, table: NamedModule) -> SchemeConfig:
-        weight, origin = _weight(table), table_origin(table.module)
+    def _table_scheme(self, table: PositionTable) -> SchemeConfig:
+        weight, origin = table.weight, table.origin
         # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its
         # values, unless the architecture computes it and `from_pretrained` made it trainable.
         frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
@@ -184,7 +184,7 @@ class Layout:
             return None
         table = stack.tables[0]
         offset = max(getattr(part, "offset", 0) for part in additive.modules())
-        return _weight(table)[max(table_origin(table.module) - offset, 0) :], table.path
+        return table.weight[max(table.origin - offset, 0) :], table.path
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Puts the vectors of a scheme in place of those of the architecture: the rows of the tables."""
@@ -202,9 +202,3 @@ class Layout:
     def rotary_site(self, module: nn.Module, runtime: Any, *, unused: bool) -> Any:
         """The forward of a rotary module, which records the positions that the model passes to it."""
         return RotaryModuleSite(module, runtime, unused=unused)
-
-
-def _weight(table: NamedModule) -> Tensor:
-    weight = table_weight(table.module)
-    assert weight is not None
-    return weight

@@ -18,7 +18,7 @@ from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
 from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.sites import NamedModule, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable, sinusoids_like
 from hf_posenc.patching.layouts.layout import Layout
 from hf_posenc.patching.layouts.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
@@ -52,19 +52,15 @@ VectorKind = Literal["convolution", "sinusoids"]
 
 
 @dataclass
-class VectorModule:
+class VectorModule(NamedModule):
     """A module whose output is added to the embeddings.
 
     Args:
-        path: path of the module below the stack.
-        module: the module.
         kind: "convolution" if it computes the vectors from neighbouring embeddings, "sinusoids" if it computes them
             from the length.
         stride: number of embeddings per vector of a convolution.
     """
 
-    path: str
-    module: Any
     kind: VectorKind
     stride: int
 
@@ -215,20 +211,21 @@ class Series(Layout):
         runtime, additive = encoding.runtime, None if stack.tables else encoding.additive
         if self.fixed_input is not None:
             runtime.input_view = InputView(stack.module, self.fixed_input, runtime)
-        for vectors in self.vectors:
-            site = ConvolutionSite if vectors.kind == "convolution" else LengthSite
-            journal.set_forward(vectors.module, site(vectors, runtime, additive))
-            journal.freeze_all(vectors.module)
-            report.replaced.append(f"{vectors.path}: {_DESCRIPTIONS[vectors.kind]} ({type(vectors.module).__name__})")
+        sources: list[VectorModule | OwnedTable] = [*self.vectors, *self.parameters]
+        for source in sources:
+            kind = type(source.module).__name__
+            if isinstance(source, OwnedTable):
+                site: Any = ParameterSite(source, runtime, additive)
+                journal.freeze_table(source)
+                path, what = source.full_name, f"position table ({kind})"
+            else:
+                site = (ConvolutionSite if source.kind == "convolution" else LengthSite)(source, runtime, additive)
+                journal.freeze_all(source.module)
+                path, what = source.path, f"{_DESCRIPTIONS[source.kind]} ({kind})"
+            journal.set_forward(source.module, site)
+            report.replaced.append(f"{path}: {what}")
             if additive is not None:
-                report.placed.append(f"additive: {vectors.path}")
-            additive = None
-        for table in self.parameters:
-            journal.set_forward(table.module, ParameterSite(table, runtime, additive))
-            journal.freeze_table(table)
-            report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
-            if additive is not None:
-                report.placed.append(f"additive: {table.full_name}")
+                report.placed.append(f"additive: {path}")
             additive = None
         if self.mixes_neighbours:
             report.kept.append(_NEIGHBOURS)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK, read_entry
@@ -15,11 +16,9 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack
-from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
-from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -27,6 +26,8 @@ from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.reach import Reach, shortest
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.place.install import PatchReport
+    from hf_posenc.patching.place.journal import Journal
     from hf_posenc.patching.place.lengths import Lengths
 
 
@@ -53,7 +54,7 @@ class PositionEncoding(AddedModule):
     @property
     def lengths(self) -> Lengths | None:
         """The sequence lengths of the model; set while the scheme is in place."""
-        return self.record.lengths
+        return self.record.lengths_by_part.get(None)
 
     def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
         """The parts in use, without duplicates. A part that contains others is listed in their place.
@@ -140,6 +141,42 @@ class PositionEncoding(AddedModule):
         return clone
 
 
+class PartParameters:
+    """Stands in for the method `parameters` of an encoder or another part of a model.
+
+    The base model holds the scheme of all its parts. Code that freezes a part, clips its gradients or gives it to an
+    optimizer asks the part for its parameters, and means those of its scheme too.
+
+    Args:
+        module: the part.
+        schemes: the schemes of the stacks in it.
+    """
+
+    def __init__(self, module: nn.Module, schemes: list[nn.Module]) -> None:
+        self.module = module
+        self.schemes = schemes
+
+    def __call__(self, recurse: bool = True) -> Iterator[Parameter]:
+        """Iterates over the parameters of the part, then over those of its scheme."""
+        yield from type(self.module).parameters(self.module, recurse)
+        for scheme in self.schemes if recurse else ():
+            yield from scheme.parameters()
+
+    @classmethod
+    def place(cls, base: nn.Module, schemes: Mapping[int, nn.Module], journal: Journal) -> None:
+        """Sets an instance on every module between a base model and its stacks.
+
+        Args:
+            base: the module that holds the schemes.
+            schemes: the scheme of each stack that has parameters, by the identity of the stack.
+            journal: records the changes.
+        """
+        for module in base.modules():
+            inside = [schemes[id(one)] for one in module.modules() if id(one) in schemes]
+            if inside and module is not base:
+                journal.set(module, "parameters", cls(module, inside))
+
+
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
@@ -179,7 +216,7 @@ def build_encoding(
         assert scheme is not None
         placed = built[stack.name] = StackEncoding(scheme, stack, device)
         runtime = placed.runtime
-        runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
+        runtime.slots.rows_before = max((table.origin for table in stack.tables), default=0)
         stack.layout.prepare(runtime)
         runtime.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
         runtime.time_major = stack.architecture.time_major

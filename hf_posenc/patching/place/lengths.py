@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +16,6 @@ from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks
 from hf_posenc.patching.anatomy.layer_context import build_context
 from hf_posenc.patching.anatomy.parts import VISION
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.anatomy.tables import table_origin, table_weight
 from hf_posenc.patching.place.config_entry import (
     NAMES,
     NATIVE_LENGTHS,
@@ -75,10 +76,10 @@ def rows_of_tables(model: PreTrainedModel) -> int | None:
     except UnsupportedError:
         return None
     rows = [
-        table.module.weight.shape[0] - table_origin(table.module)
+        table.weight.shape[0] - table.origin
         for stack in stacks
         for table in stack.tables
-        if isinstance(table.module, nn.Embedding) and table_weight(table.module) is not None
+        if isinstance(table.module, nn.Embedding)
     ]
     return min(rows, default=None)
 
@@ -103,19 +104,17 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
         stacks: its patched stacks.
         main: the part that the model's length refers to.
     """
-    others: dict[str, list[Stack]] = {}
+    by_part: dict[str | None, list[Stack]] = {}
     for stack in stacks:
         if stack.part != main and stack.layout.has_own_length and _stated(model, [stack]):
-            others.setdefault(stack.part, []).append(stack)
+            by_part.setdefault(stack.part, []).append(stack)
     # Neither images nor another part beside the text have the length of the model.
-    own = [stack for stack in stacks if stack.part == main and main != VISION]
-    remember(model.config, NATIVE_LENGTHS, _stated(model, own))
-    for stated in (_stated(model, found) for found in others.values()):
-        remember(model.config, NATIVE_LENGTHS, native_lengths(model.config) | stated)
-    before, encoding.record.other_lengths = encoding.record.other_lengths, {}
-    for part, found in others.items():
-        _initialize(encoding, model, found, before.get(part), part)
-    _initialize(encoding, model, own, encoding.lengths, None)
+    by_part[None] = [stack for stack in stacks if stack.part == main and main != VISION]
+    stated = (_stated(model, stacks_of_part) for stacks_of_part in by_part.values())
+    remember(model.config, NATIVE_LENGTHS, functools.reduce(operator.or_, stated))
+    before, encoding.record.lengths_by_part = encoding.record.lengths_by_part, {}
+    for part, stacks_of_part in by_part.items():
+        _initialize(encoding, model, stacks_of_part, before.get(part), part)
 
 
 def _initialize(
@@ -144,12 +143,12 @@ def lengths_of(encoding: PositionEncoding, model: PreTrainedModel, part: str | N
         UnknownNameError: for a part that the model does not have.
         UnsupportedError: if the part is not patched, or has no length in the config.
     """
-    assert encoding.lengths is not None
-    if part in encoding.record.other_lengths:
-        return encoding.record.other_lengths[part], part
-    anatomy = None if part is None else Anatomy(model)
-    if anatomy is None or anatomy.part(part) == anatomy.main:
-        return encoding.lengths, None
+    known = encoding.record.lengths_by_part
+    if part not in known:
+        anatomy = Anatomy(model)
+        part = None if anatomy.part(part) == anatomy.main else part
+    if part in known:
+        return known[part], part
     patched = {stack.part for stack in encoding.report.stacks} if encoding.report is not None else set()
     reason = "its config states no length for it" if part in patched else "it is not patched"
     raise UnsupportedError(f"The length of the part {part!r} of this {type(model).__name__} cannot be set: {reason}.")
@@ -200,8 +199,7 @@ def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, sta
     Raises:
         SequenceLengthError: if the scheme cannot encode the length.
     """
-    assert encoding.lengths is not None
-    for part, lengths in ((None, encoding.lengths), *encoding.record.other_lengths.items()):
+    for part, lengths in [*encoding.record.lengths_by_part.items()]:
         own = {path: length for path, length in stated.items() if path in lengths.names}
         changed = [length for path, length in own.items() if length != native_lengths(model.config).get(path)]
         if own:
@@ -234,13 +232,10 @@ def _write(
     """Writes a length everywhere. The encoding is updated last, so that an interrupted call can be repeated."""
     if length is not None:
         _write_configs(encoding, model, lengths, length)
-    written = dataclasses.replace(lengths, current=length)
-    if part is None:
-        encoding.record.lengths = written
-    else:
-        encoding.record.other_lengths[part] = written
+    known = encoding.record.lengths_by_part
+    known[part] = dataclasses.replace(lengths, current=length)
     if encoding.report is not None:
-        others = [f"{name}: {other}" for name, other in encoding.record.other_lengths.items()]
+        others = [f"{name}: {other}" for name, other in known.items() if name is not None]
         shows_own = encoding.lengths is not None and (encoding.lengths.native or not others)
         encoding.report.context = "; ".join([str(encoding.lengths), *others] if shows_own else others)
     refresh_names(encoding)
@@ -291,12 +286,8 @@ def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:
 
 
 def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
-    for stack in stacks:
-        for table in stack.tables:
-            weight = table_weight(table.module)
-            if weight is not None and weight.shape[0] in stated.values():
-                return table_origin(table.module)
-    return 0
+    tables = (table for stack in stacks for table in stack.tables)
+    return next((table.origin for table in tables if table.weight.shape[0] in stated.values()), 0)
 
 
 def _is_native_length(config: SchemeConfig, made_for: int, stacks: list[Stack], native: int) -> bool:

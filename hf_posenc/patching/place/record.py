@@ -40,9 +40,8 @@ class SchemeRecord:
         journal: every attribute that was set, with the forwards and the modules they were set on.
         stacks: the layers of every stack, by its name.
         own: the config of the model while the scheme is in place; set when it is placed.
-        lengths: the sequence lengths of the model; set while the scheme is in place.
-        other_lengths: those of other parts whose length the config states (the encoder of Whisper), by name of the
-            part; set while the scheme is in place.
+        lengths_by_part: the sequence lengths of the model, under `None`, and those of other parts whose length the
+            config states (the encoder of Whisper), by name of the part; set while the scheme is in place.
         base_weights: a few values of the base model's weights, recorded when a scheme was first placed in it,
             and again when PEFT gets the model.
     """
@@ -52,14 +51,13 @@ class SchemeRecord:
         self.journal = Journal()
         self.stacks: dict[str, StackRecord] = {}
         self.own: OwnConfig | None = None
-        self.lengths: Lengths | None = None
-        self.other_lengths: dict[str, Lengths] = {}
+        self.lengths_by_part: dict[str | None, Lengths] = {}
         self.base_weights: dict[str, Sample] = {}
 
     def follow(self, previous: SchemeRecord) -> None:
         """Takes over what belongs to the model and not to its scheme: lengths, weights and fields of the config."""
-        self.lengths, self.other_lengths = previous.lengths, dict(previous.other_lengths)
-        self.base_weights, self.stacks = previous.base_weights, dict(previous.stacks)
+        self.lengths_by_part, self.stacks = dict(previous.lengths_by_part), dict(previous.stacks)
+        self.base_weights = previous.base_weights
 
     def stacks_by_path(self) -> dict[str, StackRecord]:
         """The stacks by the name that their config has in the model's config; "" for the config itself."""

@@ -28,6 +28,7 @@ from hf_posenc.patching.place.continuous_batching import (
     refuse_running_batches,
 )
 from hf_posenc.patching.place.encoding import (
+    PartParameters,
     PositionEncoding,
     build_encoding,
     current_encoding,
@@ -38,13 +39,11 @@ from hf_posenc.patching.place.encoding import (
 )
 from hf_posenc.patching.place.generation import CheckedGenerate
 from hf_posenc.patching.place.head_shards import split_heads
-from hf_posenc.patching.place.install import install_stack
+from hf_posenc.patching.place.install import PatchReport, StackReport, install_stack
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.lengths import initialize_lengths
 from hf_posenc.patching.place.model_checks import refuse_late_parameters, unwrapped
-from hf_posenc.patching.place.part_parameters import PartParameters
 from hf_posenc.patching.place.record import OwnConfig
-from hf_posenc.patching.place.report import PatchReport, StackReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.stack_record import StacksInside
@@ -205,7 +204,8 @@ class Transaction:
         encoding = self.plan_alone(config, stacks)
         self._refuse_foreign_forwards(encoding)
         try:
-            self._place_forwards(encoding, stacks)
+            with ordinary_context():
+                self._place_forwards(encoding, stacks)
             yield encoding
         finally:
             # Inlined, because an interrupt may arrive between the call of a function and its first line.

@@ -6,20 +6,18 @@ how to silence a mechanism that is neither a rotary function nor a table, how to
 
 from __future__ import annotations
 
-from hf_posenc.patching.anatomy.architectures.audio import declare_audio_architectures
-from hf_posenc.patching.anatomy.architectures.deberta import declare_deberta
+from hf_posenc.patching.anatomy.architectures.audio import AUDIO
+from hf_posenc.patching.anatomy.architectures.deberta import DISENTANGLED
 from hf_posenc.patching.anatomy.architectures.declaration import (
     Architecture,
     Silencer,
     architecture_of,
     register_architecture,
 )
-from hf_posenc.patching.anatomy.architectures.stock import declare_stock_architectures
-from hf_posenc.patching.anatomy.architectures.vision import declare_vision_architectures
+from hf_posenc.patching.anatomy.architectures.stock import STOCK
+from hf_posenc.patching.anatomy.architectures.vision import VISION
 
-declare_stock_architectures()
-declare_deberta()
-declare_vision_architectures()
-declare_audio_architectures()
+for _names, _architecture in {**STOCK, **DISENTANGLED, **VISION, **AUDIO}.items():
+    register_architecture(*_names, architecture=_architecture)
 
 __all__ = ["Architecture", "Silencer", "architecture_of", "register_architecture"]

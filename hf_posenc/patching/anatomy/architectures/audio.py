@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posenc.patching.anatomy.architectures import example_inputs
-from hf_posenc.patching.anatomy.architectures.declaration import (
-    Architecture,
-    refused_if,
-    register_architecture,
-    undescribed,
-)
+from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if, undescribed
+from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, codes, numbers, words
 from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_vectors
 from hf_posenc.patching.anatomy.sites import Stack
 
@@ -83,108 +78,118 @@ def _silence_phi4(stack: Stack, patches: Journal) -> None:
     patches.freeze_all(layer.bias_values)
 
 
-def declare_audio_architectures() -> None:
-    """Registers the declarations of all architectures in this file; called once on import."""
-    blocks = (
-        "its attention compares each block of frames with the frames around it, in tensors that do not show which keys "
-        "belong to which query."
-    )
-    for reason, names in (
-        (blocks, ("gemma3n_audio", "gemma4_audio")),
-        ("it mixes patches with layers of a fixed length, and has no softmax attention over time.", ("patchtsmixer",)),
-        (
-            "its attention compares frames within blocks, in tensors that hold each block as a sequence of its own.",
-            ("granite_speech_encoder", "granite_speech_plus_encoder", "granite_speech5_encoder"),
+#: The declarations by the model types that they are for.
+AUDIO: dict[tuple[str, ...], Architecture] = {
+    ("gemma3n_audio", "gemma4_audio"): Architecture(
+        unsupported="its attention compares each block of frames with the frames around it, in tensors that do not "
+        "show which keys belong to which query."
+    ),
+    ("patchtsmixer",): Architecture(
+        unsupported="it mixes patches with layers of a fixed length, and has no softmax attention over time."
+    ),
+    ("granite_speech_encoder", "granite_speech_plus_encoder", "granite_speech5_encoder"): Architecture(
+        unsupported="its attention compares frames within blocks, in tensors that hold each block as a sequence of its "
+        "own."
+    ),
+    ("autoformer",): Architecture(unsupported="it correlates a series with itself in place of softmax attention."),
+    ("clap_audio_model",): Architecture(
+        unsupported="its attention compares patches of a spectrogram within shifted windows (Swin), whose order is not "
+        "that of time."
+    ),
+    ("decision_transformer",): Architecture(
+        unsupported="it gives all tokens position 0, and adds embeddings of time steps that the caller passes."
+    ),
+    ("speecht5",): Architecture(
+        unsupported="its prenets, which add positions, are modules outside of its encoder and decoder, and "
+        "generate_speech calls them separately."
+    ),
+    ("informer",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.attention_type == "prob",
+            "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
+            "attention_type='full'.",
+        )
+    ),
+    ("semantic", "coarse_acoustics", "fine_acoustics"): Architecture(tables=("position_embeds_layer",)),
+    ("vits",): Architecture(
+        mechanism="relative keys and values",
+        silence=_silence_vits,
+        native=undescribed(
+            "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library changes "
+            "values. Any scheme can replace both, and unpatch_model restores them."
         ),
-        ("it correlates a series with itself in place of softmax attention.", ("autoformer",)),
-        (
-            "its attention compares patches of a spectrogram within shifted windows (Swin), whose order is not that of "
-            "time.",
-            ("clap_audio_model",),
+    ),
+    ("phi4_multimodal_audio",): Architecture(
+        mechanism="relative bias",
+        silence=_silence_phi4,
+        native=undescribed(
+            "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. The "
+            "schemes of this library group distances, or compute the bias from the query. Any scheme can replace it, "
+            "and unpatch_model restores it."
         ),
-        (
-            "it gives all tokens position 0, and adds embeddings of time steps that the caller passes.",
-            ("decision_transformer",),
+    ),
+    ("canary_decoder",): Architecture(
+        mechanism="sinusoidal table",
+        silence=_silence_canary,
+        native=undescribed(
+            "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
+            "scheme of this library has that scale. Any scheme can replace them, and unpatch_model restores them."
         ),
-        (
-            "its prenets, which add positions, are modules outside of its encoder and decoder, and generate_speech "
-            "calls them separately.",
-            ("speecht5",),
+    ),
+    ("patchtst",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.channel_attention,
+            "with `channel_attention=True` the same attention module compares time steps and then channels, which "
+            "have no order. It can be patched with channel_attention=False.",
+        )
+    ),
+    ("wavlm",): Architecture(
+        mechanism="gated relative bias",
+        attention_classes=("WavLMAttention",),
+        silence=_silence_wavlm,
+        native=undescribed(
+            "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
+            "further positions with a convolution over neighbouring embeddings. No scheme of this library does this. "
+            "Any scheme can replace both, and unpatch_model restores them."
         ),
-    ):
-        register_architecture(*names, architecture=Architecture(unsupported=reason))
-    probabilistic = refused_if(
-        lambda config: config.attention_type == "prob",
-        "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
-        "attention_type='full'.",
-    )
-    register_architecture("informer", architecture=Architecture(unsupported=probabilistic))
-    register_architecture(
-        "semantic", "coarse_acoustics", "fine_acoustics", architecture=Architecture(tables=("position_embeds_layer",))
-    )
-    register_architecture(
-        "vits",
-        architecture=Architecture(
-            mechanism="relative keys and values",
-            silence=_silence_vits,
-            native=undescribed(
-                "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library "
-                "changes values. Any scheme can replace both, and unpatch_model restores them."
-            ),
-        ),
-    )
-    register_architecture(
-        "phi4_multimodal_audio",
-        architecture=Architecture(
-            mechanism="relative bias",
-            silence=_silence_phi4,
-            native=undescribed(
-                "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. "
-                "The schemes of this library group distances, or compute the bias from the query. Any scheme can "
-                "replace it, and unpatch_model restores it."
-            ),
-        ),
-    )
-    register_architecture(
-        "canary_decoder",
-        architecture=Architecture(
-            mechanism="sinusoidal table",
-            silence=_silence_canary,
-            native=undescribed(
-                "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
-                "scheme of this library has that scale. Any scheme can replace them, and unpatch_model restores them."
-            ),
-        ),
-    )
-    of_channels = refused_if(
-        lambda config: config.channel_attention,
-        "with `channel_attention=True` the same attention module compares time steps and then channels, which have no "
-        "order. It can be patched with channel_attention=False.",
-    )
-    register_architecture("patchtst", architecture=Architecture(unsupported=of_channels))
-    register_architecture(
-        "wavlm",
-        architecture=Architecture(
-            mechanism="gated relative bias",
-            attention_classes=("WavLMAttention",),
-            silence=_silence_wavlm,
-            native=undescribed(
-                "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
-                "further positions with a convolution over neighbouring embeddings. No scheme of this library does "
-                "this. Any scheme can replace both, and unpatch_model restores them."
-            ),
-        ),
-    )
-    between = (
-        "its only attention layer, of one head, stands between convolutions, which show it the order of its input."
-    )
-    register_architecture("wavtokenizer", architecture=Architecture(unsupported=between))
-    for given, names in (
-        (example_inputs.tokens_of_codebooks, ("csm",)),
-        (example_inputs.tokens_of_codebooks_and_a_word, ("kyutai_speech_to_text",)),
-        (example_inputs.text_and_channels, ("dia",)),
-        (example_inputs.tokens_at_a_time, ("voxtral_realtime_text",)),
-        (example_inputs.wave_with_a_channel, ("pe_audio_encoder", "omniasr_audio")),
-        (example_inputs.spectrogram_with_bins_first, ("voxtral_realtime_encoder",)),
-    ):
-        register_architecture(*names, architecture=Architecture(example_inputs=given))
+    ),
+    ("wavtokenizer",): Architecture(
+        unsupported="its only attention layer, of one head, stands between convolutions, which show it the order of "
+        "its input."
+    ),
+    ("csm",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": codes(tokens, module.config.num_codebooks),
+            "use_cache": False,
+        }
+    ),
+    # A word stands before the codes.
+    ("kyutai_speech_to_text",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": codes(tokens, module.config.num_codebooks + 1),
+            "use_cache": False,
+        }
+    ),
+    # A text for the encoder, and one code of each channel for the decoder.
+    ("dia",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "decoder_input_ids": codes(tokens, module.config.decoder_config.num_channels),
+            "use_cache": False,
+        }
+    ),
+    # An embedding of the delay of the transcript.
+    ("voxtral_realtime_text",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "t_cond": numbers(1, module.config.hidden_size),
+            "use_cache": False,
+        }
+    ),
+    ("pe_audio_encoder", "omniasr_audio"): Architecture(
+        example_inputs=lambda module, tokens: {"input_values": numbers(1, 1, SAMPLES)}
+    ),
+    ("voxtral_realtime_encoder",): Architecture(
+        example_inputs=lambda module, tokens: {"input_features": numbers(1, module.config.num_mel_bins, FRAMES)}
+    ),
+}

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.architectures.declaration import Architecture, register_architecture
+from hf_posenc.patching.anatomy.architectures.declaration import Architecture
 from hf_posenc.patching.anatomy.architectures.silencers import no_bias
 from hf_posenc.patching.anatomy.offloading import onload_weights
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.anatomy.tables import table_origin
 from hf_posenc.schemes import ComposedConfig, DisentangledConfig, LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -93,8 +92,7 @@ def _native(stack: Stack) -> SchemeConfig | None:
     scheme = _config(module)
     if not stack.tables:
         return scheme
-    table = stack.tables[0].module
-    offset = table_origin(table)
+    table, offset = stack.tables[0], stack.tables[0].origin
     return ComposedConfig(parts=(LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset), scheme))
 
 
@@ -125,22 +123,16 @@ def _tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     return torch.stack([each.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected])
 
 
-def declare_deberta() -> None:
-    """Registers the declarations of all architectures in this file; called once on import."""
-    register_architecture(
-        "deberta",
-        "deberta-v2",
-        architecture=Architecture(
-            mechanism="disentangled attention",
-            silence=_silence,
-            native=_native,
-            bias_table=_tables,
-            logit_terms=_logit_terms,
-        ),
-    )
-    register_architecture(
-        "sew-d",
-        architecture=Architecture(
-            mechanism="disentangled attention", silence=_silence, native=_sew_native, logit_terms=_logit_terms
-        ),
-    )
+#: The declarations by the model types that they are for.
+DISENTANGLED: dict[tuple[str, ...], Architecture] = {
+    ("deberta", "deberta-v2"): Architecture(
+        mechanism="disentangled attention",
+        silence=_silence,
+        native=_native,
+        bias_table=_tables,
+        logit_terms=_logit_terms,
+    ),
+    ("sew-d",): Architecture(
+        mechanism="disentangled attention", silence=_silence, native=_sew_native, logit_terms=_logit_terms
+    ),
+}

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.architectures import example_inputs
-from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if, register_architecture
+from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if
+from hf_posenc.patching.anatomy.architectures.example_inputs import SIDE, numbers, words
 from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_bias_of, zero_phases, zero_relative_shift
 from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal
 
 _NO_SCORES = "its attention is sparse or approximate, so there are no dense logits that a scheme could change."
-_NO_ATTENTION = "it has no softmax attention."
 
 
 def _silence_relative_table(stack: Stack, patches: Journal) -> None:
@@ -65,9 +65,8 @@ def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | No
 
 
 def _mpnet_native(stack: Stack) -> SchemeConfig:
-    table = stack.tables[0].module
+    table, offset = stack.tables[0], stack.tables[0].origin
     buckets = stack.config.relative_attention_num_buckets
-    offset = int(table.padding_idx) + 1
     learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
     return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
 
@@ -136,151 +135,144 @@ def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
     return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
 
 
-def declare_stock_architectures() -> None:
-    """Registers the declarations of all architectures in this file; called once on import."""
-    for reason, names in (
-        (_NO_SCORES, ("longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5", "pegasus_x")),
-        (_NO_ATTENTION, ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet")),
-        (
-            "its keys are selected by an indexer or compressed before attention, which uses separate rotary positions.",
-            ("deepseek_v4",),
-        ),
-        ("it pools the sequence between layers, so a position means something else in every block.", ("funnel",)),
-        ("its n-gram streams share one attention and shift positions against each other.", ("prophetnet",)),
-    ):
-        register_architecture(*names, architecture=Architecture(unsupported=reason))
-    relative = Architecture(
+_WITH_FULL_ATTENTION = "It can be patched with attention_type='original_full'."
+_TEMPERATURE = "queries are scaled by a slow function of their position"
+_INKLING = Architecture(
+    mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
+)
+
+
+def _inkling(prefix: str) -> Architecture:
+    """An Inkling in which each token also attends to its own states in earlier blocks of layers."""
+    classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
+    return dataclasses.replace(_INKLING, attention_classes=classes)
+
+
+#: The declarations by the model types that they are for.
+STOCK: dict[tuple[str, ...], Architecture] = {
+    ("longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5", "pegasus_x"): Architecture(
+        unsupported=_NO_SCORES
+    ),
+    ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet"): Architecture(
+        unsupported="it has no softmax attention."
+    ),
+    ("deepseek_v4",): Architecture(
+        unsupported="its keys are selected by an indexer or compressed before attention, which uses separate rotary "
+        "positions."
+    ),
+    ("funnel",): Architecture(
+        unsupported="it pools the sequence between layers, so a position means something else in every block."
+    ),
+    ("prophetnet",): Architecture(
+        unsupported="its n-gram streams share one attention and shift positions against each other."
+    ),
+    ("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"): Architecture(
         mechanism="T5 relative bias",
         silence=_silence_relative_table,
         native=_relative_table,
         bias_table=_relative_bias_table,
-    )
-    register_architecture(
-        *("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
-        architecture=relative,
-    )
-    register_architecture("cohere_asr", architecture=Architecture(tables=("pos_emb",)))
-    register_architecture(
-        "t5gemma2_decoder",
-        architecture=Architecture(
-            unsupported="one softmax is taken over the keys of its own tokens and those of the encoder together, and "
-            "keys of another sequence have no distance to its tokens."
-        ),
-    )
-    alibi = Architecture(
+    ),
+    ("cohere_asr",): Architecture(tables=("pos_emb",)),
+    ("t5gemma2_decoder",): Architecture(
+        unsupported="one softmax is taken over the keys of its own tokens and those of the encoder together, and "
+        "keys of another sequence have no distance to its tokens."
+    ),
+    ("bloom", "mpt"): Architecture(
         mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
-    )
-    register_architecture("bloom", "mpt", architecture=alibi)
-    register_architecture(
-        "mpnet",
-        architecture=Architecture(
-            mechanism="T5 relative bias",
-            silence=_silence_mpnet,
-            native=_mpnet_native,
-            bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
+    ),
+    ("mpnet",): Architecture(
+        mechanism="T5 relative bias",
+        silence=_silence_mpnet,
+        native=_mpnet_native,
+        bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
+    ),
+    ("ctrl",): Architecture(
+        mechanism="sinusoidal table",
+        native=lambda stack: SinusoidalConfig(layout="concatenated"),
+        fixed_tables=lambda stack: [(stack.module, "pos_encoding")],
+    ),
+    ("gptj", "codegen"): Architecture(native=_gptj_native, fixed_tables=_gptj_tables),
+    ("roformer",): Architecture(
+        unsupported=refused_if(
+            lambda config: getattr(config, "rotary_value", False),
+            "with `rotary_value=True` it rotates values too, which no scheme of this library does.",
         ),
-    )
-    register_architecture(
-        "ctrl",
-        architecture=Architecture(
-            mechanism="sinusoidal table",
-            native=lambda stack: SinusoidalConfig(layout="concatenated"),
-            fixed_tables=lambda stack: [(stack.module, "pos_encoding")],
-        ),
-    )
-    register_architecture(
-        "gptj",
-        "codegen",
-        architecture=Architecture(native=_gptj_native, fixed_tables=_gptj_tables),
-    )
-    register_architecture(
-        "roformer",
-        architecture=Architecture(
-            unsupported=refused_if(
-                lambda config: getattr(config, "rotary_value", False),
-                "with `rotary_value=True` it rotates values too, which no scheme of this library does.",
-            ),
-            table_is_rotary=True,
-            rotary_method="apply_rotary_position_embeddings",
-            pairing="interleaved",
-            silence=_silence_roformer,
-            native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
-            fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
-        ),
-    )
-    register_architecture(
-        "xlnet",
-        architecture=Architecture(
-            time_major=True,
-            mechanism="Transformer-XL bias",
-            silence=_silence_xlnet,
-            head_shape=lambda module, config: (config.n_head, config.d_head),
-            causal=lambda config: config.attn_type == "uni",
-        ),
-    )
-    register_architecture(
-        "cpmant",
-        architecture=Architecture(
-            mechanism="segment position bias",
-            bias_arguments=("position_bias",),
-            silence=lambda stack, patches: patches.freeze(stack.module.position_bias, "relative_attention_bias"),
-            kept=("its prompt tokens precede left padding, so distances between prompt and text include the padding",),
-        ),
-    )
-    register_architecture(
-        "falcon",
-        architecture=Architecture(
-            mechanism="ALiBi, if configured",
-            silence=_silence_falcon,
-            native=_falcon_native,
-            key_value_heads=_falcon_key_heads,
-        ),
-    )
-    remedy = "It can be patched with attention_type='original_full'."
-    sparse = refused_if(lambda config: config.attention_type != "original_full", f"{_NO_SCORES} {remedy}")
-    register_architecture("big_bird", architecture=Architecture(unsupported=sparse))
-    sparse = refused_if(
-        lambda config: config.attention_type != "original_full" and config.is_encoder_decoder,
-        f"in its encoder, {_NO_SCORES} {remedy}",
-    )
-    register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=sparse))
-    temperature = "queries are scaled by a slow function of their position"
-    register_architecture(
-        "beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,))
-    )
-    inkling = Architecture(
-        mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
-    )
-    register_architecture("inkling_text", architecture=inkling)
-    for name, prefix in (("inkling2_text", "Inkling2"), ("inkling2_loop_text", "Inkling2Loop")):
-        # Each token also attends to its own states in earlier blocks of layers.
-        classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
-        register_architecture(name, architecture=dataclasses.replace(inkling, attention_classes=classes))
-    joins_loops = refused_if(
-        lambda config: config.recurrent_kv_cache_mode != "per_loop",
-        "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last loop "
-        "has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'.",
-    )
-    register_architecture("dory", architecture=Architecture(unsupported=joins_loops))
-    register_architecture(
-        "esm", architecture=Architecture(operand_factors=lambda module: (module.attention_head_size**-0.5, 1.0))
-    )
-    register_architecture(
-        "openai_privacy_filter",
-        architecture=Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
-    )
-    register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
-    register_architecture(
-        "layoutlmv3",
-        architecture=Architecture(
-            mechanism="relative bias",
-            silence=_silence_layoutlmv3,
-            native=_layoutlmv3_native,
-            keeps_bias=True,
-            kept=("the bias of places on the page",),
-        ),
-    )
-    register_architecture("squeezebert", architecture=Architecture(channels_first=True))
-    register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))
-    register_architecture("idefics", architecture=Architecture(example_inputs=example_inputs.tokens_about_an_image))
-    register_architecture("jev", architecture=Architecture(example_inputs=example_inputs.a_question))
+        table_is_rotary=True,
+        rotary_method="apply_rotary_position_embeddings",
+        pairing="interleaved",
+        silence=_silence_roformer,
+        native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
+        fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
+    ),
+    ("xlnet",): Architecture(
+        time_major=True,
+        mechanism="Transformer-XL bias",
+        silence=_silence_xlnet,
+        head_shape=lambda module, config: (config.n_head, config.d_head),
+        causal=lambda config: config.attn_type == "uni",
+    ),
+    ("cpmant",): Architecture(
+        mechanism="segment position bias",
+        bias_arguments=("position_bias",),
+        silence=lambda stack, patches: patches.freeze(stack.module.position_bias, "relative_attention_bias"),
+        kept=("its prompt tokens precede left padding, so distances between prompt and text include the padding",),
+    ),
+    ("falcon",): Architecture(
+        mechanism="ALiBi, if configured",
+        silence=_silence_falcon,
+        native=_falcon_native,
+        key_value_heads=_falcon_key_heads,
+    ),
+    ("big_bird",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.attention_type != "original_full", f"{_NO_SCORES} {_WITH_FULL_ATTENTION}"
+        )
+    ),
+    ("bigbird_pegasus",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.attention_type != "original_full" and config.is_encoder_decoder,
+            f"in its encoder, {_NO_SCORES} {_WITH_FULL_ATTENTION}",
+        )
+    ),
+    ("beam", "llama4_text", "ministral3", "mistral4"): Architecture(kept=(_TEMPERATURE,)),
+    ("inkling_text",): _INKLING,
+    ("inkling2_text",): _inkling("Inkling2"),
+    ("inkling2_loop_text",): _inkling("Inkling2Loop"),
+    ("dory",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.recurrent_kv_cache_mode != "per_loop",
+            "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last "
+            "loop has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'.",
+        )
+    ),
+    ("esm",): Architecture(operand_factors=lambda module: (module.attention_head_size**-0.5, 1.0)),
+    ("openai_privacy_filter",): Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
+    ("xlm",): Architecture(causal=lambda config: config.causal),
+    ("layoutlmv3",): Architecture(
+        mechanism="relative bias",
+        silence=_silence_layoutlmv3,
+        native=_layoutlmv3_native,
+        keeps_bias=True,
+        kept=("the bias of places on the page",),
+    ),
+    ("squeezebert",): Architecture(channels_first=True),
+    ("convbert",): Architecture(head_shape=_convbert_heads),
+    # A text with cross-attention to the features of one image.
+    ("idefics",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "image_encoder_embeddings": numbers(1, 1, SIDE, module.config.vision_config.embed_dim),
+            "image_attention_mask": torch.ones(1, tokens, 1, dtype=torch.int64),
+            "use_cache": False,
+        }
+    ),
+    # A prompt with one question and two options.
+    ("jev",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "marks": torch.tensor([[tokens]]),
+            "num_options": torch.tensor([[2]]),
+            "question_type_ids": torch.tensor([[0]]),
+        }
+    ),
+}

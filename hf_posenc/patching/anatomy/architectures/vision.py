@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from hf_posenc.patching.anatomy.architectures import example_inputs
-from hf_posenc.patching.anatomy.architectures.declaration import Architecture, register_architecture
+from typing import Any
+
+import torch
+
+from hf_posenc.patching.anatomy.architectures.declaration import Architecture
+from hf_posenc.patching.anatomy.architectures.example_inputs import SIDE, cut_patches, image_sides, numbers
 
 _POOLS = (
     "its attention pools queries and reorders patches into mask units, so queries and keys have no common places on a "
@@ -38,28 +42,63 @@ _PREDICTOR = (
 _WINDOW_MERGER = (r"^vit_merger\.", "it compares the four patches of a window, which have an order of their own")
 
 
-def declare_vision_architectures() -> None:
-    """Registers the declarations of all architectures in this file; called once on import."""
-    register_architecture(*_DETECTORS, architecture=Architecture(unsupported=_DETECTS))
-    register_architecture("lightglue", "superglue", "efficientloftr", architecture=Architecture(unsupported=_KEYPOINTS))
-    register_architecture("gemma4_vision", architecture=Architecture(unsupported=_OWN_COORDINATES))
-    register_architecture("llama4_vision_model", architecture=Architecture(suffix_tokens=1))
-    register_architecture(
-        "yolos", architecture=Architecture(suffix_tokens=lambda config: int(config.num_detection_tokens))
-    )
-    register_architecture("videomae", architecture=Architecture(left_alone=_MASKED_DECODER))
-    register_architecture("vjepa2", architecture=Architecture(left_alone=_PREDICTOR))
-    register_architecture("hiera", "sam2_hiera_det_model", architecture=Architecture(additive_only=_POOLS))
-    register_architecture(
-        *("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"),
-        architecture=Architecture(left_alone=_WINDOW_MERGER, example_inputs=example_inputs.patches_in_a_row),
-    )
-    for given, names in (
-        (example_inputs.image_and_prompt, ("seggpt",)),
-        (example_inputs.frames_of_a_video, ("xclip_vision_model",)),
-        (example_inputs.short_video, ("videomt",)),
-        (example_inputs.cut_patches, ("kimi_k25_vision",)),
-        (example_inputs.cut_patches_of_a_batch, ("paddleocr_vl_vision",)),
-        (example_inputs.flat_patches, ("muse_glimmer_vision", "muse_spark_vision")),
-    ):
-        register_architecture(*names, architecture=Architecture(example_inputs=given))
+def _image_and_prompt(module: Any, tokens: int) -> dict[str, Any]:
+    """An image, another one, and the segmentation of the latter."""
+    height, width = image_sides(module.config)
+    # The image size of the config is that of both images, one above the other.
+    image = numbers(1, module.config.num_channels, height // 2, width)
+    return {"pixel_values": image, "prompt_pixel_values": image.flip(3), "prompt_masks": image.flip(2)}
+
+
+def _patch_images(module: Any, tokens: int) -> dict[str, Any]:
+    """The pixels of every patch, as an image of its own."""
+    size = module.config.patch_size
+    return cut_patches(SIDE**2, 3, *((size, size) if isinstance(size, int) else size))
+
+
+#: The declarations by the model types that they are for.
+VISION: dict[tuple[str, ...], Architecture] = {
+    _DETECTORS: Architecture(unsupported=_DETECTS),
+    ("lightglue", "superglue", "efficientloftr"): Architecture(unsupported=_KEYPOINTS),
+    ("gemma4_vision",): Architecture(unsupported=_OWN_COORDINATES),
+    ("llama4_vision_model",): Architecture(suffix_tokens=1),
+    ("yolos",): Architecture(suffix_tokens=lambda config: int(config.num_detection_tokens)),
+    ("videomae",): Architecture(left_alone=_MASKED_DECODER),
+    ("vjepa2",): Architecture(left_alone=_PREDICTOR),
+    ("hiera", "sam2_hiera_det_model"): Architecture(additive_only=_POOLS),
+    ("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"): Architecture(
+        left_alone=_WINDOW_MERGER,
+        # All patches side by side in one strip.
+        example_inputs=lambda module, tokens: {
+            "pixel_values": numbers(
+                1, module.config.num_channels, module.config.patch_size, module.config.patch_size * SIDE**2
+            ),
+            "target_sizes": torch.tensor([[SIDE, SIDE]]),
+        },
+    ),
+    ("seggpt",): Architecture(example_inputs=_image_and_prompt),
+    # Frames in place of a batch of images.
+    ("xclip_vision_model",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "pixel_values": numbers(module.config.num_frames, module.config.num_channels, *image_sides(module.config))
+        }
+    ),
+    ("videomt",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "pixel_values_videos": numbers(1, 2, module.config.num_channels, *image_sides(module.config))
+        }
+    ),
+    ("kimi_k25_vision",): Architecture(example_inputs=_patch_images),
+    # Patches of a batch.
+    ("paddleocr_vl_vision",): Architecture(
+        example_inputs=lambda module, tokens: cut_patches(
+            1, SIDE**2, module.config.num_channels, module.config.patch_size, module.config.patch_size
+        )
+    ),
+    # The pixels of every patch and of its frames in one row.
+    ("muse_glimmer_vision", "muse_spark_vision"): Architecture(
+        example_inputs=lambda module, tokens: cut_patches(
+            SIDE**2, module.config.patch_temporal * 3 * module.config.patch_size**2
+        )
+    ),
+}

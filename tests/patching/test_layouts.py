@@ -1,0 +1,47 @@
+"""A kind of tokens that is registered is asked wherever the kind matters; no other code knows the kinds."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedModel
+
+from hf_posenc import inspect_model, native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.anatomy import kinds
+from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.layouts import Grid, Series, Text
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
+from tests.models import tiny
+
+REASON = "the first step reads no positions"
+
+
+class Steps(Text):
+    """Steps of a model, the first of which keeps its positions."""
+
+    @classmethod
+    def recognises(cls, module: PreTrainedModel) -> bool:
+        return type(module).__name__.startswith("Llama")
+
+    @classmethod
+    def leaves_alone(cls, path: str) -> str | None:
+        return REASON if path.startswith("layers.0.") else None
+
+
+def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "_KINDS", [Steps, *kinds._KINDS])
+    model = tiny("LlamaForCausalLM").eval()
+    assert inspect_model(model).stacks[0].left_alone == [f"layers.0.self_attn: {REASON}"]
+    assert native_scheme(model).name == "rope"
+    (report,) = patch_model(model, "alibi").position_encoding.report.stacks
+    assert report.attention_layers == [1]
+    assert report.kept == [f"layers.0.self_attn: {REASON}"]
+    unpatch_model(model)
+    assert type(find_stacks(tiny("BertForMaskedLM"))[0].layout) is Text
+
+
+@pytest.mark.parametrize(
+    ("pair", "part", "kind"), [("vision-vit", "vision", Grid), ("audio-wav2vec2", "audio", Series)]
+)
+def test_each_input_has_its_kind(pair: str, part: str, kind: type) -> None:
+    assert {type(stack.layout) for stack in find_stacks(tiny_model(pair_named(pair)), [part])} == {kind}
