@@ -29,6 +29,10 @@ from hf_posenc.schemes.arrangement.schedule import (
 from hf_posenc.schemes.bias.alibi import AlibiConfig as AlibiConfig
 from hf_posenc.schemes.bias.cope import CopeConfig as CopeConfig
 from hf_posenc.schemes.bias.disentangled import DisentangledConfig as DisentangledConfig
+from hf_posenc.schemes.bias.distance_function import (
+    distance_bias as distance_bias,
+    learned_per_head as learned_per_head,
+)
 from hf_posenc.schemes.bias.fire import FireConfig as FireConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig as ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig as GrapeConfig

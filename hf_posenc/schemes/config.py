@@ -12,7 +12,7 @@ from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes.limits import check_shape_of_json
 from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.validation import check_options
+from hf_posenc.schemes.validation import check_options, option as option
 
 ConfigType = TypeVar("ConfigType")
 
@@ -265,18 +265,18 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
     """
     check_shape_of_json(options, f"{owner[0].upper()}{owner[1:]}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for option in options:
-        if option not in fields:
-            raise UnknownNameError("option", option, fields, owner=owner)
+    for name in options:
+        if name not in fields:
+            raise UnknownNameError("option", name, fields, owner=owner)
     missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
             f"{owner[0].upper()}{owner[1:]} needs the option{'s' if len(missing) > 1 else ''} {', '.join(missing)}."
         )
-    values = {option: as_declared(_decode(value), fields[option]) for option, value in options.items()}
+    values = {name: as_declared(_decode(value), fields[name]) for name, value in options.items()}
     config = cls(**values)
-    for option, value in values.items():
-        check_declared(value, fields[option], cls.__name__)
+    for name, value in values.items():
+        check_declared(value, fields[name], cls.__name__)
     return config
 
 

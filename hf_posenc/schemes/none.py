@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -11,7 +10,6 @@ from hf_posenc.schemes.registry import register_scheme
 
 
 @register_scheme
-@dataclass(frozen=True)
 class NoneConfig(SchemeConfig):
     """No position encoding (NoPE, arXiv:2203.16634, arXiv:2305.19466).
 

@@ -37,10 +37,10 @@ from hf_posenc.schemes.bias.cope import CopeConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
 from hf_posenc.schemes.bias.shaw import ShawConfig
+from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
-from hf_posenc.schemes.position_maps.mapped import MappedBias
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
@@ -102,7 +102,7 @@ class Declares(PairwiseBias):
 
 
 def test_a_mapped_part_declares_what_the_part_does():
-    mapped = MappedBias(PositionShiftConfig().position_map(), Declares())
+    mapped = SummedPairwiseBias({"inner": Declares()}, PositionShiftConfig().position_map())
     declared = {name for kind in (Part, PairwiseBias) for name in kind.__annotations__}
     # Parameters without weight decay are found at the part that has them, and a map may place tokens by later ones.
     assert mapped.no_weight_decay == frozenset()

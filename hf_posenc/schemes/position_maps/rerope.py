@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,6 @@ from hf_posenc.schemes.validation import option
 
 
 @register_scheme
-@dataclass(frozen=True)
 class ReRopeConfig(FarPositionsConfig):
     """RoPE with distances that stop growing at a window (ReRoPE and Leaky ReRoPE, Jianlin Su, kexue.fm/archives/9708).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,6 @@ from hf_posenc.schemes.validation import option
 
 
 @register_scheme
-@dataclass(frozen=True)
 class SelfExtendConfig(FarPositionsConfig):
     """Groups the positions of far tokens to extend the context of a model without training (arXiv:2401.01325).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -51,7 +50,6 @@ class FlooredRotaryConfig(RotaryConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class HopeConfig(FlooredRotaryConfig):
     """RoPE that stops every pair too slow to complete a turn in training (HoPE, arXiv:2410.21216, section 5).
 

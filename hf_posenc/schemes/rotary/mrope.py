@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -67,7 +66,6 @@ def reset_images(coordinates: Tensor, real: Tensor) -> Tensor:
 
 
 @register_scheme
-@dataclass(frozen=True)
 class MRopeConfig(RotaryConfig):
     """RoPE with pairs for time, height and width (M-RoPE, Qwen2-VL, arXiv:2409.12191, section 2.1).
 
