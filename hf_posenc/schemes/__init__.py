@@ -51,6 +51,7 @@ from hf_posenc.schemes.config import (
     BuildContext as BuildContext,
     SchemeConfig as SchemeConfig,
     SubConfig as SubConfig,
+    option as option,
 )
 from hf_posenc.schemes.none import NoneConfig as NoneConfig
 from hf_posenc.schemes.parts import (

@@ -144,14 +144,16 @@ def distance_bias(
 
 def config_of_function(function: Callable[..., Tensor], per_layer: bool = False, causal_only: str = "") -> Any:
     """The config class of a function of the distance, as `distance_bias` registers it."""
-    parameters = [*inspect.signature(function).parameters.values()][1:]
+    if not inspect.signature(function).parameters:
+        raise ValueError(f"{function.__name__} takes no distance: the first parameter of a `distance_bias` is one.")
+    _, *parameters = inspect.signature(function).parameters.values()
     options = [parameter for parameter in parameters if parameter.name not in _OF_PLACE]
     learned = frozenset(one.name for one in options if isinstance(one.default, LearnedPerHead))
     taken = {*dir(FunctionConfig), *dir(FunctionOfDistance), *vars(nn.Module()), "config"}
     for parameter in options:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or parameter.name in taken:
             raise ValueError(
-                f"The parameter {str(parameter)!r} of {function.__name__} cannot be an option of a scheme: it collects "
+                f"The parameter {parameter.name!r} of {function.__name__} cannot be an option of a scheme: it collects "
                 "several arguments, or has a name that configs or modules use. Give every option a name of its own."
             )
     config_class = dataclasses.make_dataclass(
