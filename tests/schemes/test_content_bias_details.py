@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import AttentionPairs, BuildContext, DistanceBias, PairwiseBias, Positions, SchemeConfig
 from hf_posenc.schemes.bias.cope import CopeConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
@@ -213,62 +212,6 @@ def test_what_a_layer_does_not_give_is_missed_with_a_remedy(config, missing, mes
     pairs = dataclasses.replace(pairs_for(bias, counted(), *tensors()), **{missing: None})
     with pytest.raises(ValueError, match=message):
         bias(pairs)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "options", "message"),
-    [
-        (ShawConfig, {"max_distance": 0}, "max_distance is 0"),
-        (ShawConfig, {"max_distance_ahead": -1}, "max_distance_ahead is -1"),
-        (ShawConfig, {"per_head": 1}, "per_head is 1"),
-        (ShawConfig, {"table": "sinusoidal", "max_distance": 8}, "applies to a learned table"),
-        (ShawConfig, {"table": "wavelet", "max_distance_ahead": 0}, "applies to a learned table"),
-        (ShawConfig, {"table": "wavelet", "per_head": True}, "applies to a learned table"),
-        (WaveletConfig, {"num_scales": 0}, "num_scales is 0"),
-        (WaveletConfig, {"num_scales": 13}, "at most 12"),
-        (TransformerXLConfig, {"base": 0}, "base is 0"),
-        (TransformerXLConfig, {"clamp_length": 0}, "clamp_length is 0"),
-        (CopeConfig, {"num_positions": 1}, "num_positions is 1"),
-        (CopeConfig, {"initial_std": -0.1}, "initial_std is -0.1"),
-        (GrapeConfig, {"initial_rate": 0}, "initial_rate is 0"),
-        (GrapeConfig, {"normalize": "yes"}, "normalize is 'yes'"),
-        (LowRankRelativeConfig, {"rank": 0}, "rank is 0"),
-        (LowRankRelativeConfig, {"window": 0.5}, "window is 0.5"),
-        (ForgetGateConfig, {"initial_bias": float("nan")}, "initial_bias is nan"),
-        (ForgetGateConfig, {"gate": "bias_only", "decay_times": (1.0, 0.0)}, "at least 0.1"),
-        (ForgetGateConfig, {"gate": "bias_only", "decay_times": (1.0, 2.0, 3.0)}, "expected two times"),
-        (ForgetGateConfig, {"decay_times": (1.0, 2.0)}, "gate is 'content'"),
-        (ForgetGateConfig, {"gate": "bias_only", "initial_bias": 1.0, "decay_times": (1.0, 2.0)}, "initial_bias is"),
-    ],
-)
-def test_options_out_of_range_are_refused(scheme, options, message):
-    with pytest.raises(ValueError, match=message):
-        scheme(**options)
-
-
-@pytest.mark.parametrize(("scheme", "option"), [(ShawConfig, "table"), (ForgetGateConfig, "gate")])
-def test_unknown_choices_are_refused(scheme, option):
-    with pytest.raises(UnknownNameError, match="Known"):
-        scheme(**{option: "sinusoid"})
-
-
-@pytest.mark.parametrize(
-    ("config", "context", "message"),
-    [
-        (ShawConfig("sinusoidal"), BuildContext(21, 3, 7), "odd width 7"),
-        (WaveletConfig(8), BuildContext(36, 3, 12), "does not divide the head width of 12"),
-        (TransformerXLConfig(), BuildContext(21, 3, 7), "hidden_size is 21"),
-    ],
-)
-def test_widths_that_do_not_work_out_are_refused(config, context, message):
-    with pytest.raises(ValueError, match=message):
-        config.build(context)
-
-
-def test_a_causal_model_refuses_a_distance_of_later_keys():
-    for ahead in (0, 2):
-        with pytest.raises(ValueError, match=rf"max_distance_ahead is {ahead}.*does not attend to them"):
-            ShawConfig(max_distance=6, max_distance_ahead=ahead).build(CONTEXT)
 
 
 def test_biases_say_whether_they_need_whole_positions():

@@ -6,14 +6,12 @@ import pytest
 import torch
 from transformers import (
     LightGlueConfig,
-    Llama4VisionConfig,
     PixtralVisionConfig,
     Qwen2VLTextConfig,
     Qwen2VLVisionConfig,
     Qwen3VLTextConfig,
 )
 from transformers.models.lightglue import modeling_lightglue as lightglue
-from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.pixtral import modeling_pixtral as pixtral
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
@@ -29,7 +27,6 @@ from .coordinate_cases import (
     WIDTH,
     at,
     context,
-    logits_of,
     map_of,
     mapped,
     plain,
@@ -53,16 +50,6 @@ def test_split_frequencies_are_bit_equal_to_pixtral():
         assert torch.equal(ours, theirs)
 
 
-def test_interleaved_frequencies_are_those_of_pixtral_in_another_order():
-    query, key = query_and_key()
-    order = torch.arange(HEAD_DIM // 2)
-    order = torch.cat((order[::2], order[1::2]))
-    order = torch.cat((order, order + HEAD_DIM // 2))
-    split = logits_of(RopeNdConfig(10_000.0, (WIDTH,), "split"), plain(), query[..., order], key[..., order])
-    interleaved = logits_of(RopeNdConfig(10_000.0, (WIDTH,), "interleaved"), plain(), query, key)
-    torch.testing.assert_close(interleaved, split, rtol=0, atol=1e-6)
-
-
 def test_blocks_are_bit_equal_to_the_vision_tower_of_qwen2_vl():
     stock = Qwen2VLVisionConfig(embed_dim=HEADS * HEAD_DIM, num_heads=HEADS)
     stock.num_attention_heads, stock.rope_parameters = HEADS, AXIAL
@@ -73,27 +60,6 @@ def test_blocks_are_bit_equal_to_the_vision_tower_of_qwen2_vl():
     part = map_of(RopeNdConfig(10_000.0, (WIDTH,), "block"))
     for ours, theirs in zip(mapped(part, plain(), query, key), expected, strict=True):
         assert torch.equal(ours[0].transpose(0, 1), theirs)
-
-
-def test_blocks_equal_the_vision_tower_of_llama4():
-    """Its axes are x and y, counted from 1, and its class token, which comes last, is not turned."""
-    stock = Llama4VisionConfig(
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        image_size=20,
-        patch_size=5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
-    query, key = query_and_key(length=17)
-    rotation = llama4.Llama4VisionRotaryEmbedding(stock)(query)
-    expected = llama4.vision_apply_rotary_emb(query.transpose(1, 2), key.transpose(1, 2), rotation)
-    patch = torch.arange(16)
-    coordinates = torch.stack((patch % 4 + 1, patch // 4 + 1))
-    coordinates = torch.nn.functional.pad(coordinates, (0, 1)).unsqueeze(1)
-    part = map_of(RopeNdConfig(10_000.0, assignment="block", layout="interleaved"))
-    for ours, theirs in zip(mapped(part, at(coordinates), query, key), expected, strict=True):
-        # The same angles; complex products round in another order.
-        torch.testing.assert_close(ours.transpose(1, 2), theirs, rtol=0, atol=1e-6)
 
 
 def test_mixed_frequencies_equal_lightglue():
@@ -157,12 +123,3 @@ def test_mixed_frequencies_start_as_in_the_official_code():
     torch.testing.assert_close(part.frequencies.detach(), torch.tensor(expected), rtol=0, atol=1e-6)
     assert part.no_weight_decay == {"frequencies"}
     assert part.whole_heads
-
-
-def test_axial_angles_are_those_of_the_official_code():
-    """Fixture: cosine and sine of patch 5 of `compute_axial_cis(dim=8, end_x=3, end_y=2)`, same file: x, y = 2, 1."""
-    expected = [-0.416147, 0.909297, 0.980067, 0.198669, 0.540302, 0.841471, 0.995004, 0.099833]
-    part = map_of(RopeNdConfig(layout="interleaved"), head_dim=8)
-    cosine, sine = part.phases(at(torch.tensor([[[2]], [[1]]])))
-    ours = torch.stack((cosine[0, 0, ::2], sine[0, 0, ::2]), dim=-1).flatten()
-    torch.testing.assert_close(ours, torch.tensor(expected), rtol=0, atol=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import pytest
@@ -20,7 +19,6 @@ from hf_posenc.schemes import (
     DynamicScaling,
     IntegerConfig,
     LearnedConfig,
-    LinearScaling,
     NoneConfig,
     PairwiseBias,
     Part,
@@ -43,7 +41,6 @@ from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
-from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
 from hf_posenc.schemes.reach import Reach
 
 from .position_map_cases import HEADS, LENGTH, build, logits_of
@@ -217,21 +214,6 @@ def test_shifting_changes_absolute_schemes_and_no_relative_ones():
     assert torch.equal(shifted, build(SinusoidalConfig(offset=2)).additive(positions_of(5)))
 
 
-def test_scaling_positions_of_rope_is_position_interpolation():
-    interpolated = logits_of(RopeConfig(scaling=LinearScaling(4.0)))
-    torch.testing.assert_close(logits_of(PositionScaleConfig(factor=0.25)), interpolated, rtol=0, atol=1e-6)
-
-
-def test_a_scale_of_one_a_shift_of_none_and_a_far_clamp_are_the_scheme_itself():
-    for config in (RopeConfig(), AlibiConfig(), T5Config()):
-        for same in (
-            PositionScaleConfig(config, factor=1.0),
-            PositionShiftConfig(config, offset=0),
-            PositionClampConfig(config, maximum=LENGTH - 1),
-        ):
-            assert torch.equal(logits_of(same), logits_of(config))
-
-
 def test_whole_factors_keep_positions_whole():
     assert PositionScaleConfig(factor=2.0).position_map()(positions_of(4)).tolist() == [[0, 2, 4, 6]]
     assert PositionScaleConfig(factor=2.0).position_map()(positions_of(4)).dtype == torch.int64
@@ -266,11 +248,6 @@ def test_real_positions_are_refused_by_schemes_of_whole_ones(inner):
     build(PositionScaleConfig(inner, factor=2.0))
 
 
-def test_far_distances_that_are_real_are_refused_by_t5():
-    with pytest.raises(ValueError, match="'t5', which needs integer positions"):
-        build(ReRopeConfig(T5Config(), window=4, factor=2.0))
-
-
 def test_real_positions_of_a_caller_are_not_blamed_on_a_map():
     halves = Positions(positions_of(5).ids * 0.5, torch.tensor([[5]]))
     for part in (build(LearnedConfig()).additive, RandomizedMap(8, real=False, always=True)):
@@ -279,30 +256,3 @@ def test_real_positions_of_a_caller_are_not_blamed_on_a_map():
         ) as error:
             part(halves)
         assert "map" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        (PositionShiftConfig, {"offset": -1}),
-        (PositionShiftConfig, {"offset": 1.5}),
-        (PositionScaleConfig, {"factor": 0}),
-        (PositionScaleConfig, {"factor": math.inf}),
-        (PositionClampConfig, {"maximum": -1}),
-        (RandomizedConfig, {"max_position": 0}),
-        (RandomizedConfig, {"kind": "real"}),
-        (RandomizedConfig, {"evaluation": "none"}),
-        (HierarchicalConfig, {"segment_length": 0}),
-        (HierarchicalConfig, {"separators": 13}),
-        (HierarchicalConfig, {"segment_length": 5, "separators": (13,)}),
-        (HierarchicalConfig, {"separators": (-1,)}),
-        (HierarchicalConfig, {"max_segment_length": 0}),
-        (SelfExtendConfig, {"group": 0}),
-        (SelfExtendConfig, {"window": 0}),
-        (ReRopeConfig, {"window": 0}),
-        (ReRopeConfig, {"factor": 0.5}),
-    ],
-)
-def test_options_out_of_range_are_refused(config, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        config(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -22,7 +21,6 @@ from hf_posenc.schemes import (
     LongRopeScaling,
     NtkScaling,
     Positions,
-    PRopeConfig,
     QueryKeyMap,
     RopeConfig,
     RopeScaling,
@@ -218,13 +216,6 @@ def test_llama3_is_ntk_by_parts_with_one_and_four_turns(theta, width, factor, or
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=0)
 
 
-def test_yarn_multiplies_norms_by_its_temperature():
-    part = rotary(YarnScaling(8.0, 64))
-    query = torch.randn(1, 2, 5, 16)
-    ratio = part.map_query(query, part.phases(positions_of(5))).norm() / query.norm()
-    assert ratio.item() == pytest.approx(1 + 0.1 * math.log(8), rel=1e-6)
-
-
 def rotary(scaling: RopeScaling | None, width: int = 16) -> QueryKeyMap:
     part = RopeConfig(scaling=scaling).build(BuildContext(32, 2, width, max_positions=64)).query_key_map
     assert part is not None
@@ -294,34 +285,3 @@ def test_the_original_length_itself_is_the_last_that_a_cache_may_reach(name, ori
             part.check_cache(cached, original + 1)
     if name == "longrope":
         part.check_cache(original + 1, original + 2)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: LinearScaling(0.5), "LinearScaling.factor is 0.5; expected a finite number at least 1"),
-        (lambda: NtkScaling(float("nan")), "NtkScaling.factor is nan"),
-        (lambda: DynamicScaling(2.0, 0), "original_max_positions is 0; expected an integer at least 1"),
-        (lambda: DynamicScaling(2.0, 64.0), "original_max_positions is 64.0; expected an integer"),
-        (lambda: YarnScaling("4", 64), "YarnScaling.factor is '4'"),
-        (lambda: YarnScaling(4.0, 64, beta_fast=1.0, beta_slow=2.0), "beta_fast is 1.0; expected more than"),
-        (lambda: YarnScaling(4.0, 64, truncate=1), "truncate is 1; expected True or False"),
-        (lambda: Llama3Scaling(8.0, 4.0, 1.0), "high_freq_factor is 1.0; expected more than"),
-        (lambda: LongRopeScaling((1.0,), (1.0, 2.0), 64), "1 short factors and 2 long ones"),
-        (lambda: LongRopeScaling((), (), 64), "non-empty sequence"),
-        (lambda: LongRopeScaling((0.0,), (1.0,), 64), "each at least 1e-06"),
-        (lambda: rotary(NtkScaling(2.0), width=2), "rotary width of at least 4"),
-        (lambda: rotary(LongRopeScaling((1.0,), (1.0,), 64, 2.0)), "16 rotated dimensions make 8 pairs"),
-        (lambda: YarnScaling(2.0, 64).spectrum(1.0, 16), "theta greater than 1"),
-        (lambda: LongRopeScaling((1.0,), (1.0,), 64).spectrum(1e4, 2), "factor is None .* attention_factor="),
-    ],
-)
-def test_values_out_of_range_are_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-def test_p_rope_has_no_cache_limits():
-    part = PRopeConfig().build(BuildContext(32, 2, 16)).query_key_map
-    assert not part.length_dependent
-    part.check_cache(10, 100_000)
