@@ -242,21 +242,31 @@ def test_parts_trace_without_a_graph_break(name, config, lengths):
             torch.testing.assert_close(value, other, rtol=5e-6, atol=1e-6)
 
 
+def learns(config: SchemeConfig) -> bool:
+    return any(True for part in parts_for(config) for _ in part.parameters())
+
+
 def kind(*kinds: str) -> Any:
+    """The variants of these kinds with new weights, and with trained ones where a reference reads them."""
     cases = [
-        pytest.param(TABLE[name], config, id=label) for name, config, label in VARIANTS if TABLE[name].kind in kinds
+        pytest.param(TABLE[name], config, trained, id=f"{label}{'-trained' * trained}")
+        for name, config, label in VARIANTS
+        if TABLE[name].kind in kinds
+        for trained in (False, True)
+        if not trained
+        or (not TABLE[name].of_start and any(True for part in parts_for(config) for _ in part.parameters()))
     ]
-    return pytest.mark.parametrize(("row", "config"), cases)
+    return pytest.mark.parametrize(("row", "config", "trained"), cases)
 
 
 @kind("none")
-def test_none_builds_nothing(row: Row, config: SchemeConfig):
+def test_none_builds_nothing(row: Row, config: SchemeConfig, trained: bool):
     assert parts_of(config) == []
 
 
 @kind("additive")
-def test_additive_schemes_equal_their_reference(row: Row, config: SchemeConfig):
-    parts = config.build(context_for(config))
+def test_additive_schemes_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
+    parts = parts_for(config, trained)
     assert parts.additive is not None
     assert list(parts) == [parts.additive]
     length = 40
@@ -268,9 +278,9 @@ def test_additive_schemes_equal_their_reference(row: Row, config: SchemeConfig):
 
 
 @kind("bias")
-def test_biases_equal_their_reference(row: Row, config: SchemeConfig):
+def test_biases_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
     context = context_for(config)
-    parts = config.build(context)
+    parts = parts_for(config, trained)
     assert parts.logit_bias is not None
     assert list(parts) == [parts.logit_bias]
     distance = torch.arange(-150, 151).view(7, 43)
@@ -288,8 +298,8 @@ def test_biases_equal_their_reference(row: Row, config: SchemeConfig):
 
 
 @kind("map")
-def test_maps_equal_their_reference(row: Row, config: SchemeConfig):
-    parts = config.build(context_for(config))
+def test_maps_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
+    parts = parts_for(config, trained)
     assert parts.query_key_map is not None
     assert list(parts) == [parts.query_key_map]
     length = 40
@@ -309,9 +319,9 @@ def test_maps_equal_their_reference(row: Row, config: SchemeConfig):
 
 
 @kind("logits")
-def test_logits_equal_their_reference(row: Row, config: SchemeConfig):
+def test_logits_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
     """The whole formula, for tokens at positions with gaps, under grouped heads."""
-    parts = parts_for(config)
+    parts = parts_for(config, trained)
     positions = Positions(torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21, 34, 55]]), torch.tensor([[56]]))
     query, key, hidden = heads_of(positions)
     logits = positional_logits(parts, query, key, positions, hidden)[0]

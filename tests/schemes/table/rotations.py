@@ -73,6 +73,7 @@ ROWS: dict[str, Row] = {
             FopeConfig(learnable=True),
             FopeConfig(variant="released", training_length=20),
         ),
+        of_start=True,
         marks="++--++.-+++",
     ),
     "resonance": Row(
