@@ -1,7 +1,8 @@
-"""Maps beyond RoPE: what they reduce to, what their logits depend on, and what they do to norms."""
+"""Maps beyond RoPE: what they reduce to, what they say of themselves, and what their logits and norms depend on."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,8 +11,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError
-from hf_posenc.schemes import Positions, RopeConfig
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.schemes import (
+    BuildContext,
+    DynamicScaling,
+    Positions,
+    RopeConfig,
+    SchemeConfig,
+    SchemeParts,
+    YarnScaling,
+    scheme_from_dict,
+    to_rope_parameters,
+)
+from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.fope import FopeConfig
 from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
@@ -20,8 +32,40 @@ from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from .rotation_cases import RELATIVE, drawn, logits, map_of, mapped, query_and_key
-from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, context_for, positions_of
+from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, TABLE, context_for, parts_for, positions_of
+
+
+def map_of(config: SchemeConfig, context: BuildContext | None = None) -> Any:
+    return config.build(context or context_for(config)).query_key_map
+
+
+def query_and_key(length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(1, HEADS, length, HEAD_DIM, generator=generator),
+        torch.randn(1, KEY_VALUE_HEADS, length, HEAD_DIM, generator=generator),
+    )
+
+
+def logits(parts: SchemeParts, ids: list[int]) -> Tensor:
+    query, key = query_and_key(len(ids))
+    return positional_logits(parts, query, key, Positions(torch.tensor([ids]), torch.tensor([[max(ids) + 1]])))
+
+
+def mapped(part: Any, length: int = 40) -> tuple[Tensor, Tensor]:
+    query, key = query_and_key(length)
+    phases = part.phases(positions_of(length))
+    return part.map_query(query, phases), part.map_key(key, phases)
+
+
+#: Whose logits depend on distance only.
+RELATIVE = [
+    config
+    for name in ("xpos", "pope", "string", "learned_rope", "hope", "resonance")
+    for config in TABLE[name].variants
+    if getattr(config, "scaling", None) is None or not config.scaling.length_dependent
+] + [XposConfig(origin=300.0, layout="half"), PopeConfig(theta=100.0, initial_delta="uniform")]
+
 
 torch.set_num_threads(1)
 
@@ -45,7 +89,7 @@ def test_reductions(config, same):
 @given(ids=st.lists(st.integers(0, 200), min_size=2, max_size=5), shift=st.integers(1, 300))
 @settings(max_examples=15, deadline=None)
 def test_logits_depend_on_distance_only(config, ids, shift):
-    parts = drawn(config)
+    parts = parts_for(config, trained=True)
     ids = sorted(ids)
     near, far = logits(parts, ids), logits(parts, [position + shift for position in ids])
     causal = torch.ones(len(ids), len(ids)).tril().bool()
@@ -55,7 +99,7 @@ def test_logits_depend_on_distance_only(config, ids, shift):
 
 @pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
 def test_norms_are_kept_by_rotations_alone(config):
-    part: Any = drawn(config).query_key_map
+    part: Any = parts_for(config, trained=True).query_key_map
     factor = getattr(part, "attention_scaling", 1.0)
     kept = [
         torch.allclose(value.norm(dim=-1), factor * x.norm(dim=-1), rtol=1e-5)
@@ -149,9 +193,77 @@ def test_learned_frequencies_are_trained_without_weight_decay():
 
 
 def test_a_cayley_basis_is_orthogonal():
-    basis = drawn(StringConfig()).query_key_map.basis()
+    basis = parts_for(StringConfig(), trained=True).query_key_map.basis()
     assert basis.shape == (KEY_VALUE_HEADS, HEAD_DIM, HEAD_DIM)
     torch.testing.assert_close(basis @ basis.transpose(-1, -2), torch.eye(HEAD_DIM).expand_as(basis), rtol=0, atol=1e-5)
     assert (basis - torch.eye(HEAD_DIM)).abs().max() > 0.5
     fourier = map_of(StringConfig("circulant")).basis()[0]
     torch.testing.assert_close(fourier @ fourier.T, torch.eye(HEAD_DIM), rtol=0, atol=1e-6)
+
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("config", "rotary_dim", "symmetric", "whole_heads", "width_factor", "per_layer"),
+    [
+        (XposConfig(rotary_dim=8), 8, False, False, 1, False),
+        (PopeConfig(), HEAD_DIM, False, True, 2, True),
+        (LearnedRopeConfig(), HEAD_DIM, True, False, 1, False),
+        (LearnedRopeConfig(sharing="layer"), HEAD_DIM, True, False, 1, True),
+        (LearnedRopeConfig(sharing="head", rotary_dim=8), 8, True, True, 1, True),
+        (StringConfig(rotary_dim=8), 8, True, True, 1, True),
+        (StringConfig(per_head=False), HEAD_DIM, True, False, 1, True),
+        (StringConfig("circulant"), HEAD_DIM, True, True, 1, True),
+        (HopeConfig(), HEAD_DIM, True, False, 1, False),
+        (FopeConfig(), HEAD_DIM, True, True, 1, False),
+        (FopeConfig(learnable=True), HEAD_DIM, True, True, 1, True),
+        (ResonanceConfig(), HEAD_DIM, True, False, 1, False),
+    ],
+    ids=repr,
+)
+def test_maps_say_what_they_do(config, rotary_dim, symmetric, whole_heads, width_factor, per_layer):
+    parts = parts_for(config, trained=True)
+    part = parts.query_key_map
+    assert (part.rotary_dim, part.symmetric, part.whole_heads, part.width_factor) == (
+        rotary_dim,
+        symmetric,
+        whole_heads,
+        width_factor,
+    )
+    assert config.per_layer == per_layer
+    x = torch.randn(1, KEY_VALUE_HEADS, 12, HEAD_DIM).bfloat16()
+    phases = part.phases(positions_of(12))
+    query, key = part.map_query(x, phases), part.map_key(x, phases)
+    assert query.shape == key.shape == (1, KEY_VALUE_HEADS, 12, width_factor * HEAD_DIM)
+    assert query.dtype == key.dtype == torch.bfloat16
+    assert torch.equal(query, key) == (symmetric or (config.name == "pope" and not part.delta.any()))
+    if width_factor == 1:
+        assert torch.equal(query[..., rotary_dim:], x[..., rotary_dim:])
+    heads_differ = any(phase.ndim == 4 for phase in phases) or (config.name == "string" and config.per_head)
+    assert heads_differ == whole_heads
+
+
+def test_resonance_is_a_scaling_that_wraps_another():
+    assert RopeConfig(scaling="resonance") == RopeConfig(scaling=ResonanceScaling())  # type: ignore[arg-type]
+    config = RopeConfig(scaling=ResonanceScaling(DynamicScaling(2.0, 20)))
+    assert scheme_from_dict(config.to_dict()) == config
+    part = map_of(config)
+    assert part.length_dependent
+    assert not map_of(RopeConfig(scaling=ResonanceScaling())).length_dependent
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
+        part.check_cache(10, 30)
+    assert ResonanceScaling(YarnScaling(4.0, 64)).attention_scaling() == pytest.approx(0.1 * math.log(4) + 1)
+    with pytest.raises(UnsupportedError, match="no type for the scaling 'resonance'"):
+        to_rope_parameters(config, context_for(config))
+
+
+@pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
+def test_odd_heads_are_refused_where_pairs_are_needed(config):
+    config = dataclasses.replace(config, rotary_dim=None) if hasattr(config, "rotary_dim") else config
+    context = BuildContext(60, 4, 15, max_positions=64)
+    if config.name == "pope":
+        assert map_of(config, context).rotary_dim == 15
+    else:
+        with pytest.raises(ValueError, match="would rotate 15"):
+            map_of(config, context)
