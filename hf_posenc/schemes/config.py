@@ -116,18 +116,15 @@ class SchemeConfig:
         Args:
             children: the new children, under the names used by `children()`; others are kept.
         """
-        changed: dict[str, Any] = {}
-        for place, child in children.items():
-            name, _, index = place.partition("[")
-            if not index:
-                changed[name] = child
-                continue
-            items = changed.setdefault(name, list(getattr(self, name)))
-            items[int(index.removesuffix("]"))] = child
-        changed = {name: tuple(value) if isinstance(value, list) else value for name, value in changed.items()}
-        if all(value == getattr(self, name) for name, value in changed.items()):
-            return self
-        return dataclasses.replace(self, **changed)
+
+        def replaced(place: str, value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(replaced(f"{place}[{index}]", item) for index, item in enumerate(value))
+            return children.get(place, value)
+
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {name: new for name, value in values.items() if (new := replaced(name, value)) != value}
+        return dataclasses.replace(self, **changed) if changed else self
 
     def acting_together(self) -> tuple[SchemeConfig, ...]:
         """The schemes that this config composes; for other configs, the config itself."""

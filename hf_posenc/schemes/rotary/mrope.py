@@ -170,12 +170,9 @@ class MRopeConfig(RotaryConfig):
                 f"MRopeConfig.sections is {sections}, {sum(sections)} heads, but this model has {heads} key heads. Use "
                 f"sections that sum to {heads}, for example {default_head_sections(max(heads, len(AXES)))}."
             )
-        owned = torch.zeros(len(AXES), heads, dtype=torch.float32, device="cpu")
-        start = 0
-        for axis, count in enumerate(sections):
-            owned[axis, start : start + count] = 1.0
-            start += count
-        return owned
+        owned = torch.eye(len(AXES), dtype=torch.float32, device="cpu")
+        owned = owned.repeat_interleave(torch.tensor(sections, device="cpu"), dim=1)
+        return torch.nn.functional.pad(owned, (0, heads - sum(sections)))
 
     def _sections_of_pairs(self, pairs: int) -> tuple[int, ...]:
         sections = self.sections if self.sections is not None else default_sections(pairs, self.interleaved)
