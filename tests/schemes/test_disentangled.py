@@ -78,14 +78,6 @@ def test_scaled_queries_and_keys_give_the_same_bias(terms: str) -> None:
         torch.testing.assert_close(bias(scaled), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_real_positions_are_refused() -> None:
-    bias = parts_of(DisentangledConfig(max_distance=4)).logit_bias
-    query, key = torch.randn(2, 1, HEADS, 3, HEAD_DIM)
-    positions = Positions(torch.tensor([[0.0, 0.5, 1.0]]), torch.tensor([[2]]))
-    with pytest.raises(ValueError, match="disentangled looks up integer distances"):
-        bias(AttentionPairs(query, key, torch.arange(3), positions, 1.0))
-
-
 def test_buckets_reach_any_distance() -> None:
     config = DisentangledConfig("c2p", max_distance=2**20, buckets=8)
     assert parts_of(config).logit_bias.key_weight.shape == (3, 8, 4)

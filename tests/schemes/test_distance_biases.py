@@ -260,15 +260,6 @@ def test_fire_forgets_absolute_positions_below_its_threshold_only():
     assert (beyond - here).abs().max() > 1e-2
 
 
-def test_fire_of_a_cached_step_is_a_row_of_the_full_bias():
-    part = fire(FireConfig(initial_threshold=6.0))
-    ids = torch.tensor([[-1, -1, 0, 1, 2, 5, 9], [0, 1, 2, 3, 4, 5, 6]])
-    full = part(pairs_at(ids))
-    assert torch.isfinite(full).all()
-    step = part(pairs_at(ids, query_slots=torch.tensor([4, 6])))
-    assert torch.equal(step, full[:, :, [4, 6]])
-
-
 def test_fire_in_an_encoder_is_symmetric_and_knows_the_real_length():
     part = fire(FireConfig(initial_threshold=4.0), causal=False)
     alone = part(pairs_at(count(9)))
