@@ -51,7 +51,6 @@ from hf_posenc.schemes.config import (
     BuildContext as BuildContext,
     SchemeConfig as SchemeConfig,
     SubConfig as SubConfig,
-    option as option,
 )
 from hf_posenc.schemes.none import NoneConfig as NoneConfig
 from hf_posenc.schemes.parts import (
@@ -119,6 +118,7 @@ from hf_posenc.schemes.rotary.xpos import XposConfig as XposConfig
 from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig as Llama4ScaleConfig
 from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig as LogNScaleConfig
 from hf_posenc.schemes.scale.ssmax import SSMaxConfig as SSMaxConfig
+from hf_posenc.schemes.validation import option as option
 
 
 def __getattr__(name: str) -> _Any:

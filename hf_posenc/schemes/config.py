@@ -12,7 +12,7 @@ from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes.limits import check_shape_of_json
 from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.validation import check_options, option as option
+from hf_posenc.schemes.validation import check_options
 
 ConfigType = TypeVar("ConfigType")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 
 
 @register_scheme

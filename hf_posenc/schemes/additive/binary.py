@@ -7,9 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Positions, Reach
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_strength, option, whole_positions
 
 _DEFAULT_MAX_POSITIONS = 2048

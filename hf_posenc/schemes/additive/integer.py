@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, DeviceConstant, Positions
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_strength, option
 
 _DIRECTIONS = ("ones", "random", "one_hot", "learned")

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import angles_of_turns, turn_frequencies
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.grids import places, share_of_axes
 from hf_posenc.schemes.parts import AdditiveEncoding, DeviceConstant, Positions, SchemeParts
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, check_strength, option
 
 #: The orders of sines and cosines.

@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
-from hf_posenc.schemes.config import OuterConfig, SchemeConfig, option
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.outer_parts import ChainedMap, CombinedScale, SummedEncoding, sum_of_biases
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.scheme import OuterConfig, SchemeConfig, option, register_scheme
 
 
 @register_scheme

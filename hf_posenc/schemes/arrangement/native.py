@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
-from hf_posenc.schemes.config import SchemeConfig, option, walk
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.config import walk
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
+from hf_posenc.schemes.scheme import SchemeConfig, option, register_scheme
 
 #: Types of layers that see a limited number of tokens, however long the text is.
 _WINDOWED = ("sliding_attention", "chunked_attention")

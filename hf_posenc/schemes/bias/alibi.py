@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, option
 from hf_posenc.schemes.grids import GridBias
 from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, SchemeParts
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 #: Added to keys that a head of the asymmetric form must not see. Its exponential is zero relative to any visible key (a
 #: token always sees itself), but a row in which all keys have this value, such as a padding row, keeps a finite

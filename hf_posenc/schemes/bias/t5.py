@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.grids import GridBias, entries_of_pairs
 from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, SchemeParts
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
 from hf_posenc.schemes.validation import option, whole_positions
 from hf_posenc.schemes.weights import NativeTable, NormalWeights
 

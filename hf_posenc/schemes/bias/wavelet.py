@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, ricker_wavelets, select_rows
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, option
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 class WaveletBias(PairwiseBias):

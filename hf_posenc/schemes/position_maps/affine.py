@@ -10,8 +10,7 @@ from torch import Tensor
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PositionMap, Positions
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 class AffineMap(PositionMap):

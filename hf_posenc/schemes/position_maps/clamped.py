@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.parts import PositionMap, Positions
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 class ClampMap(PositionMap):

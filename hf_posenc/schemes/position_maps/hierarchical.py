@@ -10,11 +10,10 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
-from hf_posenc.schemes.config import BuildContext, OuterConfig, SchemeConfig, option
 from hf_posenc.schemes.parts import PositionMap, Positions, SchemeParts
 from hf_posenc.schemes.position_maps.mapped import map_parts
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.scheme import BuildContext, OuterConfig, SchemeConfig, option, register_scheme
 
 #: The cost of a forward grows with the number of separators.
 _MOST_SEPARATORS = 256

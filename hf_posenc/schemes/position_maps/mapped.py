@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
-from hf_posenc.schemes.config import BuildContext, OuterConfig, SchemeConfig, option
 from hf_posenc.schemes.outer_parts import ChainedMap, CombinedScale, SummedEncoding, SummedPairwiseBias
 from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, Part, PositionMap, SchemeParts
 from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.scheme import BuildContext, OuterConfig, SchemeConfig, option
 
 
 def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme: SchemeConfig) -> SchemeParts:

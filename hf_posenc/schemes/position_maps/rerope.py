@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 @register_scheme

@@ -9,12 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, option
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.hope import SHORTEST_LENGTH, FlooredRotaryConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 #: Smaller sums of shares are refused, because dividing by the sum would make a pair many times longer.
 SMALLEST_SUM = 0.1

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig
+from hf_posenc.schemes.scheme import BuildContext, register_scheme
 from hf_posenc.schemes.validation import LARGEST_BASE, check_number, option
 
 #: The shortest length in which the fastest pair (one radian per position) completes a turn.

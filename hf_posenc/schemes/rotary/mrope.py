@@ -8,12 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
+from hf_posenc.schemes.scheme import BuildContext, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FREQUENCY, option
 
 AXES = ("time", "height", "width")

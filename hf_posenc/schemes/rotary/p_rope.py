@@ -7,10 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, option
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_exponents
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:

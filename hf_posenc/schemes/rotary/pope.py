@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import DeviceConstant, QueryKeyMap
 from hf_posenc.schemes.positions import Positions, softplus
 from hf_posenc.schemes.projection import projected
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, with_heads_axis
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
 
 

@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, option
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 def resonant(inverse_frequencies: Tensor) -> Tensor:

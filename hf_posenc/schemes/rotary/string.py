@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, option
 from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 class RotationInBasis(QueryKeyMap):

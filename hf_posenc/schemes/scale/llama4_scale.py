@@ -7,11 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, option
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 class Llama4Scale(VisibleKeysScale):

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, option
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 class LogNScale(VisibleKeysScale):
