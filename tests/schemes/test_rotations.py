@@ -130,6 +130,13 @@ def test_xpos_magnitudes_up_to_the_documented_limits():
     assert torch.isfinite(map_of(XposConfig(origin=20_000.0)).phases(positions_of(3))[0]).all()
 
 
+def test_the_origin_of_xpos_cancels_in_logits():
+    ids = [0, 7, 100, 400]
+    centred, fixed = parts_for(XposConfig(origin=200.0)), parts_for(XposConfig())
+    torch.testing.assert_close(logits(centred, ids), logits(fixed, ids), rtol=1e-4, atol=1e-4)
+    assert (mapped(centred.query_key_map)[0] - mapped(fixed.query_key_map)[0]).abs().max() > 0.1
+
+
 def test_pope_clamps_its_phases_and_draws_them_where_asked():
     parts = PopeConfig().build(context_for(PopeConfig()))
     part = parts.query_key_map
