@@ -14,11 +14,13 @@ from hf_posenc.schemes import (
     AlibiConfig,
     AttentionPairs,
     BinaryConfig,
+    BlendedConfig,
     BuildContext,
     ComposedConfig,
     DynamicScaling,
     IntegerConfig,
     LearnedConfig,
+    LearnedRopeConfig,
     NoneConfig,
     PairwiseBias,
     Part,
@@ -29,6 +31,7 @@ from hf_posenc.schemes import (
     SchemeParts,
     SinusoidalConfig,
     T5Config,
+    XposConfig,
     scheme_from_dict,
 )
 from hf_posenc.schemes.bias.cope import CopeConfig
@@ -75,6 +78,12 @@ def test_a_map_takes_over_what_the_engine_asks_of_a_scheme():
     rotation = build(PositionScaleConfig(RopeConfig(rotary_dim=4))).query_key_map
     assert (rotation.rotary_dim, rotation.symmetric, rotation.whole_heads, rotation.width_factor) == (4, True, False, 1)
     assert not rotation.mapped_again
+
+
+def test_a_chain_of_maps_does_what_any_of_them_does():
+    chain = build(BlendedConfig(RopeConfig(rotary_dim=4), XposConfig(), 0.5)).query_key_map
+    assert (chain.rotary_dim, chain.symmetric, chain.whole_heads, chain.width_factor) == (8, False, False, 1)
+    assert build(BlendedConfig(RopeConfig(), LearnedRopeConfig(sharing="head"), 0.5)).query_key_map.whole_heads
 
 
 def test_a_map_hides_no_correction_of_logits():
