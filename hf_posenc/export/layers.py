@@ -14,9 +14,9 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes.outer_parts import ChainedMap
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap
 from hf_posenc.schemes.position_maps.affine import AffineMap
-from hf_posenc.schemes.position_maps.mapped import MappedQueryKeyMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.string import RotationInBasis
@@ -150,9 +150,9 @@ def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:
     """
     if part is None:
         return None
-    if isinstance(part, MappedQueryKeyMap) and isinstance(part.position_map, AffineMap):
+    if isinstance(part, ChainedMap) and isinstance(part.position_map, AffineMap):
         # An offset is not visible, because a rotation depends on distances only.
-        inner = spectrum_of(part.inner)
+        inner = spectrum_of(part.members()[0])
         assert inner is not None
         return dataclasses.replace(inner, frequencies=inner.frequencies * part.position_map.factor)
     name = type(part).__name__

@@ -40,8 +40,9 @@ from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.none import NoneConfig
-from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.position_maps.mapped import MappedQueryKeyMap, PositionMap, PositionMapConfig
+from hf_posenc.schemes.outer_parts import ChainedMap
+from hf_posenc.schemes.parts import PositionMap, SchemeParts
+from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.validation import check_choice, check_integer
 
@@ -93,11 +94,11 @@ class RoundedPositions(PositionMap):
         return (ids if self.form is None else rounded_ids(ids, self.form)).where(positions.ids >= 0, positions.ids)
 
 
-class RoundedQueryKeyMap(MappedQueryKeyMap):
+class RoundedQueryKeyMap(ChainedMap):
     """Phases (cosines and sines), or the keys themselves, in low precision; keys with one scale per token and head."""
 
-    def __init__(self, mapped: MappedQueryKeyMap, settings: QuantizedConfig) -> None:
-        super().__init__(mapped.position_map, mapped.inner)
+    def __init__(self, mapped: ChainedMap, settings: QuantizedConfig) -> None:
+        super().__init__({"inner": mapped.members()[0]}, mapped.position_map)
         self.settings = settings
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
@@ -165,7 +166,7 @@ class QuantizedConfig(PositionMapConfig):
             raise UnsupportedError(str(error).replace(f"{type(self).__name__}.inner is", "The scheme is")) from error
         if self.keys is not None and parts.query_key_map is None:
             raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys: before and after are the same.")
-        if isinstance(parts.query_key_map, MappedQueryKeyMap):
+        if isinstance(parts.query_key_map, ChainedMap):
             parts.query_key_map = RoundedQueryKeyMap(parts.query_key_map, self)
         if self.encodings is not None:
             for part in (parts.additive, parts.logit_scale):

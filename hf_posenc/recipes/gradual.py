@@ -27,9 +27,10 @@ from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.request import schedule
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
-from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
+from hf_posenc.schemes.arrangement.blended import BlendedConfig
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.outer_parts import is_blend
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
 
@@ -44,7 +45,7 @@ def begin_blend(model: nn.Module, scheme: SchemeLike, *, part: str | None = None
         part: the part of a composite model that gets it, as in `patch_model`.
 
     Returns:
-        The encoding. Everything that it places in this part of the model is a `BlendedPart`.
+        The encoding. Everything that it places in this part of the model is a blend.
 
     Raises:
         UnsupportedError: if the model already has a blend, if no scheme describes its native mechanism, or if one of
@@ -88,7 +89,7 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
     encoding = _blend_of(unwrapped(model))
     config = _with_strength(encoding.config, strength)
     for part in places_of_parts(encoding.stacks):
-        if isinstance(part, BlendedPart):
+        if is_blend(part):
             part.strength = float(strength)
     encoding.record.scheme = config
     assert encoding.record.own is not None
@@ -117,7 +118,7 @@ def finish_blend(model: nn.Module) -> None:
     # `begin_blend` refuses a second blend.
     part, config = next((part, scheme) for part, scheme in schemes.items() if _blends_in(scheme))
     blended = places_of_parts(stacks_in_part(encoding, part))
-    trained = [place.new if isinstance(place, BlendedPart) else None for place in blended]
+    trained = [place.new if is_blend(place) else None for place in blended]
     patch_model(target, new_scheme(config), part=part)
     plain = current_encoding(target)
     assert plain is not None
@@ -137,7 +138,7 @@ def new_scheme(config: SchemeConfig) -> SchemeConfig:
 def freeze_old(encoding: PositionEncoding) -> None:
     """Freezes the parameters of the old scheme in the blends of an encoding."""
     for part in places_of_parts(encoding.stacks):
-        if isinstance(part, BlendedPart) and part.old is not None:
+        if is_blend(part) and part.old is not None:
             part.old.requires_grad_(False)
 
 

@@ -29,6 +29,10 @@ from hf_posenc.schemes.arrangement.schedule import (
 from hf_posenc.schemes.bias.alibi import AlibiConfig as AlibiConfig
 from hf_posenc.schemes.bias.cope import CopeConfig as CopeConfig
 from hf_posenc.schemes.bias.disentangled import DisentangledConfig as DisentangledConfig
+from hf_posenc.schemes.bias.distance_function import (
+    distance_bias as distance_bias,
+    learned_per_head as learned_per_head,
+)
 from hf_posenc.schemes.bias.fire import FireConfig as FireConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig as ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig as GrapeConfig
@@ -114,6 +118,7 @@ from hf_posenc.schemes.rotary.xpos import XposConfig as XposConfig
 from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig as Llama4ScaleConfig
 from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig as LogNScaleConfig
 from hf_posenc.schemes.scale.ssmax import SSMaxConfig as SSMaxConfig
+from hf_posenc.schemes.validation import option as option
 
 
 def __getattr__(name: str) -> _Any:

@@ -116,18 +116,15 @@ class SchemeConfig:
         Args:
             children: the new children, under the names used by `children()`; others are kept.
         """
-        changed: dict[str, Any] = {}
-        for place, child in children.items():
-            name, _, index = place.partition("[")
-            if not index:
-                changed[name] = child
-                continue
-            items = changed.setdefault(name, list(getattr(self, name)))
-            items[int(index.removesuffix("]"))] = child
-        changed = {name: tuple(value) if isinstance(value, list) else value for name, value in changed.items()}
-        if all(value == getattr(self, name) for name, value in changed.items()):
-            return self
-        return dataclasses.replace(self, **changed)
+
+        def replaced(place: str, value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(replaced(f"{place}[{index}]", item) for index, item in enumerate(value))
+            return children.get(place, value)
+
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {name: new for name, value in values.items() if (new := replaced(name, value)) != value}
+        return dataclasses.replace(self, **changed) if changed else self
 
     def acting_together(self) -> tuple[SchemeConfig, ...]:
         """The schemes that this config composes; for other configs, the config itself."""
@@ -265,18 +262,18 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
     """
     check_shape_of_json(options, f"{owner[0].upper()}{owner[1:]}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for option in options:
-        if option not in fields:
-            raise UnknownNameError("option", option, fields, owner=owner)
+    for name in options:
+        if name not in fields:
+            raise UnknownNameError("option", name, fields, owner=owner)
     missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
             f"{owner[0].upper()}{owner[1:]} needs the option{'s' if len(missing) > 1 else ''} {', '.join(missing)}."
         )
-    values = {option: as_declared(_decode(value), fields[option]) for option, value in options.items()}
+    values = {name: as_declared(_decode(value), fields[name]) for name, value in options.items()}
     config = cls(**values)
-    for option, value in values.items():
-        check_declared(value, fields[option], cls.__name__)
+    for name, value in values.items():
+        check_declared(value, fields[name], cls.__name__)
     return config
 
 

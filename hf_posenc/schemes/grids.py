@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Positions
+from hf_posenc.schemes.validation import whole_positions
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,36 @@ def distances_by_axis(where: Places, pairs: AttentionPairs) -> Tensor:
     return keys.unsqueeze(-2) - keys.index_select(-1, pairs.query_slots).unsqueeze(-1)
 
 
-def zero_unless_both_placed(bias: Tensor, where: Places, pairs: AttentionPairs) -> Tensor:
-    """Sets a bias `(batch or 1, heads, query_len, key_len)` to 0 for pairs of which a token has no place."""
-    if where.placed is None:
-        return bias
-    queries = where.placed.index_select(-1, pairs.query_slots)
-    both = queries.unsqueeze(-1) & where.placed.unsqueeze(-2)
-    return bias.where(both.unsqueeze(1), 0.0)
+class GridBias(PairwiseBias):
+    """Base class of biases of the distances of two tokens along the axes of a grid; 0 for tokens without a place."""
+
+    reads_coordinates = True
+    reads_later_keys = False
+    #: Name of the scheme, for error messages.
+    scheme: ClassVar[str]
+    #: Number of axes.
+    axes: int
+
+    def of_distances(self, distances: Tensor) -> Tensor:
+        """The bias at distances `(axes, batch or 1, query_len, key_len)`: `(batch or 1, heads, query_len, key_len)`."""
+        raise NotImplementedError
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: if the model passed no coordinates, those of another number of axes, or real numbers where the
+                scheme needs integers.
+        """
+        where = places(pairs.keys, self.axes, self.scheme)
+        if self.whole_positions:
+            whole_positions(where.coordinates, self.scheme)
+        bias = self.of_distances(distances_by_axis(where, pairs))
+        if where.placed is None:
+            return bias
+        queries = where.placed.index_select(-1, pairs.query_slots)
+        both = queries.unsqueeze(-1) & where.placed.unsqueeze(-2)
+        return bias.where(both.unsqueeze(1), 0.0)
 
 
 def entries_of_pairs(table: Tensor, index: Tensor) -> Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 
 
 @register_scheme
-@dataclass(frozen=True)
 class NoneConfig(SchemeConfig):
     """No position encoding (NoPE, arXiv:2203.16634, arXiv:2305.19466).
 

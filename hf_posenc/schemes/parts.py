@@ -21,6 +21,7 @@ is in `hf_posenc.patching`.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.reach import Reach
+from hf_posenc.schemes.device_constant import DeviceConstant as DeviceConstant
+from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions
+from hf_posenc.schemes.reach import Reach as Reach
 
 
 class Part(nn.Module):
@@ -77,14 +79,6 @@ def take_declarations(part: Part, inner: Part) -> None:
         for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
             if name != "no_weight_decay" and hasattr(kind, name):
                 setattr(part, name, getattr(inner, name, getattr(kind, name)))
-
-
-def declare_any(part: Part, parts: Sequence[Part]) -> None:
-    """Sets every flag of `part`, which combines `parts`, that is set for any of them."""
-    for kind in type(part).__mro__:
-        for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
-            if isinstance(getattr(kind, name, None), bool):
-                setattr(part, name, any(getattr(one, name, False) for one in parts))
 
 
 class AdditiveEncoding(Part):
@@ -238,6 +232,34 @@ class LogitScale(Part):
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads or 1, length)` in float32."""
         raise NotImplementedError
+
+
+class PositionMap(Part):
+    """A map from positions to new positions, one per token. Its flags say of its positions what those of a part do."""
+
+    #: Whether all distances stay the same, so that a distance bias does not change.
+    keeps_distances: bool = False
+    #: Whether it may map integers to real numbers.
+    gives_real_positions: bool = False
+
+    def last_position(self, last: int) -> int | None:
+        """The greatest new position of tokens at positions up to `last`; `None` if unknown."""
+        return None
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns the new ids, `(batch or 1, length)`, int64 or float32; padding stays negative."""
+        raise NotImplementedError
+
+    def renumber(self, positions: Positions) -> Positions:
+        """The same tokens with new positions. Coordinates are mapped axis by axis; lengths still count tokens.
+
+        The size of a grid is then unknown, because the map says where tokens are and not where they could be.
+        """
+        coordinates = positions.coordinates
+        if coordinates is not None:
+            axes = [dataclasses.replace(positions, ids=axis, coordinates=None) for axis in coordinates.unbind(0)]
+            coordinates = torch.stack([self(axis) for axis in axes])
+        return dataclasses.replace(positions, ids=self(positions), coordinates=coordinates, extents=None, grid=None)
 
 
 @dataclass

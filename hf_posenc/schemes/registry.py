@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from hf_posenc.extensions import import_named_modules
 from hf_posenc.other_names import unknown_scheme
@@ -17,13 +18,16 @@ ConfigType = TypeVar("ConfigType", bound=type[SchemeConfig])
 SchemeLike = str | SchemeConfig | type[SchemeConfig] | dict[str, Any] | Sequence[Any]
 
 
+@dataclass_transform(frozen_default=True)
 def register_scheme(config_class: ConfigType) -> ConfigType:
-    """Class decorator that registers a `SchemeConfig` subclass under its `name`.
+    """Class decorator that registers a `SchemeConfig` subclass under its `name`, as a frozen dataclass.
 
     Raises:
         ValueError: if the class has no lower-case name, the name is taken by another class, or an option is called
             "scheme" or "type", which are reserved in the JSON form.
     """
+    if "__dataclass_fields__" not in vars(config_class):
+        dataclasses.dataclass(frozen=True)(config_class)
     name = config_class.name
     if not name or name != name.lower() or not name.isidentifier():
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import ComposedConfig, LearnedConfig, SchemeConfig, native_scheme, patch_model, unpatch_model
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes import registry
+from tests.schemes import own_schemes
 from tests.schemes.table import TABLE
 from tests.schemes.table.row import Row
 from tests.thinning import mostly_slow
@@ -25,6 +27,13 @@ CLOSE = 2e-5
 VISIBLE = 1e-3
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_schemes_are_registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_SCHEMES", registry._SCHEMES | own_schemes.registered())
+        yield
+
+
 def _sized(config: SchemeConfig) -> SchemeConfig:
     """A table gets a length, for architectures that have none of their own."""
     if isinstance(config, ComposedConfig):
@@ -35,6 +44,9 @@ def _sized(config: SchemeConfig) -> SchemeConfig:
 
 
 SCHEMES = {name: _sized(row.variants[0]) for name, row in TABLE.items()}
+#: Also those that are functions of the distance, which somebody has registered.
+ROWS = TABLE | own_schemes.ROWS
+ALL_SCHEMES = {name: _sized(row.variants[0]) for name, row in ROWS.items()}
 CAUSAL = [name for name, row in ARCHITECTURES.items() if row.causal]
 ENCODERS = [name for name, row in ARCHITECTURES.items() if not row.causal]
 
@@ -59,10 +71,10 @@ def cells(architectures: Iterable[str], turn: int) -> Any:
     pairs = [
         (architecture, scheme)
         for architecture in architectures
-        for scheme, row in TABLE.items()
+        for scheme, row in ROWS.items()
         if _meets(architecture, row) and not (row.causal_only and architecture in ENCODERS)
     ]
-    builds, schemes = list(ARCHITECTURES), list(TABLE)
+    builds, schemes = list(ARCHITECTURES), list(ROWS)
 
     def in_turn(pair: tuple[str, str]) -> bool:
         architecture, scheme = pair
@@ -98,10 +110,10 @@ def test_effect_and_undo(architecture: str, scheme: str) -> None:
     row, model = ARCHITECTURES[architecture], patched(architecture, None)
     stock, before = outputs(model, row, tokens()), {key: value.clone() for key, value in model.state_dict().items()}
     native, placed = native_scheme(model), _placed_in(model)
-    patch_model(model, SCHEMES[scheme])
+    patch_model(model, ALL_SCHEMES[scheme])
     changed = distance(outputs(model, row, tokens()), stock)
     # Outside training randomised positions are the tokens' own.
-    acting = getattr(SCHEMES[scheme], "inner", None) if scheme == "randomized" else SCHEMES[scheme]
+    acting = getattr(ALL_SCHEMES[scheme], "inner", None) if scheme == "randomized" else ALL_SCHEMES[scheme]
     if type(native) is not type(acting):
         assert changed > VISIBLE
     unpatch_model(model)
@@ -125,7 +137,7 @@ def test_an_encoder_refuses_a_causal_scheme_and_stays_as_it_was(scheme: str) -> 
     row, model = ARCHITECTURES["bert"], patched("bert", None)
     stock = outputs(model, row, tokens())
     with pytest.raises(UnsupportedError, match="bidirectional"):
-        patch_model(model, SCHEMES[scheme])
+        patch_model(model, ALL_SCHEMES[scheme])
     assert torch.equal(outputs(model, row, tokens()), stock)
     assert not hasattr(model, "position_encoding")
 
@@ -167,7 +179,7 @@ def test_order_is_invisible_without_positions(architecture: str) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
 def test_decoding_equals_the_full_forward(architecture: str, scheme: str, cache: str) -> None:
-    row, model = ARCHITECTURES[architecture], patched(architecture, SCHEMES[scheme])
+    row, model = ARCHITECTURES[architecture], patched(architecture, ALL_SCHEMES[scheme])
     ids = tokens()
     full = outputs(model, row, ids, use_cache=False)
     if cache == "static":
@@ -189,7 +201,7 @@ def test_decoding_equals_the_full_forward(architecture: str, scheme: str, cache:
 @cells(ARCHITECTURES, turn=2)
 @torch.no_grad()
 def test_left_padding_changes_nothing(architecture: str, scheme: str) -> None:
-    row, model = ARCHITECTURES[architecture], patched(architecture, SCHEMES[scheme])
+    row, model = ARCHITECTURES[architecture], patched(architecture, ALL_SCHEMES[scheme])
     ids, pads = tokens(), 3
     padding = torch.full((2, pads), model.config.pad_token_id or 0)
     mask = torch.cat((torch.zeros_like(padding), torch.ones_like(ids)), dim=1)
@@ -210,7 +222,7 @@ def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) ->
     row = ARCHITECTURES[architecture]
     if not row.packs:
         pytest.skip("stock attends across packed documents here, whatever the positions")
-    model = patched(architecture, SCHEMES[scheme])
+    model = patched(architecture, ALL_SCHEMES[scheme])
     first, second = tokens(1, 6, seed=2), tokens(1, 8, seed=3)
     position_ids = torch.cat((torch.arange(6), torch.arange(8))).unsqueeze(0)
     if _length_dependent(model):
@@ -231,7 +243,7 @@ def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, 
     row = ARCHITECTURES[architecture]
     gradients = []
     for checkpointing in (False, True):
-        model = patched(architecture, SCHEMES[scheme]).train()
+        model = patched(architecture, ALL_SCHEMES[scheme]).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
@@ -255,14 +267,14 @@ def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
     row = ARCHITECTURES[architecture]
     if not row.sdpa:
         pytest.skip("the class has eager attention only")
-    model = patched(architecture, SCHEMES[scheme])
+    model = patched(architecture, ALL_SCHEMES[scheme])
     mask = torch.ones_like(tokens())
     mask[0, -3:] = 0
     eager = outputs(model, row, tokens(), attention_mask=mask)
     model.set_attn_implementation("sdpa")
     keep = slice(0, LENGTH - 3)
     assert distance(outputs(model, row, tokens(), attention_mask=mask)[:, keep], eager[:, keep]) <= 1e-4
-    eager_free = patched(architecture, SCHEMES[scheme])
+    eager_free = patched(architecture, ALL_SCHEMES[scheme])
     assert distance(outputs(model, row, tokens()), outputs(eager_free, row, tokens())) <= 1e-4
 
 
@@ -274,7 +286,7 @@ def test_float64(architecture: str, scheme: str) -> None:
     Eager attention in Llama takes its softmax in float32, and phases and biases are float32 in any model.
     """
     row, close = ARCHITECTURES[architecture], 1e-5
-    model = patched(architecture, SCHEMES[scheme]).double()
+    model = patched(architecture, ALL_SCHEMES[scheme]).double()
     ids = tokens(2, 20)
     eager = outputs(model, row, ids)
     model.set_attn_implementation("sdpa")
@@ -298,7 +310,7 @@ def test_float64(architecture: str, scheme: str) -> None:
 def test_bfloat16_changes_no_more_than_rounding_does(architecture: str, scheme: str) -> None:
     """A cast model differs from the fp32 one by rounding only: as much as the same model without positions does."""
     row = ARCHITECTURES[architecture]
-    model = patched(architecture, SCHEMES[scheme])
+    model = patched(architecture, ALL_SCHEMES[scheme])
     full = outputs(model, row, tokens())
     half = outputs(model.to(torch.bfloat16), row, tokens()).float()
     plain = patched(architecture, "none")

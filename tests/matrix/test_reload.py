@@ -9,11 +9,13 @@ import pytest
 import torch
 import transformers
 
+from hf_posenc.schemes import registry
 from tests.fresh import run_fresh
+from tests.schemes import own_schemes
 
 from .architectures import ARCHITECTURES
 from .running import outputs, patched, tokens
-from .test_behaviour import SCHEMES, cells
+from .test_behaviour import ALL_SCHEMES, cells, own_schemes_are_registered  # noqa: F401
 
 pytestmark = pytest.mark.on_cpu("the other process computes on the CPU")
 
@@ -24,8 +26,7 @@ _LOAD_ALL = "import sys; from tests.matrix.test_reload import load_all; load_all
 
 def load_all(folder: str) -> None:
     """Runs in the fresh process: loads each checkpoint with its stock class and keeps its outputs."""
-    import hf_posenc  # noqa: F401  (teaches from_pretrained)
-
+    registry._SCHEMES |= own_schemes.registered()  # also imports hf_posenc, which teaches from_pretrained
     for place in sorted(Path(folder).iterdir()):
         architecture, scheme = place.name.split("--")
         name = (place / "class.txt").read_text()
@@ -43,7 +44,7 @@ def reloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if item.path != request.path:
             continue
         architecture, scheme = (item.callspec.params[name] for name in ("architecture", "scheme"))
-        model, place = patched(architecture, SCHEMES[scheme]), folder / f"{architecture}--{scheme}"
+        model, place = patched(architecture, ALL_SCHEMES[scheme]), folder / f"{architecture}--{scheme}"
         model.save_pretrained(place)
         (place / "class.txt").write_text(type(model).__name__)
         with torch.no_grad():

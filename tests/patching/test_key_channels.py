@@ -17,9 +17,8 @@ from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.call.split_parts import HeadShard, SplitPairwiseBias
 from hf_posenc.patching.place.continuous_batching import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
-from hf_posenc.schemes.arrangement.blended import BlendedPairwiseBias
-from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias
 from hf_posenc.schemes.features import joined, separated
+from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.registry import as_scheme
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
@@ -122,7 +121,7 @@ def test_sums_and_blends_give_each_bias_its_own_features(order: tuple[str, ...])
     assert (nested.num_features, nested.num_shared_features) == (1 + 4 + 2, 4 + 1)
     for total in (SummedPairwiseBias(parts), nested):
         torch.testing.assert_close(total(pairs_for(total, hidden)), sum(alone), rtol=1e-5, atol=1e-5)
-    blend = BlendedPairwiseBias(parts[0], SummedPairwiseBias(parts[1:]), 0.25)
+    blend = SummedPairwiseBias({"old": parts[0], "new": SummedPairwiseBias(parts[1:])}, strength=0.25)
     expected = 0.75 * alone[0] + 0.25 * (alone[1] + alone[2])
     torch.testing.assert_close(blend(pairs_for(blend, hidden)), expected, rtol=1e-5, atol=1e-5)
 

@@ -100,12 +100,6 @@ def test_sinusoidal_padding_is_zero_and_offset_shifts():
     torch.testing.assert_close(padded[1, :6], rows(SinusoidalConfig(), 9)[3:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("frequencies", "hidden"), [("tensor2tensor", 3), ("tensor2tensor", 2), ("vaswani", 1)])
-def test_sinusoidal_refuses_sizes_without_frequencies(frequencies, hidden):
-    with pytest.raises(ValueError, match="needs a hidden size of at least"):
-        SinusoidalConfig(frequencies).build(BuildContext(hidden, 1, hidden))
-
-
 # --- binary
 
 
@@ -121,11 +115,6 @@ def test_binary_vectors_are_unique_and_the_next_one_is_refused(bits, hidden):
 @pytest.mark.parametrize(("max_positions", "bits"), [(None, 11), (1, 1), (2, 1), (64, 6), (65, 7), (131072, 17)])
 def test_binary_takes_the_fewest_bits_for_the_model(max_positions, bits):
     assert encoding(BinaryConfig(), max_positions=max_positions).bits == bits
-
-
-def test_binary_with_more_bits_than_components_is_refused():
-    with pytest.raises(ValueError, match="positions would collide"):
-        encoding(BinaryConfig(bits=9), hidden=8)
 
 
 # --- integer
@@ -173,18 +162,6 @@ def test_a_single_token_divided_by_zero_length_minus_one_is_finite():
 
 
 # --- learned
-
-
-def test_learned_past_the_end_names_length_rows_and_remedies():
-    part = encoding(LearnedConfig(num_positions=10, offset=2))
-    assert part(positions_of(10)).shape == (1, 10, 24)
-    with pytest.raises(SequenceLengthError, match=r"length 11 .* 10 positions .*num_positions.*interpolate"):
-        part(positions_of(11))
-
-
-def test_learned_without_any_length_asks_for_one():
-    with pytest.raises(ValueError, match="num_positions=2048"):
-        LearnedConfig().build(BuildContext(8, 1, 8))
 
 
 @pytest.mark.parametrize("extension", ["error", "interpolate"])
@@ -258,11 +235,3 @@ def test_unfitting_tables_are_not_adopted(native):
     before = part.weight.detach().clone()
     assert not part.adopt(native)
     assert torch.equal(part.weight, before)
-
-
-@pytest.mark.parametrize("config", [SinusoidalConfig, IntegerConfig, NormalizedIntegerConfig, BinaryConfig])
-def test_a_scale_of_zero_is_no_scheme(config):
-    for scale in (0, 0.0, -0.0):
-        with pytest.raises(ValueError, match=rf"{config.__name__}\.scale is .*other than 0.*'none'"):
-            config(scale=scale)
-    config(scale=-0.5)

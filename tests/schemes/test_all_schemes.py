@@ -69,6 +69,13 @@ def heads_of(positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def pairs_of(part: PairwiseBias, positions: Positions, query: Tensor, key: Tensor, hidden: Tensor) -> AttentionPairs:
+    features = part.key_features(hidden) if part.num_features else None
+    return AttentionPairs(
+        query, key, torch.arange(query.shape[2]), positions, HEAD_DIM**-0.5, hidden, key_features=features
+    )
+
+
 def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[Tensor]:
     """Everything the parts compute for these positions; of biases on queries and keys, what a causal mask shows."""
     results: list[Tensor] = []
@@ -84,10 +91,7 @@ def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[
             results.append(part(torch.arange(-30, 31)))
         elif isinstance(part, PairwiseBias):
             dtype = next((parameter.dtype for parameter in part.parameters()), torch.float32)
-            hidden = hidden.to(dtype)
-            features = part.key_features(hidden) if part.num_features else None
-            slots = torch.arange(query.shape[2])
-            pairs = AttentionPairs(query.to(dtype), key.to(dtype), slots, positions, HEAD_DIM**-0.5, hidden, features)
+            pairs = pairs_of(part, positions, *(one.to(dtype) for one in (query, key, hidden)))
             real = positions.ids >= 0
             visible = (pairs.slot_distance <= 0) & real.unsqueeze(-2) & real.unsqueeze(-1)
             results.append(part(pairs).masked_fill(~visible.unsqueeze(1), 0.0))
@@ -190,6 +194,22 @@ def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
 
 
 @EVERY_VARIANT
+def test_some_queries_over_a_cache_have_the_bias_of_all_queries_in_float32(name, config):
+    part: Any = parts_for(config).logit_bias
+    if not isinstance(part, PairwiseBias):
+        return
+    positions = positions_of(14)
+    every = pairs_of(part, positions, *heads_of(positions))
+    for slots in ([13], [4, 5, 6], [9, 2]):
+        of_slots = {"query": every.query[:, :, slots], "hidden_states": every.hidden_states[:, slots]}
+        some = dataclasses.replace(every, query_slots=torch.tensor(slots), **of_slots)
+        torch.testing.assert_close(part(some), part(every)[:, :, slots], rtol=1e-5, atol=1e-5)
+    half = pairs_of(part.bfloat16(), positions, *(one.bfloat16() for one in heads_of(positions)))
+    assert part(half).dtype == torch.float32
+    assert half.key_features is None or half.key_features.dtype == torch.float32
+
+
+@EVERY_VARIANT
 def test_padding_is_finite(name, config):
     for value in outputs(parts_of(config), positions_of(5, 12, padded_to=16)):
         assert torch.isfinite(value).all()
@@ -242,21 +262,31 @@ def test_parts_trace_without_a_graph_break(name, config, lengths):
             torch.testing.assert_close(value, other, rtol=5e-6, atol=1e-6)
 
 
+def learns(config: SchemeConfig) -> bool:
+    return any(True for part in parts_for(config) for _ in part.parameters())
+
+
 def kind(*kinds: str) -> Any:
+    """The variants of these kinds with new weights, and with trained ones where a reference reads them."""
     cases = [
-        pytest.param(TABLE[name], config, id=label) for name, config, label in VARIANTS if TABLE[name].kind in kinds
+        pytest.param(TABLE[name], config, trained, id=f"{label}{'-trained' * trained}")
+        for name, config, label in VARIANTS
+        if TABLE[name].kind in kinds
+        for trained in (False, True)
+        if not trained
+        or (not TABLE[name].of_start and any(True for part in parts_for(config) for _ in part.parameters()))
     ]
-    return pytest.mark.parametrize(("row", "config"), cases)
+    return pytest.mark.parametrize(("row", "config", "trained"), cases)
 
 
 @kind("none")
-def test_none_builds_nothing(row: Row, config: SchemeConfig):
+def test_none_builds_nothing(row: Row, config: SchemeConfig, trained: bool):
     assert parts_of(config) == []
 
 
 @kind("additive")
-def test_additive_schemes_equal_their_reference(row: Row, config: SchemeConfig):
-    parts = config.build(context_for(config))
+def test_additive_schemes_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
+    parts = parts_for(config, trained)
     assert parts.additive is not None
     assert list(parts) == [parts.additive]
     length = 40
@@ -268,9 +298,9 @@ def test_additive_schemes_equal_their_reference(row: Row, config: SchemeConfig):
 
 
 @kind("bias")
-def test_biases_equal_their_reference(row: Row, config: SchemeConfig):
+def test_biases_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
     context = context_for(config)
-    parts = config.build(context)
+    parts = parts_for(config, trained)
     assert parts.logit_bias is not None
     assert list(parts) == [parts.logit_bias]
     distance = torch.arange(-150, 151).view(7, 43)
@@ -288,8 +318,8 @@ def test_biases_equal_their_reference(row: Row, config: SchemeConfig):
 
 
 @kind("map")
-def test_maps_equal_their_reference(row: Row, config: SchemeConfig):
-    parts = config.build(context_for(config))
+def test_maps_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
+    parts = parts_for(config, trained)
     assert parts.query_key_map is not None
     assert list(parts) == [parts.query_key_map]
     length = 40
@@ -309,9 +339,9 @@ def test_maps_equal_their_reference(row: Row, config: SchemeConfig):
 
 
 @kind("logits")
-def test_logits_equal_their_reference(row: Row, config: SchemeConfig):
+def test_logits_equal_their_reference(row: Row, config: SchemeConfig, trained: bool):
     """The whole formula, for tokens at positions with gaps, under grouped heads."""
-    parts = parts_for(config)
+    parts = parts_for(config, trained)
     positions = Positions(torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21, 34, 55]]), torch.tensor([[56]]))
     query, key, hidden = heads_of(positions)
     logits = positional_logits(parts, query, key, positions, hidden)[0]

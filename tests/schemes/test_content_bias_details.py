@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import AttentionPairs, BuildContext, DistanceBias, PairwiseBias, Positions, SchemeConfig
 from hf_posenc.schemes.bias.cope import CopeConfig
+from hf_posenc.schemes.bias.disentangled import DisentangledConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
@@ -60,19 +60,6 @@ def counted(length: int = LENGTH) -> Tensor:
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize("slots", [[13], [4, 5, 6], [9, 2]])
-def test_some_queries_over_a_cache_have_the_bias_of_all_queries(config, slots):
-    bias = bias_of(config)
-    query, key, hidden = tensors()
-    every = pairs_for(bias, counted(), query, key, hidden)
-    some = dataclasses.replace(
-        every, query=query[:, :, slots], query_slots=torch.tensor(slots), hidden_states=hidden[:, slots]
-    )
-    expected = pairwise_bias(bias, every)[:, :, slots]
-    torch.testing.assert_close(pairwise_bias(bias, some), expected, rtol=1e-5, atol=1e-5)
-
-
-@EVERY_VARIANT
 def test_cache_slots_not_yet_filled_change_nothing(config):
     bias = bias_of(config)
     query, key, hidden = tensors()
@@ -98,14 +85,6 @@ def test_only_distances_matter(config):
     far = pairwise_bias(bias, pairs_for(bias, counted() + 1_000_003, query, key, hidden))
     # Only grape_ap turns its keys by their positions, and not its queries.
     assert torch.equal(near, far) == (ROWS[config.name].marks[2] == "+")
-
-
-@EVERY_VARIANT
-def test_biases_of_bfloat16_heads_are_float32(config):
-    bias = bias_of(config).bfloat16()
-    pairs = pairs_for(bias, counted(), *(tensor.bfloat16() for tensor in tensors()))
-    assert pairwise_bias(bias, pairs).dtype == torch.float32
-    assert pairs.key_features is None or pairs.key_features.dtype == torch.float32
 
 
 class LargestTensor(TorchDispatchMode):
@@ -160,7 +139,9 @@ def test_real_positions_interpolate(config):
 
 
 @pytest.mark.parametrize(
-    "config", [ShawConfig(), TransformerXLConfig(clamp_length=4), LowRankRelativeConfig()], ids=repr
+    "config",
+    [ShawConfig(), TransformerXLConfig(clamp_length=4), LowRankRelativeConfig(), DisentangledConfig(max_distance=4)],
+    ids=repr,
 )
 def test_tables_refuse_real_positions(config):
     bias = bias_of(config)
@@ -213,62 +194,6 @@ def test_what_a_layer_does_not_give_is_missed_with_a_remedy(config, missing, mes
     pairs = dataclasses.replace(pairs_for(bias, counted(), *tensors()), **{missing: None})
     with pytest.raises(ValueError, match=message):
         bias(pairs)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "options", "message"),
-    [
-        (ShawConfig, {"max_distance": 0}, "max_distance is 0"),
-        (ShawConfig, {"max_distance_ahead": -1}, "max_distance_ahead is -1"),
-        (ShawConfig, {"per_head": 1}, "per_head is 1"),
-        (ShawConfig, {"table": "sinusoidal", "max_distance": 8}, "applies to a learned table"),
-        (ShawConfig, {"table": "wavelet", "max_distance_ahead": 0}, "applies to a learned table"),
-        (ShawConfig, {"table": "wavelet", "per_head": True}, "applies to a learned table"),
-        (WaveletConfig, {"num_scales": 0}, "num_scales is 0"),
-        (WaveletConfig, {"num_scales": 13}, "at most 12"),
-        (TransformerXLConfig, {"base": 0}, "base is 0"),
-        (TransformerXLConfig, {"clamp_length": 0}, "clamp_length is 0"),
-        (CopeConfig, {"num_positions": 1}, "num_positions is 1"),
-        (CopeConfig, {"initial_std": -0.1}, "initial_std is -0.1"),
-        (GrapeConfig, {"initial_rate": 0}, "initial_rate is 0"),
-        (GrapeConfig, {"normalize": "yes"}, "normalize is 'yes'"),
-        (LowRankRelativeConfig, {"rank": 0}, "rank is 0"),
-        (LowRankRelativeConfig, {"window": 0.5}, "window is 0.5"),
-        (ForgetGateConfig, {"initial_bias": float("nan")}, "initial_bias is nan"),
-        (ForgetGateConfig, {"gate": "bias_only", "decay_times": (1.0, 0.0)}, "at least 0.1"),
-        (ForgetGateConfig, {"gate": "bias_only", "decay_times": (1.0, 2.0, 3.0)}, "expected two times"),
-        (ForgetGateConfig, {"decay_times": (1.0, 2.0)}, "gate is 'content'"),
-        (ForgetGateConfig, {"gate": "bias_only", "initial_bias": 1.0, "decay_times": (1.0, 2.0)}, "initial_bias is"),
-    ],
-)
-def test_options_out_of_range_are_refused(scheme, options, message):
-    with pytest.raises(ValueError, match=message):
-        scheme(**options)
-
-
-@pytest.mark.parametrize(("scheme", "option"), [(ShawConfig, "table"), (ForgetGateConfig, "gate")])
-def test_unknown_choices_are_refused(scheme, option):
-    with pytest.raises(UnknownNameError, match="Known"):
-        scheme(**{option: "sinusoid"})
-
-
-@pytest.mark.parametrize(
-    ("config", "context", "message"),
-    [
-        (ShawConfig("sinusoidal"), BuildContext(21, 3, 7), "odd width 7"),
-        (WaveletConfig(8), BuildContext(36, 3, 12), "does not divide the head width of 12"),
-        (TransformerXLConfig(), BuildContext(21, 3, 7), "hidden_size is 21"),
-    ],
-)
-def test_widths_that_do_not_work_out_are_refused(config, context, message):
-    with pytest.raises(ValueError, match=message):
-        config.build(context)
-
-
-def test_a_causal_model_refuses_a_distance_of_later_keys():
-    for ahead in (0, 2):
-        with pytest.raises(ValueError, match=rf"max_distance_ahead is {ahead}.*does not attend to them"):
-            ShawConfig(max_distance=6, max_distance_ahead=ahead).build(CONTEXT)
 
 
 def test_biases_say_whether_they_need_whole_positions():

@@ -196,79 +196,10 @@ def random_heads(heads: int = HEADS, head_dim: int = HEAD_DIM) -> tuple[Tensor, 
     return query, key, torch.randn(2, LENGTH, heads * head_dim, generator=generator)
 
 
-@pytest.mark.parametrize("gate", ["content", "bias_only"])
-@pytest.mark.parametrize("heads", [3, 8])
-def test_a_constant_forget_gate_is_alibi(gate, heads):
-    parts = build(ForgetGateConfig(gate), heads=heads)
-    gates = torch.tensor(alibi_slopes(heads), dtype=torch.float64).neg().exp()
-    with torch.no_grad():
-        parts.logit_bias.bias.copy_(torch.logit(gates))
-        if gate == "content":
-            parts.logit_bias.weight.zero_()
-    query, key, hidden = random_heads(heads)
-    forgetting = positional_logits(parts, query, key, counted(), hidden)
-    expected = positional_logits(build(AlibiConfig(), heads=heads), query, key, counted())
-    # The slope of 1/256 comes out of a gate of 0.996 with 5 digits.
-    torch.testing.assert_close(causal_mask(forgetting), causal_mask(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_a_forget_gate_forgets_what_came_before_its_token():
-    """By hand: what token 0 loses until token 3 are the gates of the tokens 1, 2 and 3; no token forgets itself."""
-    bias = build(ForgetGateConfig(), heads=1).logit_bias
-    gates = torch.tensor([0.9, 0.5, 0.25, 0.1])
-    unused = torch.zeros(1, 1, 4, HEAD_DIM)
-    pairs = AttentionPairs(unused, unused, torch.arange(4), counted(4), 1.0, None, -gates.log().view(1, 1, 4, 1))
-    kept = bias(pairs)[0, 0].exp().tril()
-    expected = [[1, 0, 0, 0], [0.5, 1, 0, 0], [0.125, 0.25, 1, 0], [0.0125, 0.025, 0.1, 1]]
-    torch.testing.assert_close(kept, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-
-
-def test_open_forget_gates_are_no_position_encoding():
-    parts = build(ForgetGateConfig(initial_bias=100.0))
-    query, key, hidden = random_heads()
-    logits = positional_logits(parts, query, key, counted(), hidden)
-    assert torch.equal(logits, positional_logits(SchemeParts(), query, key, counted()))
-
-
 def test_decay_times_are_those_after_which_1_over_e_is_left():
     bias = build(ForgetGateConfig("bias_only", decay_times=(2.0, 200.0))).logit_bias
     remembered = bias(torch.tensor([-2, -20, -200])).exp().diagonal()
     torch.testing.assert_close(remembered, torch.full((3,), math.exp(-1)), rtol=1e-5, atol=0)
-
-
-def test_grape_with_a_gate_of_one_is_alibi():
-    parts = build(GrapeConfig())
-    with torch.no_grad():
-        unit = torch.nn.functional.normalize(parts.logit_bias.direction, dim=-1)
-    # softplus(log(e - 1)) = 1.
-    key = (unit * math.log(math.e - 1) * math.sqrt(HEAD_DIM)).unsqueeze(1).expand(2, -1, LENGTH, -1)
-    query = random_heads()[0]
-    logits = positional_logits(parts, query, key, counted())
-    expected = positional_logits(build(AlibiConfig()), query, key, counted())
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_cope_with_open_gates_is_a_table_of_distances():
-    bias = build(CopeConfig(num_positions=6, initial_std=1.0)).logit_bias
-    query, key = random_heads()[0].abs() + 0.1, random_heads()[1].abs() + 0.1
-    # A factor this large opens every gate between vectors of positive numbers.
-    values = bias(pairs_of(query, key, scaling=1e4))
-    for row in range(LENGTH):
-        for column in range(row + 1):
-            expected = query[:, :, row] @ bias.weight[min(row - column + 1, 5)]
-            torch.testing.assert_close(values[:, :, row, column], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_shaw_with_one_direction_is_any_bias_of_distance():
-    """`q . a_d = -slope * d / scaling` for a query of ones makes Shaw's bias ALiBi's."""
-    parts = build(ShawConfig(max_distance=LENGTH), heads=1)
-    distance = torch.arange(-LENGTH, LENGTH + 1)
-    with torch.no_grad():
-        row = -distance.abs() * alibi_slopes(1)[0] / HEAD_DIM**-0.5 / HEAD_DIM
-        parts.logit_bias.weight.copy_(row.unsqueeze(-1).expand(-1, HEAD_DIM))
-    pairs = pairs_of(torch.ones(1, 1, LENGTH, HEAD_DIM), torch.zeros(1, 1, LENGTH, HEAD_DIM))
-    alibi = pairwise_bias(build(AlibiConfig(), heads=1).logit_bias, pairs)
-    torch.testing.assert_close(parts.logit_bias(pairs), alibi, rtol=1e-5, atol=1e-6)
 
 
 def test_a_fixed_table_of_shaw_is_the_scheme_of_its_name():

@@ -1,4 +1,4 @@
-"""Rotations over several axes: what each axis may and may not change, grids, sections, and what is refused."""
+"""Rotations over several axes equal those of transformers and of the authors, and what each axis may change."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import (
+    LightGlueConfig,
+    PixtralVisionConfig,
+    Qwen2VLTextConfig,
+    Qwen2VLVisionConfig,
+    Qwen3VLTextConfig,
+)
+from transformers.models.lightglue import modeling_lightglue as lightglue
+from transformers.models.pixtral import modeling_pixtral as pixtral
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from hf_posenc.schemes import RopeConfig, SchemeConfig
 from hf_posenc.schemes.grids import grid_coordinates
-from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig
 from hf_posenc.schemes.rotary.mrope import MRopeConfig, default_sections
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig, axial_frequencies
 
 from .coordinate_cases import (
     HEAD_DIM,
+    HEADS,
     LENGTH,
     WIDTH,
     at,
@@ -28,6 +38,96 @@ from .coordinate_cases import (
     query_and_key,
     scattered,
 )
+
+AXIAL = {"rope_type": "axial", "rope_theta": 10_000.0}
+
+
+def test_split_frequencies_are_bit_equal_to_pixtral():
+    stock = PixtralVisionConfig(
+        hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, head_dim=HEAD_DIM, rope_parameters=AXIAL
+    )
+    query, key = query_and_key()
+    rows_and_columns = grid_coordinates(plain().ids, (WIDTH,))
+    cosine, sine = pixtral.PixtralVisionRotaryEmbedding(stock)(query, rows_and_columns[:, 0].T)
+    expected = pixtral.apply_rotary_pos_emb(query, key, cosine.unsqueeze(0), sine.unsqueeze(0))
+    part = map_of(RopeNdConfig(10_000.0, (WIDTH,), "split"))
+    for ours, theirs in zip(mapped(part, plain(), query, key), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_blocks_are_bit_equal_to_the_vision_tower_of_qwen2_vl():
+    stock = Qwen2VLVisionConfig(embed_dim=HEADS * HEAD_DIM, num_heads=HEADS)
+    stock.num_attention_heads, stock.rope_parameters = HEADS, AXIAL
+    query, key = query_and_key()
+    rows_and_columns = grid_coordinates(plain().ids, (WIDTH,))
+    cosine, sine = qwen2_vl.Qwen2VLVisionRotaryEmbedding(stock)(query, rows_and_columns[:, 0].T)
+    expected = qwen2_vl.apply_rotary_pos_emb_vision(query[0].transpose(0, 1), key[0].transpose(0, 1), cosine, sine)
+    part = map_of(RopeNdConfig(10_000.0, (WIDTH,), "block"))
+    for ours, theirs in zip(mapped(part, plain(), query, key), expected, strict=True):
+        assert torch.equal(ours[0].transpose(0, 1), theirs)
+
+
+def test_mixed_frequencies_equal_lightglue():
+    """Its one matrix of frequencies serves all heads, and its coordinates are real numbers."""
+    stock = LightGlueConfig(descriptor_dim=HEADS * HEAD_DIM, num_attention_heads=HEADS, num_key_value_heads=HEADS)
+    encoder = lightglue.LightGluePositionalEncoder(stock)
+    keypoints = torch.randn(1, LENGTH, 2)
+    query, key = query_and_key()
+    ((cosine, sine),) = encoder(keypoints)
+    expected = lightglue.apply_rotary_pos_emb(query, key, cosine, sine)
+    part = map_of(RopeNdConfig(assignment="mixed", per_head=False, layout="interleaved"))
+    part.load_state_dict({"frequencies": encoder.projector.weight.T.unsqueeze(1)})
+    for ours, theirs in zip(mapped(part, at(keypoints.movedim(-1, 0)), query, key), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("head_dim", "sections"), [(128, (16, 24, 24)), (16, (2, 3, 3)), (16, (4, 4, 0))])
+def test_contiguous_sections_are_bit_equal_to_qwen2_vl(head_dim, sections):
+    stock = Qwen2VLTextConfig(
+        hidden_size=HEADS * head_dim,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(sections)},
+    )
+    query, key = query_and_key(head_dim, 2)
+    coordinates = scattered(3)
+    cosine, sine = qwen2_vl.Qwen2VLRotaryEmbedding(stock)(query, coordinates)
+    expected = qwen2_vl.apply_rotary_pos_emb(query, key, cosine, sine)
+    part = map_of(MRopeConfig(sections=sections), head_dim, 2)
+    for ours, theirs in zip(mapped(part, at(coordinates), query, key), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("head_dim", "sections"), [(128, (24, 20, 20)), (16, (4, 2, 2)), (16, (3, 3, 2))])
+def test_interleaved_sections_are_bit_equal_to_qwen3_vl(head_dim, sections):
+    stock = Qwen3VLTextConfig(
+        hidden_size=HEADS * head_dim,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(sections)},
+    )
+    query, key = query_and_key(head_dim, 2)
+    coordinates = scattered(3)
+    cosine, sine = qwen3_vl.Qwen3VLTextRotaryEmbedding(stock)(query, coordinates)
+    expected = qwen3_vl.apply_rotary_pos_emb(query, key, cosine, sine)
+    part = map_of(MRopeConfig(5e6, sections, interleaved=True), head_dim, 2)
+    for ours, theirs in zip(mapped(part, at(coordinates), query, key), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_mixed_frequencies_start_as_in_the_official_code():
+    """Fixture: `init_random_2d_freqs(dim=8, num_heads=2, theta=10.0)` of github.com/naver-ai/rope-vit
+    (deit/models_v2_rope.py) after `torch.manual_seed(0)`, rows x of both heads and y of both heads."""
+    expected = [
+        [[-0.999723, -0.31614, -0.023518, -0.007437], [0.114241, 0.036126, 0.993453, 0.314157]],
+        [[0.023518, 0.007437, -0.999723, -0.31614], [-0.993453, -0.314157, 0.114241, 0.036126]],
+    ]
+    torch.manual_seed(0)
+    part = RopeNdConfig(assignment="mixed").build(context(8, 2)).query_key_map
+    torch.testing.assert_close(part.frequencies.detach(), torch.tensor(expected), rtol=0, atol=1e-6)
+    assert part.no_weight_decay == {"frequencies"}
+    assert part.whole_heads
 
 
 def test_default_sections_are_the_released_ones_in_proportion():
@@ -92,37 +192,6 @@ def test_an_axis_changes_the_dimensions_of_its_own_pairs_only(config):
     assert sum(map(len, turned_by)) == part.rotary_dim
 
 
-def test_mixed_pairs_turn_with_every_axis():
-    part = map_of(MIXED[0])
-    coordinates = scattered(2)
-    for axis in range(2):
-        other = coordinates.clone()
-        other[axis] += 1
-        assert (part.phases(at(other))[0] != part.phases(at(coordinates))[0]).any(dim=1).all()
-
-
-@pytest.mark.parametrize("assignment", ["block", "split", "interleaved"])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_one_axis_alone_is_rope_in_one_dimension(assignment, axis):
-    """With the other coordinate constant, what is left is RoPE with this axis' frequencies and zeros."""
-    query, key = query_and_key()
-    coordinates = torch.full((2, 1, LENGTH), 9)
-    coordinates[axis] = plain().ids
-    frequencies = tuple(axial_frequencies(100.0, HEAD_DIM, 2, assignment)[axis].tolist())
-    line = logits_of(RopeConfig(inverse_frequencies=frequencies), plain(), query, key)
-    degenerate = logits_of(RopeNdConfig(assignment=assignment), at(coordinates), query, key)
-    torch.testing.assert_close(degenerate, line, rtol=0, atol=2e-6)
-
-
-def test_swapping_axes_is_swapping_blocks():
-    query, key = query_and_key()
-    coordinates = scattered(2)
-    quarter = HEAD_DIM // 4
-    blocks = torch.arange(HEAD_DIM).view(2, 2, quarter).flip(1).flatten()
-    swapped = logits_of(RopeNdConfig(), at(coordinates.flip(0)), query[..., blocks], key[..., blocks])
-    torch.testing.assert_close(swapped, logits_of(RopeNdConfig(), at(coordinates), query, key), rtol=0, atol=2e-6)
-
-
 def test_the_grid_is_filled_row_by_row():
     ids = torch.tensor([[-1, 0, 1, 2, 3, 4, 11, 12]])
     assert grid_coordinates(ids, (3,)).tolist() == [[[0, 0, 0, 0, 1, 1, 3, 4]], [[0, 0, 1, 2, 0, 1, 2, 0]]]
@@ -153,38 +222,6 @@ def test_mixed_frequencies_start_as_axial_ones_turned(grid):
     assert (part.frequencies[:, 0] - part.frequencies[:, 1]).abs().max() > 1e-2
 
 
-def test_learned_directions_can_be_trained():
-    """The direction of a pair has a gradient through the logits, though turning keeps every length."""
-    parts = RopeNdConfig(assignment="mixed").build(context(key_heads=2))
-    query, key = query_and_key(key_heads=2)
-    positional_logits(parts, query, key, at(scattered(2)))[0, :, 0, 5].sum().backward()
-    assert (parts.query_key_map.frequencies.grad.abs() > 1e-4).float().mean() > 0.9
-
-
-def test_a_position_map_moves_every_axis():
-    query, key = query_and_key()
-    coordinates = scattered(3)
-    halved = logits_of(PositionScaleConfig(MRopeConfig(), factor=0.5), at(coordinates * 2), query, key)
-    torch.testing.assert_close(halved, logits_of(MRopeConfig(), at(coordinates), query, key), rtol=0, atol=1e-6)
-
-
-def test_another_number_of_axes_is_refused():
-    with pytest.raises(ValueError, match=r"positions on 3 axes.*'rope_nd' was built for 2"):
-        map_of(RopeNdConfig()).phases(at(scattered(3)))
-
-
-@pytest.mark.parametrize("grid", [(), 4, (0,), (2.5,), (True,), (2, 2, 2)])
-def test_grids_that_are_none_are_refused(grid):
-    with pytest.raises(ValueError, match="grid"):
-        RopeNdConfig(grid=grid)
-
-
-@pytest.mark.parametrize("assignment", ["block", "split", "interleaved"])
-def test_fixed_frequencies_have_no_heads_to_share_them(assignment):
-    with pytest.raises(ValueError, match=f"per_head is False.*'{assignment}' are fixed"):
-        RopeNdConfig(assignment=assignment, per_head=False)
-
-
 def test_drawn_axes_share_a_draw_and_stay_in_range():
     """Text has equal axes and keeps them equal; an axis that reaches further than positions counts too."""
     part = map_of(RandomizedConfig(MRopeConfig(), max_position=40)).train()
@@ -196,24 +233,6 @@ def test_drawn_axes_share_a_draw_and_stay_in_range():
     assert (new.coordinates[2] > new.ids).all()
     assert new.coordinates.min() >= 0
     assert new.coordinates.max() < 40
-
-
-def test_fewer_pairs_than_axes_are_refused():
-    with pytest.raises(ValueError, match="fewer than its 3 axes"):
-        RopeNdConfig(grid=(2, 2)).build(context(4))
-
-
-@pytest.mark.parametrize("sections", [(1, 2), (1, 2, -1), 3, (1.0, 2, 1), (True, 2, 1)])
-def test_sections_that_are_none_are_refused(sections):
-    with pytest.raises(ValueError, match="sections"):
-        MRopeConfig(sections=sections)
-
-
-def test_sections_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"7 pairs, but 16 rotated dimensions have 8.*\(2, 3, 3\)"):
-        MRopeConfig(sections=(2, 3, 2)).build(context())
-    with pytest.raises(ValueError, match="height gets 3 of its 4"):
-        MRopeConfig(sections=(2, 4, 2), interleaved=True).build(context())
 
 
 def test_only_mixed_frequencies_belong_to_a_layer():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import AttentionPairs, BuildContext, DisentangledConfig, Positions, SchemeConfig
 from hf_posenc.schemes.bias import relative_tables
 from hf_posenc.schemes.bias.disentangled import LogBuckets
@@ -77,33 +76,6 @@ def test_scaled_queries_and_keys_give_the_same_bias(terms: str) -> None:
             query * of_query, key * of_key, slots, positions, 1.0, query_factor=of_query, key_factor=of_key
         )
         torch.testing.assert_close(bias(scaled), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_real_positions_are_refused() -> None:
-    bias = parts_of(DisentangledConfig(max_distance=4)).logit_bias
-    query, key = torch.randn(2, 1, HEADS, 3, HEAD_DIM)
-    positions = Positions(torch.tensor([[0.0, 0.5, 1.0]]), torch.tensor([[2]]))
-    with pytest.raises(ValueError, match="disentangled looks up integer distances"):
-        bias(AttentionPairs(query, key, torch.arange(3), positions, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"terms": "p2p"}, "c2p"),
-        ({"terms": ("c2p", "p2c")}, "terms"),
-        ({"terms": ""}, "terms"),
-        ({"max_distance": 0}, "max_distance is 0"),
-        ({"max_distance": 2**16 + 1}, "max_distance is 65537"),
-        ({"max_distance": None}, "max_distance is None"),
-        ({"buckets": 1}, "buckets is 1"),
-        ({"buckets": 2**16 + 1}, "buckets is 65537"),
-        ({"buckets": 256, "max_distance": 129}, "max_distance is 129; expected more than 129"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, UnknownNameError), match=message):
-        DisentangledConfig(**options)
 
 
 def test_buckets_reach_any_distance() -> None:

@@ -1,4 +1,4 @@
-"""KERPLE and FIRE against their authors' code, each other and ALiBi, and what holds for any weights."""
+"""Biases by distance against transformers, their authors' code and each other, and what holds for any weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,100 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posenc.errors import UnknownNameError
-from hf_posenc.schemes import AlibiConfig, AttentionPairs, BuildContext, Positions, SchemeConfig
-from hf_posenc.schemes.bias.alibi import alibi_slopes
+from hf_posenc.schemes import AlibiConfig, AttentionPairs, BuildContext, DistanceBias, Positions, SchemeConfig, T5Config
 from hf_posenc.schemes.bias.fire import FireBias, FireConfig
 from hf_posenc.schemes.bias.kerple import KerpleBias, KerpleConfig
-from hf_posenc.schemes.bias.t5 import T5Config
+from hf_posenc.schemes.bias.t5 import relative_position_bucket
+
+
+def bias_of(config: SchemeConfig, heads: int = 4, causal: bool = True) -> DistanceBias:
+    torch.manual_seed(0)
+    part = config.build(BuildContext(8 * heads, heads, 8, causal=causal)).logit_bias
+    assert part is not None
+    return part
+
+
+@pytest.mark.parametrize("heads", range(1, 21))
+def test_alibi_equals_bloom_and_mpt(heads):
+    length = 40
+    # Both build the row of the last query, up to a constant per row.
+    bias = bias_of(AlibiConfig(), heads)(torch.arange(length) - (length - 1))
+    mpt = build_mpt_alibi_tensor(heads, length).view(heads, length)
+    torch.testing.assert_close(bias, mpt, rtol=1e-6, atol=1e-6)
+    bloom = build_alibi_tensor(torch.ones(1, length), heads, torch.float32).view(heads, length)
+    torch.testing.assert_close(bias, bloom - bloom[:, -1:], rtol=1e-5, atol=1e-5)
+
+
+def test_alibi_variants_follow_the_direction_of_the_model():
+    distance = torch.arange(-9, 10)
+    symmetric = bias_of(AlibiConfig(), causal=False)(distance)
+    assert torch.equal(symmetric, symmetric.flip(-1))
+    assert torch.equal(symmetric, bias_of(AlibiConfig("symmetric"), causal=False)(distance))
+    causal = bias_of(AlibiConfig("causal"))(distance)
+    assert torch.equal(causal[:, :10], symmetric[:, :10])
+
+
+@pytest.mark.parametrize("heads", [2, 3, 5, 12])
+def test_asymmetric_heads_look_one_way_and_never_degenerate(heads):
+    length = 7
+    places = torch.arange(length)
+    bias = bias_of(AlibiConfig("asymmetric"), heads, causal=False)(places[None, :] - places[:, None])
+    weights = bias.softmax(dim=-1)
+    left = (heads + 1) // 2
+    assert torch.equal(weights[:left], weights[:left].tril())
+    assert torch.equal(weights[left:], weights[left:].triu())
+    assert (weights.diagonal(dim1=1, dim2=2) > 0).all()
+    # A padding query on the far left: every real key is out of a left-looking head's sight.
+    assert torch.isfinite(bias_of(AlibiConfig("asymmetric"), heads, causal=False)(places + 1).softmax(dim=-1)).all()
+
+
+def test_learned_slopes_start_as_alibi_and_stay_positive():
+    fixed, learned = bias_of(AlibiConfig()), bias_of(AlibiConfig(learnable=True))
+    distance = torch.arange(-20, 1)
+    assert not list(fixed.parameters())
+    torch.testing.assert_close(fixed(distance), learned(distance), rtol=1e-6, atol=1e-6)
+    optimizer = torch.optim.SGD(learned.parameters(), lr=1.0)
+    learned(distance).sum().neg().backward()
+    optimizer.step()
+    assert (learned.slopes > 0).all()
+    assert not torch.equal(learned.slopes, fixed.slopes)
+
+
+@given(buckets=st.integers(2, 40).map(lambda n: 2 * n), factor=st.integers(2, 40), bidirectional=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_t5_buckets_equal_transformers(buckets, factor, bidirectional):
+    distance = torch.arange(-3000, 3001)
+    ours = relative_position_bucket(distance, buckets, buckets * factor, bidirectional)
+    theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, buckets * factor)
+    assert torch.equal(ours, theirs)
+
+
+def test_t5_buckets_equal_mpnet():
+    distance = torch.arange(-500, 501)
+    theirs = MPNetEncoder.relative_position_bucket(distance, num_buckets=32, max_distance=128)
+    assert torch.equal(relative_position_bucket(distance, 32, 128, True), theirs)
+
+
+def test_t5_direction_follows_the_model_and_per_layer_the_config():
+    assert bias_of(T5Config(), causal=False).bidirectional
+    assert not bias_of(T5Config(), causal=True).bidirectional
+    assert bias_of(T5Config(bidirectional=True), causal=True).bidirectional
+    assert not T5Config().per_layer
+    assert T5Config(shared=False).per_layer
+
+
+def test_t5_adopts_a_table_of_its_shape_only():
+    part = bias_of(T5Config())
+    native = torch.randn(32, 4)
+    assert part.adopt(native)
+    assert torch.equal(part.weight, native)
+    assert not part.adopt(torch.randn(32, 5))
+    assert torch.equal(part.weight, native)
 
 
 def context(heads: int, causal: bool = True) -> BuildContext:
@@ -90,22 +177,6 @@ def test_kerple_starts_where_the_authors_code_starts():
             assert abs(parameter.mean().item() - top / 2) < 5 * top / math.sqrt(12 * 5000)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 6])
-def test_the_power_form_with_exponent_one_is_alibi(heads):
-    distance = torch.arange(-300, 301)
-    alibi = AlibiConfig("symmetric").build(context(heads, causal=False)).logit_bias
-    assert alibi is not None
-    slopes = alibi_slopes(heads)
-    fixed = kerple(KerpleConfig("power", exponent=1.0, minimum=1e-4), slopes)
-    learned = kerple(KerpleConfig("power", minimum=1e-4), slopes, [1.0] * heads)
-    assert [name for name, _ in fixed.named_parameters()] == ["r1"]
-    for part in (fixed, learned):
-        torch.testing.assert_close(part(distance), alibi(distance), rtol=1e-6, atol=0)
-    # The floor of the released code keeps the flattest slope, 1 / 256, away.
-    floored = kerple(KerpleConfig("power", exponent=1.0), [1 / 256])
-    torch.testing.assert_close(floored(distance)[0], -0.01 * distance.abs(), rtol=1e-6, atol=0)
-
-
 def test_kerple_takes_real_distances():
     for variant in ("log", "power"):
         part = kerple(KerpleConfig(variant), [0.7, 1.3], [0.4, 1.6])
@@ -148,21 +219,6 @@ def test_kerple_decreases_with_distance_in_both_directions(variant, r1, r2, dist
     assert own == 0
 
 
-def test_kerple_options():
-    assert not KerpleConfig().per_layer
-    assert KerpleConfig(shared=False).per_layer
-    assert kerple(KerpleConfig(), [1.0], [1.0]).no_weight_decay == {"r1", "r2"}
-    with pytest.raises(UnknownNameError, match="Did you mean 'power'"):
-        KerpleConfig("powr")
-    with pytest.raises(ValueError, match="variant 'log' has no exponent"):
-        KerpleConfig(exponent=1.0)
-    with pytest.raises(ValueError, match=r"KerpleConfig.minimum is 0.0; expected a finite number at least 1e-06"):
-        KerpleConfig(minimum=0.0)
-    for exponent in (0.0, 2.1, True):
-        with pytest.raises(ValueError, match=r"KerpleConfig.exponent .* at least 1e-06 and at most 2.0"):
-            KerpleConfig("power", exponent=exponent)
-
-
 def set_network(part: FireBias, **weights: list[float] | list[list[float]]) -> None:
     with torch.no_grad():
         for name, value in weights.items():
@@ -196,73 +252,12 @@ def test_fire_equals_the_ported_code():
     torch.testing.assert_close(bias[:, 2, :3], torch.tensor(FIRE_QUERY_2), rtol=0, atol=1e-6)
 
 
-def test_fire_by_hand():
-    """f = identity, c = e - 1, threshold 1: log(1 + c) = 1 is what one step is worth, and m = 5 normalises."""
-    part = fire(FireConfig(width=1, initial_c=math.e - 1, initial_threshold=1.0), heads=1)
-    set_network(part, hidden_weight=[1.0], hidden_bias=[0.0], output_weight=[[1.0]], output_bias=[0.0])
-    bias = part(pairs_at(torch.tensor([[0, 4, 5]])))[0, 0]
-    farthest = math.log(1 + (math.e - 1) * 5)
-    # The paper's epsilon of 1e-6 in the normaliser is the whole difference.
-    torch.testing.assert_close(bias[2], torch.tensor([1.0, 1 / farthest, 0.0]), rtol=2e-6, atol=0)
-    # For the first query the threshold stands in.
-    torch.testing.assert_close(bias[0, :1], torch.tensor([0.0]), rtol=0, atol=0)
-
-
-def linear_fire(threshold: float, c: float, slopes: list[float]) -> FireBias:
-    """FIRE with f(x) = -slope * normaliser * x, so that the normaliser below the threshold cancels."""
-    config = FireConfig(width=2, initial_c=c, initial_threshold=threshold)
-    part = fire(config, heads=len(slopes))
-    normalizer = math.log1p(c * threshold) + config.epsilon
-    set_network(
-        part,
-        hidden_weight=[1.0, 1.0],
-        hidden_bias=[0.0, -2.0],  # the second unit never wakes up: x is at most 1
-        output_weight=[[-slope * normalizer, 7.0] for slope in slopes],
-        output_bias=[0.0] * len(slopes),
-    )
-    return part
-
-
-def test_fire_below_its_threshold_contains_kerple():
-    r1 = [0.5, 1.5, 3.0]
-    log_form = kerple(KerpleConfig(), r1, [0.3] * 3)
-    pairs = pairs_at(count(60))
-    expected = log_form(pairs.distance).transpose(0, 1)
-    # The same formula with one division and one product more: a few units in the last place of 9.
-    torch.testing.assert_close(linear_fire(64.0, 0.3, r1)(pairs), expected, rtol=2e-6, atol=1e-6)
-    # Beyond the threshold it is stretched, and is no function of distance any more.
-    stretched = linear_fire(16.0, 0.3, r1)(pairs)
-    torch.testing.assert_close(stretched[:, :, :17], expected[:, :, :17], rtol=2e-6, atol=1e-6)
-    assert (stretched[:, :, 40, :39] - expected[:, :, 40, :39]).min() > 0.01
-
-
-def test_fire_below_its_threshold_approaches_alibi():
-    """log(1 + c d) is c d up to a relative c d / 2, 3e-5 at most here; float32 log1p costs nothing beside it."""
-    c, heads = 1e-6, 4
-    slopes = alibi_slopes(heads)
-    pairs = pairs_at(count(60))
-    alibi = AlibiConfig().build(context(heads)).logit_bias
-    assert alibi is not None
-    part = linear_fire(64.0, c, [slope / c for slope in slopes])
-    # epsilon is added to a normaliser of 6.4e-5 on both sides, so it cancels as everywhere.
-    torch.testing.assert_close(part(pairs)[0], alibi(pairs.distance)[:, 0], rtol=1e-4, atol=1e-6)
-
-
 def test_fire_forgets_absolute_positions_below_its_threshold_only():
     part = fire(FireConfig(initial_threshold=100.0))
     here, there = part(pairs_at(count(20))), part(pairs_at(count(20) + 80))
     torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
     beyond = part(pairs_at(count(20) + 1000))
     assert (beyond - here).abs().max() > 1e-2
-
-
-def test_fire_of_a_cached_step_is_a_row_of_the_full_bias():
-    part = fire(FireConfig(initial_threshold=6.0))
-    ids = torch.tensor([[-1, -1, 0, 1, 2, 5, 9], [0, 1, 2, 3, 4, 5, 6]])
-    full = part(pairs_at(ids))
-    assert torch.isfinite(full).all()
-    step = part(pairs_at(ids, query_slots=torch.tensor([4, 6])))
-    assert torch.equal(step, full[:, :, [4, 6]])
 
 
 def test_fire_in_an_encoder_is_symmetric_and_knows_the_real_length():
@@ -308,21 +303,6 @@ def test_fire_normalises_into_the_unit_interval(gaps, start, threshold, c, causa
     assert torch.equal(quotient, part.normalized_distance(pairs_at(ids.float()))[0])
 
 
-def test_fire_options():
-    assert FireConfig().per_layer
-    assert not FireConfig(shared=True).per_layer
-    cases: list[tuple[type[SchemeConfig], dict[str, object], str]] = [
-        (FireConfig, {"width": 0}, "FireConfig.width is 0; expected an integer at least 1"),
-        (FireConfig, {"initial_c": 0.0}, "initial_c is 0.0; expected a finite number at least 1e-06"),
-        (FireConfig, {"initial_threshold": -1.0}, "initial_threshold is -1.0"),
-        (FireConfig, {"epsilon": 0}, "epsilon is 0"),
-        (FireConfig, {"shared": 1}, "shared is 1; expected True or False"),
-    ]
-    for config_class, options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            config_class(**options)
-
-
 def test_t5_draws_its_table_like_the_model_or_like_t5():
     context = BuildContext(hidden_size=400, num_heads=16, head_dim=25, initializer_range=0.02)
     for initialization, deviation in (("model", 0.02), ("t5", 0.05)):
@@ -330,5 +310,3 @@ def test_t5_draws_its_table_like_the_model_or_like_t5():
         bias = T5Config(num_buckets=64, initialization=initialization).build(context).logit_bias
         # The deviation of 1,024 normal numbers is within 10 % in all but one of many thousand draws.
         assert bias.weight.std().item() == pytest.approx(deviation, rel=0.1)
-    with pytest.raises(ValueError, match=r"T5Config\.initialization"):
-        T5Config(initialization="bert")

@@ -30,7 +30,7 @@ from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
 
-from .position_map_cases import CONTEXT, LENGTH, build, heads, logits_of, visible
+from .position_map_cases import LENGTH, build, heads, logits_of, visible
 from .table import positions_of
 
 
@@ -172,5 +172,3 @@ def test_schemes_that_would_not_follow_are_refused(config):
         build(config(PositionScaleConfig()))
     with pytest.raises(ValueError, match="depends on more than the distance"):
         build(config(ReadsQueriesConfig()))
-    with pytest.raises(ValueError, match="bidirectional"):
-        config().build(dataclasses.replace(CONTEXT, causal=False))

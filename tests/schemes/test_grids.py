@@ -16,7 +16,6 @@ from hf_posenc.schemes import (
     AlibiConfig,
     AttentionPairs,
     LearnedConfig,
-    MRopeConfig,
     Positions,
     PositionScaleConfig,
     RopeNdConfig,
@@ -25,10 +24,7 @@ from hf_posenc.schemes import (
     SwinConfig,
     T5Config,
 )
-from hf_posenc.schemes.bias.alibi import AlibiBias, GridAlibiBias
-from hf_posenc.schemes.bias.t5 import GridT5Bias, T5Bias
 from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.rotary.nd_frequencies import golden_frequencies
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
 
 from .grid_cases import HEAD_DIM, HEADS, HIDDEN, context, heads_of, image, parts_of
@@ -198,17 +194,6 @@ def test_moving_an_image_changes_no_logit(config, rows, columns):
         torch.testing.assert_close(ours, moved, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("config", RELATIVE + OVER_FRAMES, ids=str)
-def test_every_axis_is_seen(config):
-    size = size_of(config)
-    ours = logits_of(config, image(*size))
-    for axis in range(len(size)):
-        positions = image(*size)
-        coordinates = positions.coordinates.clone()
-        coordinates[axis] = 0
-        assert (logits_of(config, dataclasses.replace(positions, coordinates=coordinates)) - ours).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("config", [*RELATIVE, *ADDED[:2], ADDED[3]], ids=str)
 def test_images_of_several_sizes_in_a_batch_are_encoded_as_alone(config):
     if isinstance(config, SwinConfig | LearnedConfig):
@@ -271,38 +256,6 @@ def test_a_cast_changes_only_learned_numbers(config):
         theirs = positional_logits(cast, query, key, positions)
     learned = any(True for part in parts for _ in part.parameters())
     torch.testing.assert_close(theirs, ours, rtol=2e-2 if learned else 0, atol=3e-2 if learned else 0)
-
-
-def test_golden_directions_are_unit_vectors_of_which_no_two_agree():
-    spectrum = 100.0 ** -(torch.arange(8) / 8)
-    for axes in (2, 3):
-        directions = (golden_frequencies(100.0, 16, axes, 4) / spectrum).flatten(1)
-        torch.testing.assert_close(directions.norm(dim=0), torch.ones(32), rtol=0, atol=1e-6)
-        likeness = (directions.T @ directions).abs() - torch.eye(32)
-        assert likeness.max() < 1 - 1e-4
-        # Even: no direction is preferred. For exactly even ones this is the identity divided by the number of axes.
-        torch.testing.assert_close(directions @ directions.T / 32, torch.eye(axes) / axes, rtol=0, atol=0.06)
-    first = golden_frequencies(100.0, 16, 2, 1)
-    turn = math.pi * (3 - math.sqrt(5))
-    expected = [
-        [math.cos(i * turn) * 100 ** (-i / 8) for i in range(8)],
-        [math.sin(i * turn) * 100 ** (-i / 8) for i in range(8)],
-    ]
-    torch.testing.assert_close(first, torch.tensor(expected), rtol=0, atol=1e-6)
-    assert torch.equal(golden_frequencies(100.0, 16, 2, 3)[:, 0], first)
-
-
-def test_one_axis_is_the_scheme_of_before():
-    assert type(parts_of(AlibiConfig(axes=1)).logit_bias) is AlibiBias
-    assert type(parts_of(T5Config(axes=1)).logit_bias) is T5Bias
-    assert type(parts_of(AlibiConfig(axes=2)).logit_bias) is GridAlibiBias
-    assert type(parts_of(T5Config(axes=2)).logit_bias) is GridT5Bias
-    # In a single row, the distance in the plane is the distance along the row.
-    row = image(1, 9)
-    line = Positions(row.ids, row.lengths)
-    for config in (AlibiConfig(axes=2), RopeNdConfig(columns_first=True)):
-        plain = AlibiConfig("symmetric") if isinstance(config, AlibiConfig) else dataclasses.replace(config, grid=(9,))
-        torch.testing.assert_close(logits_of(config, row), logits_of(plain, line), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -420,44 +373,6 @@ def test_a_position_map_moves_places_and_drops_the_size_of_the_grid():
     torch.testing.assert_close(logits_of(config, twice), logits_of(RopeNdConfig(), positions), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="size of the grid of these tokens is unknown"):
         logits_of(PositionScaleConfig(RopeNdConfig(coordinates="normalized"), factor=0.5), positions)
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (RopeNdConfig, {"layout": "half_by_axis", "assignment": "split"}, "no such blocks"),
-        (RopeNdConfig, {"origin": 1, "coordinates": "normalized"}, "not counted"),
-        (SinusoidalConfig, {"columns_first": True}, "no columns"),
-        (SinusoidalConfig, {"axes": 4}, "axes is 4"),
-        (AlibiConfig, {"axes": 2, "variant": "asymmetric"}, "no token is earlier"),
-        (AlibiConfig, {"axes": 2, "variant": "causal"}, "no token is earlier"),
-        (T5Config, {"axes": 2, "bidirectional": False}, "no token is earlier"),
-        (T5Config, {"axes": 2, "num_buckets": 5}, "even number"),
-        (SwinConfig, {"grid": (4,)}, "2 to 3 integers"),
-        (SwinConfig, {"grid": (4000, 4000)}, "displacements; a table has at most"),
-        (LearnedConfig, {"grid": (4, 4), "num_positions": 16}, "num_positions is 16.*over the order of tokens"),
-        (LearnedConfig, {"grid": (4, 4), "offset": 2}, "offset is 2"),
-        (LearnedConfig, {"num_prefix_tokens": 1}, "num_prefix_tokens is 1.*over a grid"),
-        (LearnedConfig, {"grid": (2**11, 2**11)}, "places; a table has at most"),
-        (LearnedConfig, {"grid": (4, 4), "interpolation": "nearest", "antialias": True}, "neither antialias"),
-        (LearnedConfig, {"grid": (2, 4, 4), "interpolation": "bilinear", "antialias": True}, "two axes"),
-        (MRopeConfig, {"by_head": True, "interleaved": True}, "no pairs to interleave"),
-    ],
-)  # fmt: skip
-def test_options_that_do_not_fit_together_are_refused(config, options, message):
-    with pytest.raises(ValueError, match=message):
-        config(**options)
-
-
-def test_parts_that_do_not_fit_the_model_are_refused():
-    with pytest.raises(ValueError, match=r"equal blocks for 2 axes, but 14.*rotary_dim=12"):
-        RopeNdConfig(layout="half_by_axis", rotary_dim=14).build(context())
-    with pytest.raises(ValueError, match="4 heads, but this model has 3 key heads"):
-        MRopeConfig(sections=(2, 1, 1), by_head=True).build(context())
-    with pytest.raises(ValueError, match="gives each of 3 axes a key head, but this model has 2"):
-        MRopeConfig(by_head=True).build(dataclasses.replace(context(), num_key_value_heads=2))
-    with pytest.raises(ValueError, match="axes=3 needs a hidden size of at least 12"):
-        SinusoidalConfig("tensor2tensor", axes=3).build(dataclasses.replace(context(), hidden_size=8))
 
 
 def test_axial_frequencies_are_one_tensor_for_all_heads():

@@ -125,17 +125,3 @@ def test_separators_cannot_extend_a_cache():
     for part in build(HierarchicalConfig()):
         assert not part.needs_whole_sequence
         part.check_cache(5, 6)
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"within": "rope"}, "within is 'rope'"),
-        ({"within": "none"}, "within is 'none'"),
-        ({"segment": "sinusoidal"}, "segment is 'sinusoidal'"),
-        ({"segment": "none"}, "segment is 'none'"),
-    ],
-)
-def test_schemes_in_the_wrong_place_are_refused(options, found):
-    with pytest.raises(ValueError, match=found):
-        build(HierarchicalConfig(**options))

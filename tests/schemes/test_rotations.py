@@ -1,7 +1,8 @@
-"""Maps beyond RoPE: what they reduce to, what their logits depend on, and what they do to norms."""
+"""Maps beyond RoPE: what they reduce to, what they say of themselves, and what their logits and norms depend on."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,96 +11,85 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError
-from hf_posenc.schemes import BuildContext, LinearScaling, Positions, RopeConfig
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.schemes import (
+    BuildContext,
+    DynamicScaling,
+    Positions,
+    RopeConfig,
+    SchemeConfig,
+    SchemeParts,
+    YarnScaling,
+    scheme_from_dict,
+    to_rope_parameters,
+)
+from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.fope import FopeConfig
 from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
-from hf_posenc.schemes.rotary.p_rope import p_rope_inverse_frequencies
 from hf_posenc.schemes.rotary.pope import PopeConfig
 from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from .references import rotations
-from .rotation_cases import RELATIVE, TRAINED, drawn, logits, map_of, mapped, query_and_key
-from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, LogitCase, context_for, positions_of
+from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, TABLE, context_for, parts_for, positions_of
+
+
+def map_of(config: SchemeConfig, context: BuildContext | None = None) -> Any:
+    return config.build(context or context_for(config)).query_key_map
+
+
+def query_and_key(length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(1, HEADS, length, HEAD_DIM, generator=generator),
+        torch.randn(1, KEY_VALUE_HEADS, length, HEAD_DIM, generator=generator),
+    )
+
+
+def logits(parts: SchemeParts, ids: list[int]) -> Tensor:
+    query, key = query_and_key(len(ids))
+    return positional_logits(parts, query, key, Positions(torch.tensor([ids]), torch.tensor([[max(ids) + 1]])))
+
+
+def mapped(part: Any, length: int = 40) -> tuple[Tensor, Tensor]:
+    query, key = query_and_key(length)
+    phases = part.phases(positions_of(length))
+    return part.map_query(query, phases), part.map_key(key, phases)
+
+
+#: Whose logits depend on distance only.
+RELATIVE = [
+    config
+    for name in ("xpos", "pope", "string", "learned_rope", "hope", "resonance")
+    for config in TABLE[name].variants
+    if getattr(config, "scaling", None) is None or not config.scaling.length_dependent
+] + [XposConfig(origin=300.0, layout="half"), PopeConfig(theta=100.0, initial_delta="uniform")]
+
 
 torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("config", TRAINED, ids=repr)
-def test_trained_parameters_mean_what_the_reference_says(config):
-    parts = drawn(config)
-    ids = [0, 1, 2, 5, 11, 30]
-    query, key = query_and_key(len(ids))
-    case = LogitCase(
-        query[0].tolist(),
-        key[0].repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=0).tolist(),
-        [],
-        ids,
-        HEAD_DIM**-0.5,
-        True,
-    )
-    expected = torch.tensor(getattr(rotations, config.name)(config, parts, case))
-    torch.testing.assert_close(logits(parts, ids)[0], expected, rtol=1e-4, atol=1e-4)
-    assert (logits(config.build(context_for(config)), ids)[0] - expected).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
     ("config", "same"),
     [
-        (HopeConfig(training_length=10**9), RopeConfig()),
-        (LearnedRopeConfig(), RopeConfig()),
-        (LearnedRopeConfig(sharing="head", theta=500.0, layout="interleaved"), RopeConfig(500.0, layout="interleaved")),
-        (StringConfig(), RopeConfig()),
-        (
-            StringConfig(rotary_dim=8, per_head=False, layout="interleaved"),
-            RopeConfig(rotary_dim=8, layout="interleaved"),
-        ),
-        (FopeConfig(gain=0.0), HopeConfig()),
         (FopeConfig(gain=0.0, training_length=20, layout="interleaved"), HopeConfig(10000.0, 20, layout="interleaved")),
         (FopeConfig(learnable=True, seed=3), FopeConfig(seed=3)),
         (ResonanceConfig(layout="interleaved"), RopeConfig(scaling=ResonanceScaling(), layout="interleaved")),
         (RopeConfig(scaling=ResonanceScaling(ResonanceScaling())), RopeConfig(scaling=ResonanceScaling())),
-        # theta ** (2 m / 8) is a power of 2, and the factor makes the first wavelength 10: all are whole already.
-        (
-            ResonanceConfig(16.0, 8, scaling=LinearScaling(10 / (2 * math.pi))),
-            RopeConfig(16.0, 8, scaling=LinearScaling(10 / (2 * math.pi))),
-        ),
-        (XposConfig(gamma=1e9), RopeConfig(layout="interleaved")),
-        (XposConfig(scale_base=1e9, layout="half", rotary_dim=8), RopeConfig(rotary_dim=8)),
     ],
     ids=repr,
 )
 def test_reductions(config, same):
     for value, expected in zip(mapped(map_of(config)), mapped(map_of(same)), strict=True):
-        # Equal but for the rounding of frequencies (the last four) at angles up to 39 radians.
         torch.testing.assert_close(value, expected, rtol=0, atol=2e-5)
-
-
-def test_hope_is_the_p_rope_of_its_length():
-    # Of head_dim 64, base 10000 and 512 tokens, pairs 0 to 15 complete a turn: 10000 ** (m / 32) <= 512 / (2 pi).
-    part = map_of(HopeConfig(training_length=512), BuildContext(64, 1, 64))
-    frequencies = part.inverse_frequencies(torch.tensor([[1]]))
-    assert int((frequencies > 0).sum()) == 16
-    torch.testing.assert_close(frequencies, p_rope_inverse_frequencies(10000.0, 64, 16 / 32), rtol=1e-6, atol=0)
-
-
-def test_an_untrained_circulant_turns_with_the_frequencies_of_rope_but_the_lowest():
-    rotation = map_of(StringConfig("circulant", per_head=False)).rotation
-    frequencies = rotation.inverse_frequencies(torch.tensor([[1]]))
-    expected = rope_inverse_frequencies(10000.0, HEAD_DIM)
-    torch.testing.assert_close(frequencies[:-1], expected[:-1], rtol=0, atol=1e-6)
-    assert frequencies[-1] == 0
 
 
 @pytest.mark.parametrize("config", RELATIVE, ids=repr)
 @given(ids=st.lists(st.integers(0, 200), min_size=2, max_size=5), shift=st.integers(1, 300))
 @settings(max_examples=15, deadline=None)
 def test_logits_depend_on_distance_only(config, ids, shift):
-    parts = drawn(config)
+    parts = parts_for(config, trained=True)
     ids = sorted(ids)
     near, far = logits(parts, ids), logits(parts, [position + shift for position in ids])
     causal = torch.ones(len(ids), len(ids)).tril().bool()
@@ -107,27 +97,9 @@ def test_logits_depend_on_distance_only(config, ids, shift):
     torch.testing.assert_close(near.where(causal, 0.0), far.where(causal, 0.0), rtol=1e-4, atol=2e-3)
 
 
-def test_fope_logits_depend_on_more_than_distance():
-    parts = drawn(FopeConfig(gain=0.6))
-    assert (logits(parts, [0, 3, 10]) - logits(parts, [50, 53, 60])).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_fope_changes_nothing_at_position_0(seed):
-    part = map_of(FopeConfig(seed=seed))
-    cosine, sine = part.phases(positions_of(1))
-    torch.testing.assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-6)
-    assert not sine.any()
-
-
-def test_fope_refuses_shares_that_nearly_cancel():
-    with pytest.raises(ValueError, match=r"gain is 30.0, with which seed 0 .* smaller gain or another seed"):
-        map_of(FopeConfig(gain=30.0))
-
-
 @pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
 def test_norms_are_kept_by_rotations_alone(config):
-    part: Any = drawn(config).query_key_map
+    part: Any = parts_for(config, trained=True).query_key_map
     factor = getattr(part, "attention_scaling", 1.0)
     kept = [
         torch.allclose(value.norm(dim=-1), factor * x.norm(dim=-1), rtol=1e-5)
@@ -160,7 +132,7 @@ def test_xpos_magnitudes_up_to_the_documented_limits():
 
 def test_the_origin_of_xpos_cancels_in_logits():
     ids = [0, 7, 100, 400]
-    centred, fixed = drawn(XposConfig(origin=200.0)), drawn(XposConfig())
+    centred, fixed = parts_for(XposConfig(origin=200.0)), parts_for(XposConfig())
     torch.testing.assert_close(logits(centred, ids), logits(fixed, ids), rtol=1e-4, atol=1e-4)
     assert (mapped(centred.query_key_map)[0] - mapped(fixed.query_key_map)[0]).abs().max() > 0.1
 
@@ -228,7 +200,7 @@ def test_learned_frequencies_are_trained_without_weight_decay():
 
 
 def test_a_cayley_basis_is_orthogonal():
-    basis = drawn(StringConfig()).query_key_map.basis()
+    basis = parts_for(StringConfig(), trained=True).query_key_map.basis()
     assert basis.shape == (KEY_VALUE_HEADS, HEAD_DIM, HEAD_DIM)
     torch.testing.assert_close(basis @ basis.transpose(-1, -2), torch.eye(HEAD_DIM).expand_as(basis), rtol=0, atol=1e-5)
     assert (basis - torch.eye(HEAD_DIM)).abs().max() > 0.5
@@ -236,9 +208,69 @@ def test_a_cayley_basis_is_orthogonal():
     torch.testing.assert_close(fourier @ fourier.T, torch.eye(HEAD_DIM), rtol=0, atol=1e-6)
 
 
-def test_resonant_pairs_repeat_after_whole_wavelengths():
-    part = map_of(ResonanceConfig())
-    cosine, sine = part.phases(positions_of(200))
-    for pair, wavelength in enumerate((6, 20, 63, 199)):
-        for phase in (cosine[0, :, pair], sine[0, :, pair]):
-            torch.testing.assert_close(phase[wavelength:], phase[:-wavelength], rtol=0, atol=2e-5)
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("config", "rotary_dim", "symmetric", "whole_heads", "width_factor", "per_layer"),
+    [
+        (XposConfig(rotary_dim=8), 8, False, False, 1, False),
+        (PopeConfig(), HEAD_DIM, False, True, 2, True),
+        (LearnedRopeConfig(), HEAD_DIM, True, False, 1, False),
+        (LearnedRopeConfig(sharing="layer"), HEAD_DIM, True, False, 1, True),
+        (LearnedRopeConfig(sharing="head", rotary_dim=8), 8, True, True, 1, True),
+        (StringConfig(rotary_dim=8), 8, True, True, 1, True),
+        (StringConfig(per_head=False), HEAD_DIM, True, False, 1, True),
+        (StringConfig("circulant"), HEAD_DIM, True, True, 1, True),
+        (HopeConfig(), HEAD_DIM, True, False, 1, False),
+        (FopeConfig(), HEAD_DIM, True, True, 1, False),
+        (FopeConfig(learnable=True), HEAD_DIM, True, True, 1, True),
+        (ResonanceConfig(), HEAD_DIM, True, False, 1, False),
+    ],
+    ids=repr,
+)
+def test_maps_say_what_they_do(config, rotary_dim, symmetric, whole_heads, width_factor, per_layer):
+    parts = parts_for(config, trained=True)
+    part = parts.query_key_map
+    assert (part.rotary_dim, part.symmetric, part.whole_heads, part.width_factor) == (
+        rotary_dim,
+        symmetric,
+        whole_heads,
+        width_factor,
+    )
+    assert config.per_layer == per_layer
+    x = torch.randn(1, KEY_VALUE_HEADS, 12, HEAD_DIM).bfloat16()
+    phases = part.phases(positions_of(12))
+    query, key = part.map_query(x, phases), part.map_key(x, phases)
+    assert query.shape == key.shape == (1, KEY_VALUE_HEADS, 12, width_factor * HEAD_DIM)
+    assert query.dtype == key.dtype == torch.bfloat16
+    assert torch.equal(query, key) == (symmetric or (config.name == "pope" and not part.delta.any()))
+    if width_factor == 1:
+        assert torch.equal(query[..., rotary_dim:], x[..., rotary_dim:])
+    heads_differ = any(phase.ndim == 4 for phase in phases) or (config.name == "string" and config.per_head)
+    assert heads_differ == whole_heads
+
+
+def test_resonance_is_a_scaling_that_wraps_another():
+    assert RopeConfig(scaling="resonance") == RopeConfig(scaling=ResonanceScaling())  # type: ignore[arg-type]
+    config = RopeConfig(scaling=ResonanceScaling(DynamicScaling(2.0, 20)))
+    assert scheme_from_dict(config.to_dict()) == config
+    part = map_of(config)
+    assert part.length_dependent
+    assert not map_of(RopeConfig(scaling=ResonanceScaling())).length_dependent
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
+        part.check_cache(10, 30)
+    assert ResonanceScaling(YarnScaling(4.0, 64)).attention_scaling() == pytest.approx(0.1 * math.log(4) + 1)
+    with pytest.raises(UnsupportedError, match="no type for the scaling 'resonance'"):
+        to_rope_parameters(config, context_for(config))
+
+
+@pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
+def test_odd_heads_are_refused_where_pairs_are_needed(config):
+    config = dataclasses.replace(config, rotary_dim=None) if hasattr(config, "rotary_dim") else config
+    context = BuildContext(60, 4, 15, max_positions=64)
+    if config.name == "pope":
+        assert map_of(config, context).rotary_dim == 15
+    else:
+        with pytest.raises(ValueError, match="would rotate 15"):
+            map_of(config, context)

@@ -13,7 +13,7 @@ from hf_posenc.plots.style import palette
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.labels import scheme_label
-from hf_posenc.schemes.position_maps.mapped import PositionMap
+from hf_posenc.schemes.parts import PositionMap
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 
 if TYPE_CHECKING:

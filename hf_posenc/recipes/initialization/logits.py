@@ -17,8 +17,8 @@ from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias
 from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.parts import PairwiseBias, QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 

@@ -22,7 +22,7 @@ from hf_posenc.recipes.initialization.parts import (
     is_trained,
 )
 from hf_posenc.schemes.additive.learned import LearnedEncoding
-from hf_posenc.schemes.arrangement.blended import BlendedPart
+from hf_posenc.schemes.outer_parts import is_blend
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 
@@ -85,7 +85,7 @@ def fit_encoding(
 
 def _new(part: Any) -> Any:
     """The part itself, or the new one of a blend."""
-    return part.new if isinstance(part, BlendedPart) else part
+    return part.new if is_blend(part) else part
 
 
 def _on_a_grid(*additives: AdditiveEncoding | None) -> bool:
@@ -157,7 +157,7 @@ def _heads_without_bias(
     """Records the heads of layers under the new scheme, without its biases."""
     layers = layers_of(new, part)
     biases = [layer.logit_bias for layer in layers]
-    blends = [place for place in places_of_parts(stacks_in_part(new, part)) if isinstance(place, BlendedPart)]
+    blends = [place for place in places_of_parts(stacks_in_part(new, part)) if is_blend(place)]
     strengths = [blend.strength for blend in blends]
     try:
         for blend in blends:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_posenc.schemes.additive.learned import LearnedEncoding
-from hf_posenc.schemes.arrangement.composed import SummedEncoding
 from hf_posenc.schemes.logits import pairwise_bias
+from hf_posenc.schemes.outer_parts import SummedEncoding
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions, integer_range
 
@@ -282,7 +282,7 @@ def _vectors(part: AdditiveEncoding, length: int, device: torch.device | None = 
 
 def _table_in(part: AdditiveEncoding) -> LearnedEncoding | None:
     """Returns the only table of a part (the part itself or a summand), if nothing else in it is trained."""
-    found = part.parts if isinstance(part, SummedEncoding) else [part]
+    found = part.members() if isinstance(part, SummedEncoding) and part.plain else [part]
     trained = [summand for summand in found if is_trained(summand)]
     only = trained[0] if len(trained) == 1 else None
     return only if isinstance(only, LearnedEncoding) else None

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import AdditiveEncoding
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AdditiveEncoding, Positions, Reach
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_strength, option, whole_positions
 
 _DEFAULT_MAX_POSITIONS = 2048
@@ -61,7 +57,6 @@ class BinaryEncoding(AdditiveEncoding):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class BinaryConfig(SchemeConfig):
     """Adds the binary digits of the position (Hugging Face blog "You could have designed SOTA position encoding").
 

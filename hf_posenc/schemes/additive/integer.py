@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import AdditiveEncoding
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AdditiveEncoding, DeviceConstant, Positions
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_strength, option
 
 _DIRECTIONS = ("ones", "random", "one_hot", "learned")
@@ -91,7 +87,6 @@ class _AlongDirectionConfig(SchemeConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class IntegerConfig(_AlongDirectionConfig):
     """Adds `scale * p * direction` to every token (Hugging Face blog "You could have designed SOTA position encoding").
 
@@ -117,7 +112,6 @@ class IntegerConfig(_AlongDirectionConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class NormalizedIntegerConfig(_AlongDirectionConfig):
     """Adds `scale * p / N * direction` to every token (same blog), with `N` the number of real tokens.
 

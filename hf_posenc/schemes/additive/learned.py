@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,13 +10,10 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.learned_grid import LearnedGridEncoding
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
-from hf_posenc.schemes.parts import AdditiveEncoding
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AdditiveEncoding, Positions, Reach
 from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import option, whole_positions
 from hf_posenc.schemes.weights import NormalWeights
 
@@ -100,7 +96,6 @@ class LearnedEncoding(NormalWeights, AdditiveEncoding):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class LearnedConfig(SchemeConfig):
     """Adds a learned vector per position (BERT, arXiv:1810.04805; GPT-2).
 

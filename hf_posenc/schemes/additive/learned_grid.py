@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.grids import Places, places
-from hf_posenc.schemes.parts import AdditiveEncoding
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.reach import Reach
+from hf_posenc.schemes.parts import AdditiveEncoding, Positions, Reach
 from hf_posenc.schemes.resizing import by, tables_of_call
 from hf_posenc.schemes.validation import whole_positions
 from hf_posenc.schemes.weights import NormalWeights

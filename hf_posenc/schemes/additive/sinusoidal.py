@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import angles_of_turns, turn_frequencies
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.grids import places, share_of_axes
-from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AdditiveEncoding, DeviceConstant, Positions, SchemeParts
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, check_strength, option
 
 #: The orders of sines and cosines.
@@ -23,37 +19,51 @@ LAYOUTS = ("interleaved", "concatenated", "cosines_first")
 
 
 class SinusoidalEncoding(AdditiveEncoding):
-    """Sines and cosines of `(p + offset) * frequency`.
+    """Sines and cosines of `(p + offset) * frequency`; of several coordinates, one after the other."""
 
-    Args:
-        hidden_size: width of the vectors.
-        config: the variant.
-    """
-
-    def __init__(self, hidden_size: int, config: SinusoidalConfig) -> None:
+    def __init__(self, config: SinusoidalConfig, context: BuildContext) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
         self.config = config
-        self._frequencies = DeviceConstant(_frequencies(hidden_size, config))
+        self.hidden_size = context.hidden_size
+        self.axes = config.axes
+        self.reads_coordinates = config.axes > 1
+        self.order = range(config.axes)[:: -1 if config.columns_first else 1]
+        pairs = share_of_axes(self.hidden_size // 2, config.axes)
+        self.widths = [2 * count for count in pairs] if config.axes > 1 else [self.hidden_size]
+        self._frequencies = [DeviceConstant(_frequencies(width, config)) for width in self.widths]
 
     def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, query_len, hidden)` in float32; padding gets zeros."""
-        return self.vectors(positions.ids).masked_fill((positions.ids < 0).unsqueeze(-1), 0.0)
+        """Returns `(batch or 1, query_len, hidden)` in float32; padding and tokens without a place get zeros.
 
-    def vectors(self, positions: Tensor) -> Tensor:
-        """Returns `(*positions.shape, hidden)` in float32."""
+        Raises:
+            ValueError: for several axes, if the model passed no coordinates, or those of another number of axes.
+        """
+        coordinates, without = positions.ids.unsqueeze(0), positions.ids < 0
+        if self.axes > 1:
+            where = places(positions, self.axes, SinusoidalConfig.name)
+            coordinates = where.coordinates
+            without = without if where.placed is None else without | ~where.placed
+        parts = [
+            self._vectors(coordinates[axis], frequencies, width)
+            for axis, frequencies, width in zip(self.order, self._frequencies, self.widths, strict=True)
+        ]
+        vectors = torch.cat(parts, dim=-1).masked_fill(without.unsqueeze(-1), 0.0)
+        return nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
+
+    def _vectors(self, positions: Tensor, frequencies: DeviceConstant, width: int) -> Tensor:
+        """`(*positions.shape, width)` in float32."""
         ids = positions + self.config.offset
         if self.config.frequencies == "vaswani":
-            angles = angles_of_turns(ids, self._frequencies)
+            angles = angles_of_turns(ids, frequencies)
         else:
             # The models with these frequencies compute angles in float32. This reproduces them bit for bit.
-            angles = ids.unsqueeze(-1).float() * self._frequencies.on(ids.device)
+            angles = ids.unsqueeze(-1).float() * frequencies.on(ids.device)
         sines, cosines = angles.sin(), angles.cos()
-        vectors = self._lay_out(sines, cosines[..., : self.hidden_size // 2])
+        vectors = self._lay_out(sines, cosines[..., : width // 2], width)
         return vectors if self.config.scale == 1.0 else vectors * self.config.scale
 
-    def _lay_out(self, sines: Tensor, cosines: Tensor) -> Tensor:
-        """Arranges sines and cosines to `(..., hidden)`; an odd size has an additional sine, or a zero at the end."""
+    def _lay_out(self, sines: Tensor, cosines: Tensor, width: int) -> Tensor:
+        """Arranges sines and cosines to `(..., width)`; an odd width has an additional sine, or a zero at the end."""
         if self.config.layout != "interleaved":
             parts = (sines, cosines) if self.config.layout == "concatenated" else (cosines, sines)
             vectors = torch.cat(parts, dim=-1)
@@ -61,45 +71,10 @@ class SinusoidalEncoding(AdditiveEncoding):
             count = cosines.shape[-1]
             paired = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
             vectors = torch.cat((paired, sines[..., count:]), dim=-1)
-        return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
-
-
-class GridSinusoidalEncoding(AdditiveEncoding):
-    """The vectors of the coordinates of a token, one after the other; 0 for tokens without a place.
-
-    Args:
-        hidden_size: width of the vectors.
-        config: the variant.
-    """
-
-    reads_coordinates = True
-
-    def __init__(self, hidden_size: int, config: SinusoidalConfig) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.axes = config.axes
-        self.order = list(range(config.axes))[:: -1 if config.columns_first else 1]
-        widths = [2 * pairs for pairs in share_of_axes(hidden_size // 2, config.axes)]
-        self.of_axes = [SinusoidalEncoding(width, config) for width in widths]
-
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, query_len, hidden)` in float32; padding gets zeros.
-
-        Raises:
-            ValueError: if the model passed no coordinates, or those of another number of axes.
-        """
-        where = places(positions, self.axes, SinusoidalConfig.name)
-        parts = [one.vectors(where.coordinates[axis]) for one, axis in zip(self.of_axes, self.order, strict=True)]
-        vectors = torch.cat(parts, dim=-1)
-        without = positions.ids < 0
-        if where.placed is not None:
-            without = without | ~where.placed
-        vectors = vectors.masked_fill(without.unsqueeze(-1), 0.0)
-        return nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
+        return nn.functional.pad(vectors, (0, width - vectors.shape[-1]))
 
 
 @register_scheme
-@dataclass(frozen=True)
 class SinusoidalConfig(SchemeConfig):
     """Adds sines and cosines of the position at geometric frequencies (arXiv:1706.03762, section 3.5).
 
@@ -169,8 +144,7 @@ class SinusoidalConfig(SchemeConfig):
                 f"SinusoidalConfig with frequencies={self.frequencies!r} and axes={self.axes} needs a hidden size of "
                 f"at least {smallest}, got {context.hidden_size}."
             )
-        encoding = SinusoidalEncoding if self.axes == 1 else GridSinusoidalEncoding
-        return SchemeParts(additive=encoding(context.hidden_size, self))
+        return SchemeParts(additive=SinusoidalEncoding(self, context))
 
 
 def _frequencies(hidden_size: int, config: SinusoidalConfig) -> Tensor:

@@ -3,93 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
-
-from torch import Tensor, nn
+from typing import Any, ClassVar, Self
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import OuterConfig, SchemeConfig
-from hf_posenc.schemes.features import joined_features, pairs_of_parts
 from hf_posenc.schemes.limits import MOST_PARTS, shown
-from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
-from hf_posenc.schemes.outer_parts import OuterPart, PartType, declare_together, weighted_sum
-from hf_posenc.schemes.parts import (
-    AdditiveEncoding,
-    DistanceBias,
-    LogitBias,
-    LogitScale,
-    PairwiseBias,
-    SchemeParts,
-)
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.outer_parts import CombinedScale, SummedEncoding, sum_of_biases
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 
 
-class _PartSum(OuterPart[PartType]):
-    """Base class of sums of parts."""
-
-    def __init__(self, parts: list[PartType]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        declare_together(self, parts)
-
-    def members(self) -> list[PartType]:
-        """Returns the summands."""
-        return cast("list[PartType]", list(self.parts))
-
-    summands = members
-
-    def forward(self, argument: Any) -> Tensor:
-        """Returns the sum of what the summands return for the same argument."""
-        return weighted_sum((part(argument), 1.0) for part in self.members())
-
-
-class SummedEncoding(_PartSum[AdditiveEncoding], AdditiveEncoding):
-    """The sum of several additive encodings."""
-
-
-class SummedDistanceBias(_PartSum[DistanceBias], DistanceBias):
-    """The sum of several distance biases, which is a distance bias itself."""
-
-
-class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
-    """The sum of several biases, at least one of which is not a distance bias."""
-
-    def key_features(self, hidden_states: Tensor) -> Tensor:
-        """Returns the features of all summands in one float32 tensor."""
-        return joined_features(self.members(), hidden_states)
-
-    def forward(self, pairs: AttentionPairs) -> Tensor:
-        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        parts = self.members()
-        given = zip(parts, pairs_of_parts(parts, pairs), strict=True)
-        return weighted_sum((pairwise_bias(part, own), 1.0) for part, own in given)
-
-
-class MultipliedScale(_PartSum[LogitScale], LogitScale):
-    """The product of several logit scales."""
-
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, heads or 1, length)` in float32."""
-        first, *others = (part(positions) for part in self.members())
-        return cast("Tensor", math.prod(others, start=first))
-
-
-def sum_of_biases(biases: list[LogitBias]) -> LogitBias | None:
-    """A bias that is the sum of several; `None` for an empty list."""
-    if len(biases) <= 1:
-        return next(iter(biases), None)
-    if all(isinstance(bias, DistanceBias) for bias in biases):
-        return SummedDistanceBias(cast("list[DistanceBias]", biases))
-    return SummedPairwiseBias(biases)
-
-
 @register_scheme
-@dataclass(frozen=True)
 class ComposedConfig(OuterConfig):
     """Several schemes at once: additive encodings and biases are added, scales multiplied; at most one maps q and k.
 
@@ -138,10 +64,7 @@ class ComposedConfig(OuterConfig):
         Raises:
             ValueError: if more than one scheme maps queries and keys, or replaces their logits.
         """
-        additive = [parts.additive for parts in built if parts.additive is not None]
-        biases = [parts.logit_bias for parts in built if parts.logit_bias is not None]
         maps = [parts.query_key_map for parts in built if parts.query_key_map is not None]
-        scales = [parts.logit_scale for parts in built if parts.logit_scale is not None]
 
         def named(rule: Callable[[SchemeParts], bool]) -> list[str]:
             return [config.name for config, parts in zip(self.parts, built, strict=True) if rule(parts)]
@@ -165,11 +88,16 @@ class ComposedConfig(OuterConfig):
                 f"ComposedConfig.parts contains {reading[0]!r}, which reads queries or keys of the original width, and "
                 "a map that changes this width; keep only one of them."
             )
+
+        def combined(kind: Callable[[list[Any]], Any], name: str) -> Any:
+            parts = [part for one in built if (part := getattr(one, name)) is not None]
+            return kind(parts) if len(parts) > 1 else next(iter(parts), None)
+
         return SchemeParts(
-            additive=SummedEncoding(additive) if len(additive) > 1 else next(iter(additive), None),
+            additive=combined(SummedEncoding, "additive"),
             query_key_map=maps[0] if maps else None,
-            logit_bias=sum_of_biases(biases),
-            logit_scale=MultipliedScale(scales) if len(scales) > 1 else next(iter(scales), None),
+            logit_bias=combined(sum_of_biases, "logit_bias"),
+            logit_scale=combined(CombinedScale, "logit_scale"),
         )
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
-from hf_posenc.schemes.config import SchemeConfig, walk
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.config import walk
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import SchemeConfig, option, register_scheme
 
 #: Types of layers that see a limited number of tokens, however long the text is.
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 @register_scheme
-@dataclass(frozen=True)
 class NativeConfig(SchemeConfig):
     """The native scheme of the stock model, wherever a scheme can be used: `inner="native"`, `["native", "ssmax"]`.
 

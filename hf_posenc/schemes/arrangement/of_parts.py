@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_posenc.schemes.config import SchemeConfig
@@ -12,7 +11,6 @@ from hf_posenc.schemes.registry import as_scheme, register_scheme
 
 
 @register_scheme
-@dataclass(frozen=True)
 class PartsConfig(SchemeConfig):
     """One scheme for each named part of a composite model, such as its text and its vision part.
 

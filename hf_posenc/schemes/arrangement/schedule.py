@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import MOST_LAYERS, shown
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import SchemeConfig, option
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ def nested_scheme(config: SchemeConfig, option: str) -> None:
 
 
 @register_scheme
-@dataclass(frozen=True)
 class ScheduleConfig(LayeredConfig):
     """One scheme per layer, as in models that alternate RoPE with no positions (arXiv:2501.18795).
 
@@ -102,7 +100,6 @@ class ScheduleConfig(LayeredConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class InterleavedConfig(LayeredConfig):
     """Another scheme in every n-th layer: the RNoPE pattern (arXiv:2501.18795), as in SmolLM3 and Llama 4.
 
@@ -127,7 +124,6 @@ class InterleavedConfig(LayeredConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class LocalGlobalConfig(LayeredConfig):
     """One scheme in layers with a sliding window and another in layers with full attention (RNoPE-SWA).
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.grids import distances_by_axis, places, zero_unless_both_placed
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.grids import GridBias
+from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, SchemeParts
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 #: Added to keys that a head of the asymmetric form must not see. Its exponential is zero relative to any visible key (a
 #: token always sees itself), but a row in which all keys have this value, such as a padding row, keeps a finite
@@ -37,21 +32,24 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class AlibiSlopes(LogitBias):
-    """The slope of each head, fixed or learned.
-
-    Args:
-        slopes: of the heads.
-        learnable: whether the slopes are trained. They are stored as logarithms so that they stay positive.
+    """`-slope * distance` per head, with fixed or learned slopes. Learned slopes are stored as logarithms so that they
+    stay positive.
     """
 
     # Weight decay would pull the logarithms to 0 and every slope to 1, which restricts attention to the nearest tokens.
     no_weight_decay = frozenset({"log_slopes"})
 
-    def __init__(self, slopes: list[float], learnable: bool) -> None:
+    def __init__(self, config: AlibiConfig, context: BuildContext) -> None:
         super().__init__()
+        self.axes = config.axes
+        # The first half of the heads attend to the left and the others to the right.
+        self.num_left = (context.num_heads + 1) // 2 if config.variant == "asymmetric" else None
+        slopes = alibi_slopes(context.num_heads)
+        if self.num_left is not None:
+            slopes = alibi_slopes(self.num_left) + alibi_slopes(context.num_heads - self.num_left)
         self._initial_slopes = DeviceConstant(torch.tensor(slopes, dtype=torch.float32, device="cpu"))
         self.log_slopes: nn.Parameter | None = None
-        if learnable:
+        if config.learnable:
             self.log_slopes = nn.Parameter(torch.empty(len(slopes)))
             self.reset_parameters()
 
@@ -72,23 +70,17 @@ class AlibiSlopes(LogitBias):
             return self.log_slopes.float().exp()
         return self._initial_slopes.on(device)
 
+    def penalty(self, distance: Tensor) -> Tensor:
+        """Returns `(heads, *distance.shape)` in float32, for integers or real numbers."""
+        return -distance.abs().float() * self.slopes_on(distance.device).view(-1, *(1 for _ in distance.shape))
+
 
 class AlibiBias(AlibiSlopes, DistanceBias):
-    """`-slope * |distance|` per head, in both directions or in one."""
-
-    def __init__(self, config: AlibiConfig, context: BuildContext) -> None:
-        num_heads = context.num_heads
-        # The first half of the heads attend to the left and the others to the right.
-        num_left = (num_heads + 1) // 2 if config.variant == "asymmetric" else None
-        slopes = alibi_slopes(num_heads)
-        if num_left is not None:
-            slopes = alibi_slopes(num_left) + alibi_slopes(num_heads - num_left)
-        super().__init__(slopes, config.learnable)
-        self.num_left = num_left
+    """The penalty on the distance in the order of tokens, in both directions or in one."""
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        bias = -distance.abs().float() * self.slopes_on(distance.device).view(-1, *(1 for _ in distance.shape))
+        bias = self.penalty(distance)
         if self.num_left is None:
             return bias
         left = bias[: self.num_left].masked_fill(distance > 0, AWAY_BIAS)
@@ -102,31 +94,18 @@ class AlibiBias(AlibiSlopes, DistanceBias):
         return None if self.num_left is not None else self.slopes_on(device)
 
 
-class GridAlibiBias(AlibiSlopes, PairwiseBias):
-    """`-slope * distance` per head, with the Euclidean distance of two places; 0 for tokens without a place."""
+class GridAlibiBias(AlibiSlopes, GridBias):
+    """The penalty on the Euclidean distance of two places."""
 
-    reads_coordinates = True
-    reads_later_keys = False
+    scheme = "alibi"
 
-    def __init__(self, config: AlibiConfig, context: BuildContext) -> None:
-        super().__init__(alibi_slopes(context.num_heads), config.learnable)
-        self.axes = config.axes
-
-    def forward(self, pairs: AttentionPairs) -> Tensor:
-        """Returns `(batch or 1, heads, query_len, key_len)` in float32.
-
-        Raises:
-            ValueError: if the model passed no coordinates, or those of another number of axes.
-        """
-        where = places(pairs.keys, self.axes, AlibiConfig.name)
+    def of_distances(self, distances: Tensor) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         # Squares of whole numbers are exact in float32 up to a distance of 4096 on each axis.
-        steps = distances_by_axis(where, pairs).float().square().sum(0).sqrt()
-        bias = -steps.unsqueeze(1) * self.slopes_on(steps.device).view(-1, 1, 1)
-        return zero_unless_both_placed(bias, where, pairs)
+        return self.penalty(distances.float().square().sum(0).sqrt()).transpose(0, 1)
 
 
 @register_scheme
-@dataclass(frozen=True)
 class AlibiConfig(SchemeConfig):
     """A fixed linear penalty on distance, added to the attention logits (ALiBi, arXiv:2108.12409, section 3).
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -86,7 +82,6 @@ class CopeBias(NormalWeights, PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class CopeConfig(SchemeConfig):
     """Positions that count only the tokens selected by the gates of a query (CoPE, arXiv:2405.18719, section 4).
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows, select_rows_of_keys
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import LARGEST_LENGTH, MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_integer, option
 from hf_posenc.schemes.weights import NormalWeights
 
@@ -109,7 +106,6 @@ class DisentangledBias(NormalWeights, PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class DisentangledConfig(SchemeConfig):
     """Multiplies queries, and keys, with a vector per distance (DeBERTa, arXiv:2006.03654, eq. 2 to 4).
 

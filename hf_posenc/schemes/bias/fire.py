@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.limits import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
+from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 
 #: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12
@@ -108,7 +104,6 @@ class FireBias(PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class FireConfig(SharedConfig):
     """A learned function of progressively normalised distance (FIRE, arXiv:2310.04418, section 3).
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, SeparableBias
+from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_numbers, option
 
 
@@ -88,7 +85,6 @@ class ConstantForgetGateBias(DistanceBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class ForgetGateConfig(SchemeConfig):
     """Forget gates of tokens reduce attention to earlier tokens (FoX, arXiv:2503.02130, section 3).
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.alibi import alibi_slopes
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import PairwiseBias
+from hf_posenc.schemes.parts import DeviceConstant, PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 #: The parameters of the gates.
 _DIRECTIONS = {"key": "direction", "query": "query_direction"}
@@ -73,7 +69,6 @@ class GrapeBias(PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class GrapeConfig(SchemeConfig):
     """A linear penalty on distance with a slope that depends on the content (gated GRAPE-A, arXiv:2512.07805, section
     4).

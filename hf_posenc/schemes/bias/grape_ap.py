@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.alibi import alibi_slopes
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.weights import NormalWeights
 
 _LAYOUT = "half_reversed"
@@ -70,7 +65,6 @@ class GrapeApBias(NormalWeights, PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class GrapeApConfig(SchemeConfig):
     """A penalty for every token between key and query, by how that token compares with the query (GRAPE-AP,
     arXiv:2512.07805, section 5).

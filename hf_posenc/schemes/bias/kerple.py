@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.projection import projected
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, SharedConfig, option, register_scheme
 
 #: Up to this exponent `-|d|**p` is conditionally positive definite, which the paper requires.
 LARGEST_EXPONENT = 2.0
@@ -54,7 +51,6 @@ class KerpleBias(DistanceBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class KerpleConfig(SharedConfig):
     """A learned logarithmic or power-law penalty on distance (KERPLE, arXiv:2205.09921, section 4).
 

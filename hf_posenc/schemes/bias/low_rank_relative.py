@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import LARGEST_WIDTH, MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -62,7 +58,6 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class LowRankRelativeConfig(SchemeConfig):
     """A bias per distance, mixed from a few profiles for each token (the relative logits of Inkling in transformers).
 

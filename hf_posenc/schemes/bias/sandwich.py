@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH
-from hf_posenc.schemes.parts import DistanceBias
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import DeviceConstant, DistanceBias
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
 
 
@@ -37,7 +34,6 @@ class SandwichBias(DistanceBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class SandwichConfig(SchemeConfig):
     """The product of two sinusoidal vectors as a bias, without the token content (Sandwich, arXiv:2212.10356).
 

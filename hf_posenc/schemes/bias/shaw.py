@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,12 +14,9 @@ from hf_posenc.schemes.bias.relative_tables import (
     turn_frequencies,
 )
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.weights import NativeTable
 
 #: The clipping distance of the paper's base model.
@@ -82,7 +78,6 @@ class SinusoidalShawBias(PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class ShawConfig(SchemeConfig):
     """Multiplies every query with a vector per clipped distance (Shaw, arXiv:1803.02155, eq. 4, section 3.2).
 

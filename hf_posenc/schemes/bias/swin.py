@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.grids import Places, distances_by_axis, entries_of_pairs, places
 from hf_posenc.schemes.limits import MOST_ROWS
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, tables_of_call
+from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
 from hf_posenc.schemes.validation import option, whole_positions
 from hf_posenc.schemes.weights import NativeTable
 
@@ -82,7 +79,6 @@ class SwinBias(NativeTable, PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class SwinConfig(SharedConfig):
     """A learned bias per displacement on a grid (Swin, arXiv:2103.14030, equation 4; BEiT, arXiv:2106.08254).
 

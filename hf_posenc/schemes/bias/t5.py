@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SharedConfig
-from hf_posenc.schemes.grids import (
-    distances_by_axis,
-    entries_of_pairs,
-    places,
-    zero_unless_both_placed,
-)
+from hf_posenc.schemes.grids import GridBias, entries_of_pairs
 from hf_posenc.schemes.limits import MOST_DISTANCES
-from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SchemeParts
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, SchemeParts
+from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
 from hf_posenc.schemes.validation import option, whole_positions
 from hf_posenc.schemes.weights import NativeTable, NormalWeights
 
@@ -59,19 +51,31 @@ def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: i
     return first + torch.where(steps < exact, steps, logarithmic)
 
 
-class T5Bias(NativeTable, DistanceBias):
-    """One trainable number per bucket and head."""
+class T5Buckets(NormalWeights, LogitBias):
+    """One trainable number per axis, bucket and head."""
 
     whole_positions = True
 
     def __init__(self, config: T5Config, context: BuildContext) -> None:
         super().__init__()
+        self.axes = config.axes
         self.num_buckets = config.num_buckets
         self.max_distance = config.max_distance
-        self.bidirectional = not context.causal if config.bidirectional is None else config.bidirectional
+        # On several axes no token is earlier than another.
+        follows = not context.causal if config.bidirectional is None else config.bidirectional
+        self.bidirectional = config.axes > 1 or follows
         self.initializer_range = config.deviation(context)
-        self.weight = nn.Parameter(torch.empty(config.num_buckets, context.num_heads))
+        axes = () if config.axes == 1 else (config.axes,)
+        self.weight = nn.Parameter(torch.empty(*axes, config.num_buckets, context.num_heads))
         self.reset_parameters()
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of every distance, int64 of the same shape."""
+        return relative_position_bucket(distance, self.num_buckets, self.max_distance, self.bidirectional)
+
+
+class T5Bias(NativeTable, T5Buckets, DistanceBias):
+    """The number of the distance in the order of tokens."""
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32.
@@ -80,52 +84,29 @@ class T5Bias(NativeTable, DistanceBias):
             ValueError: for distances that are not integers.
         """
         whole_positions(distance, "t5")
-        bucket = relative_position_bucket(distance, self.num_buckets, self.max_distance, self.bidirectional)
-        return nn.functional.embedding(bucket, self.weight).movedim(-1, 0).float()
+        return nn.functional.embedding(self.bucket(distance), self.weight).movedim(-1, 0).float()
 
 
-class GridT5Bias(NormalWeights, PairwiseBias):
-    """The sum of one trainable number per axis, bucket and head; 0 for tokens without a place."""
+class GridT5Bias(T5Buckets, GridBias):
+    """The sum of the numbers of the distances along the axes of a grid."""
 
-    reads_coordinates = True
-    reads_later_keys = False
-    whole_positions = True
+    scheme = "t5"
 
-    def __init__(self, config: T5Config, context: BuildContext) -> None:
-        super().__init__()
-        self.axes = config.axes
-        self.num_buckets = config.num_buckets
-        self.max_distance = config.max_distance
-        self.initializer_range = config.deviation(context)
-        self.weight = nn.Parameter(torch.empty(config.axes, config.num_buckets, context.num_heads))
-        self.reset_parameters()
-
-    def forward(self, pairs: AttentionPairs) -> Tensor:
-        """Returns `(batch or 1, heads, query_len, key_len)` in float32.
-
-        Raises:
-            ValueError: if the model passed no coordinates, those of another number of axes, or no integers.
-        """
-        where = places(pairs.keys, self.axes, T5Config.name)
-        whole_positions(where.coordinates, T5Config.name)
-        of_axes = [self._of_axis(*one) for one in zip(distances_by_axis(where, pairs), self.weight, strict=True)]
-        bias = functools.reduce(torch.add, of_axes)
-        return zero_unless_both_placed(bias, where, pairs)
+    def of_distances(self, distances: Tensor) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        return functools.reduce(torch.add, map(self._of_axis, distances, self.weight))
 
     def _of_axis(self, distance: Tensor, table: Tensor) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)` float32 of the distances along one axis."""
         farthest = self.max_distance
         if farthest > _LISTED:
-            buckets = relative_position_bucket(distance, self.num_buckets, farthest, bidirectional=True)
-            return entries_of_pairs(table.float(), buckets)
+            return entries_of_pairs(table.float(), self.bucket(distance))
         # A row for each distance: fewer than pairs, and all that are farther have the bucket of the farthest.
         each = torch.arange(-farthest, farthest + 1, device=distance.device)
-        rows = table[relative_position_bucket(each, self.num_buckets, farthest, bidirectional=True)].float()
-        return entries_of_pairs(rows, distance.clamp(-farthest, farthest) + farthest)
+        return entries_of_pairs(table[self.bucket(each)].float(), distance.clamp(-farthest, farthest) + farthest)
 
 
 @register_scheme
-@dataclass(frozen=True)
 class T5Config(SharedConfig):
     """A learned bias per bucket of distances, added to the attention logits (arXiv:1910.10683, section 2.1).
 
@@ -189,9 +170,7 @@ class T5Config(SharedConfig):
                 "T5Config.bidirectional is False, which puts all later keys into the bucket of distance 0, but this "
                 "model is bidirectional and attends to them. Omit it, or give True."
             )
-        if self.axes > 1:
-            return SchemeParts(logit_bias=GridT5Bias(self, context))
-        bias = T5Bias(self, context)
+        bias = (T5Bias if self.axes == 1 else GridT5Bias)(self, context)
         self._check_buckets(bias.bidirectional)
         return SchemeParts(logit_bias=bias)
 

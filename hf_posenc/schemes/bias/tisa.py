@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import LARGEST_WIDTH
 from hf_posenc.schemes.parts import DistanceBias
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 class TisaBias(DistanceBias):
@@ -42,7 +39,6 @@ class TisaBias(DistanceBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class TisaConfig(SchemeConfig):
     """Gaussian bumps over the distance as a bias (TISA, arXiv:2106.01950).
 

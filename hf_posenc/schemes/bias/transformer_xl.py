@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -16,11 +15,9 @@ from hf_posenc.schemes.bias.relative_tables import (
     sinusoidal_vectors,
     turn_frequencies,
 )
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
 from hf_posenc.schemes.weights import NormalWeights
 
@@ -92,7 +89,6 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class TransformerXLConfig(SchemeConfig):
     """Multiplies queries with projected sinusoids of the distance (Transformer-XL, arXiv:1901.02860, section 3.3).
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Reach, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import option, whole_positions
 
 #: Row 0 of the table stands for every pair whose query is the first token, row 1 for those whose key it is.
@@ -95,7 +91,6 @@ class UntiedPositionBias(PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class TupeConfig(SchemeConfig):
     """Positions correlate with positions, and words with words (TUPE-A, arXiv:2006.15595, eq. 7 to 10).
 

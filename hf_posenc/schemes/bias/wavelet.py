@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, ricker_wavelets, select_rows
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 class WaveletBias(PairwiseBias):
@@ -72,7 +67,6 @@ class WaveletBias(PairwiseBias):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class WaveletConfig(SchemeConfig):
     """Multiplies queries with Ricker wavelets of the distance, at several scales and shifts (arXiv:2502.02004, section
     4).

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.parts import PositionMap, Positions
+from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 class AffineMap(PositionMap):
@@ -41,7 +39,6 @@ class AffineMap(PositionMap):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class PositionShiftConfig(PositionMapConfig):
     """Adds an offset to the positions of a scheme: `p + offset` (fairseq's tables start at 2).
 
@@ -66,7 +63,6 @@ class PositionShiftConfig(PositionMapConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class PositionScaleConfig(PositionMapConfig):
     """Multiplies the positions of a scheme by a factor (position interpolation, arXiv:2306.15595, eq. 4).
 

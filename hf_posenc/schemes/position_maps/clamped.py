@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.parts import PositionMap, Positions
+from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 class ClampMap(PositionMap):
@@ -34,7 +32,6 @@ class ClampMap(PositionMap):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class PositionClampConfig(PositionMapConfig):
     """Clamps positions to a maximum (as BiPE's code does within segments, arXiv:2401.16421).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,13 +10,10 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
-from hf_posenc.schemes.config import BuildContext, OuterConfig, SchemeConfig
-from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import PositionMap, Positions, SchemeParts
+from hf_posenc.schemes.position_maps.mapped import map_parts
 from hf_posenc.schemes.rotary.rope import RopeConfig
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, OuterConfig, SchemeConfig, option, register_scheme
 
 #: The cost of a forward grows with the number of separators.
 _MOST_SEPARATORS = 256
@@ -107,7 +103,6 @@ class SeparatedSegments(_Segments):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class HierarchicalConfig(OuterConfig):
     """Encodes the position within a segment and the position of the segment separately (BiPE, arXiv:2401.16421).
 

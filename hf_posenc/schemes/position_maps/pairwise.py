@@ -8,12 +8,10 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.arrangement.composed import sum_of_biases
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.outer_parts import OuterPart
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.outer_parts import OuterPart, sum_of_biases
+from hf_posenc.schemes.parts import AttentionPairs, DistanceBias, LogitBias, PairwiseBias, SchemeParts
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig, needs_whole_positions
-from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 
 
@@ -66,25 +64,16 @@ class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):
         far: the far positions.
     """
 
-    reads_later_keys = False
-
     def __init__(self, inner: DistanceBias, far: FarPositionsConfig) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__({"inner": inner})
         self.far = far
-        self.length_dependent = inner.length_dependent
-        self.length_reach = inner.length_reach
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         far_query, far_key = self.far.query(pairs.query_positions), self.far.key(pairs.keys.ids)
         far_distance = far_key.unsqueeze(-2) - far_query.unsqueeze(-1)
-        bias: Tensor = self.inner(far_distance.where(self.far.are_far(pairs), pairs.distance))
-        return bias.transpose(0, 1)
-
-    def members(self) -> tuple[DistanceBias]:
-        """The bias."""
-        return (self.inner,)
+        distance = far_distance.where(self.far.are_far(pairs), pairs.distance)
+        return self.total(lambda bias: bias(distance)).transpose(0, 1)
 
 
 class FarPositionsConfig(PositionMapConfig):
@@ -140,7 +129,8 @@ class FarPositionsConfig(PositionMapConfig):
             biases.append(FarRotation(cast("RotaryMap", rotation), self))
         if bias is not None:
             biases.append(FarDistanceBias(cast("DistanceBias", bias), self))
-        return SchemeParts(parts.additive, rotation, sum_of_biases(biases), parts.logit_scale)
+        far = sum_of_biases(biases) if len(biases) > 1 else biases[0]
+        return SchemeParts(parts.additive, rotation, far, parts.logit_scale)
 
 
 def _check_follows(owner: str, scheme: SchemeConfig, parts: SchemeParts) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.binary import BinaryEncoding
 from hf_posenc.schemes.additive.learned import LearnedEncoding
-from hf_posenc.schemes.arrangement.composed import SummedEncoding
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.limits import MOST_ROWS
-from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
-from hf_posenc.schemes.position_maps.mapped import MappedEncoding, PositionMap, PositionMapConfig
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.outer_parts import SummedEncoding
+from hf_posenc.schemes.parts import AdditiveEncoding, PositionMap, Positions, Reach, SchemeParts
+from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
+from hf_posenc.schemes.scheme import BuildContext, register_scheme
 from hf_posenc.schemes.validation import option, whole_positions
 
 
@@ -123,7 +119,6 @@ class RandomizedMap(PositionMap):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class RandomizedConfig(PositionMapConfig):
     """Trains a scheme on positions drawn from a longer range (randomized positional encodings, arXiv:2305.16843).
 
@@ -177,7 +172,7 @@ class RandomizedConfig(PositionMapConfig):
                     "'randomized' with the larger max_position."
                 )
         if parts.additive is not None:
-            self._check_vectors(cast("MappedEncoding", parts.additive).inner)
+            self._check_vectors(cast("SummedEncoding", parts.additive).members()[0])
         return parts
 
     def _check_vectors(self, additive: AdditiveEncoding) -> None:
@@ -205,12 +200,10 @@ def _short_tables(additive: AdditiveEncoding, last: int) -> Iterator[tuple[int, 
     and a sufficient value of that option.
     """
     if isinstance(additive, SummedEncoding):
-        for part in additive.parts:
-            yield from _short_tables(cast("AdditiveEncoding", part), last)
-    if isinstance(additive, MappedEncoding):
-        mapped = additive.position_map.last_position(last)
+        mapped = last if additive.position_map is None else additive.position_map.last_position(last)
         if mapped is not None:
-            yield from _short_tables(additive.inner, mapped)
+            for part, _ in additive.terms():
+                yield from _short_tables(part, mapped)
     if isinstance(additive, LearnedEncoding) and additive.extension == "error" and additive.num_positions <= last:
         yield additive.num_positions, last, "LearnedConfig.num_positions", last + 1
     if isinstance(additive, BinaryEncoding) and last.bit_length() > additive.bits:

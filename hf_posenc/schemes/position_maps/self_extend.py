@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
-from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 @register_scheme
-@dataclass(frozen=True)
 class SelfExtendConfig(FarPositionsConfig):
     """Groups the positions of far tokens to extend the context of a model without training (arXiv:2401.01325).
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 

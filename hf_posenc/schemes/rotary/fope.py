@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.hope import SHORTEST_LENGTH, FlooredRotaryConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 #: Smaller sums of shares are refused, because dividing by the sum would make a pair many times longer.
 SMALLEST_SUM = 0.1
@@ -134,7 +131,6 @@ def _full_precision_product(own: Tensor, mix: Tensor) -> Tensor:
 
 
 @register_scheme
-@dataclass(frozen=True)
 class FopeConfig(FlooredRotaryConfig):
     """Rotates each pair by a Fourier series instead of one frequency (FoPE, arXiv:2412.17739, section 4, appendix B).
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 #: The official code initialises its gates with the inverse of softplus at 1e-3, and then applies a sigmoid to them.
 _INITIAL_BIAS = math.log(math.expm1(1e-3))
@@ -54,7 +51,6 @@ class GrapeMRotation(ContextualPlaces):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class GrapeMConfig(RotaryConfig):
     """RoPE in which every token moves the following ones on by an increment that depends on its content (contextual
     GRAPE-M, arXiv:2512.07805, section 3).

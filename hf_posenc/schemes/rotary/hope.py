@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig
+from hf_posenc.schemes.scheme import BuildContext, register_scheme
 from hf_posenc.schemes.validation import LARGEST_BASE, check_number, option
 
 #: The shortest length in which the fastest pair (one radian per position) completes a turn.
@@ -51,7 +49,6 @@ class FlooredRotaryConfig(RotaryConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class HopeConfig(FlooredRotaryConfig):
     """RoPE that stops every pair too slow to complete a turn in training (HoPE, arXiv:2410.21216, section 5).
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 class LearnedFrequenciesMap(RotaryMap):
@@ -42,7 +39,6 @@ class LearnedFrequenciesMap(RotaryMap):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class LearnedRopeConfig(RotaryConfig):
     """RoPE with learned frequencies, initialised with RoPE's own (LeRoPE, arXiv:2607.10134).
 

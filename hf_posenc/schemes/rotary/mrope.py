@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
+from hf_posenc.schemes.scheme import BuildContext, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FREQUENCY, option
 
 AXES = ("time", "height", "width")
@@ -67,7 +65,6 @@ def reset_images(coordinates: Tensor, real: Tensor) -> Tensor:
 
 
 @register_scheme
-@dataclass(frozen=True)
 class MRopeConfig(RotaryConfig):
     """RoPE with pairs for time, height and width (M-RoPE, Qwen2-VL, arXiv:2409.12191, section 2.1).
 
@@ -172,12 +169,9 @@ class MRopeConfig(RotaryConfig):
                 f"MRopeConfig.sections is {sections}, {sum(sections)} heads, but this model has {heads} key heads. Use "
                 f"sections that sum to {heads}, for example {default_head_sections(max(heads, len(AXES)))}."
             )
-        owned = torch.zeros(len(AXES), heads, dtype=torch.float32, device="cpu")
-        start = 0
-        for axis, count in enumerate(sections):
-            owned[axis, start : start + count] = 1.0
-            start += count
-        return owned
+        owned = torch.eye(len(AXES), dtype=torch.float32, device="cpu")
+        owned = owned.repeat_interleave(torch.tensor(sections, device="cpu"), dim=1)
+        return torch.nn.functional.pad(owned, (0, heads - sum(sections)))
 
     def _sections_of_pairs(self, pairs: int) -> tuple[int, ...]:
         sections = self.sections if self.sections is not None else default_sections(pairs, self.interleaved)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_exponents
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:
@@ -27,7 +24,6 @@ def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -
 
 
 @register_scheme
-@dataclass(frozen=True)
 class PRopeConfig(RotaryConfig):
     """RoPE that keeps a fraction of its frequencies and stops the lowest ones (p-RoPE, arXiv:2410.06205, section 6).
 

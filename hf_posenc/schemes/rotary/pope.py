@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import QueryKeyMap
+from hf_posenc.schemes.parts import DeviceConstant, QueryKeyMap
 from hf_posenc.schemes.positions import Positions, softplus
 from hf_posenc.schemes.projection import projected
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, with_heads_axis
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
 
 
@@ -77,7 +74,6 @@ def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 @register_scheme
-@dataclass(frozen=True)
 class PopeConfig(SchemeConfig):
     """Content as magnitudes and position as angles of queries and keys (PoPE, arXiv:2509.10534, section 3, eq. 3 to 8).
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -46,7 +43,6 @@ class RepoRotation(NormalWeights, ContextualPlaces):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class RepoConfig(RotaryConfig):
     """RoPE at real-valued positions that each layer predicts from its input (RePo, arXiv:2512.14391, section 3).
 

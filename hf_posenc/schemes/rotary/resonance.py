@@ -8,11 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 def resonant(inverse_frequencies: Tensor) -> Tensor:
@@ -72,7 +70,6 @@ class ResonanceScaling(RopeScaling):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class ResonanceConfig(RotaryConfig):
     """RoPE in which every pair has an integer wavelength (Resonance RoPE, arXiv:2403.00071, section 4.1).
 

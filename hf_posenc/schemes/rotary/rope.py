@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import (
     LARGEST_FREQUENCY,
     check_base,
@@ -198,7 +193,6 @@ class RotaryConfig(SchemeConfig):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class RopeConfig(RotaryConfig):
     """Rotates queries and keys by angles proportional to their position (RoPE, arXiv:2104.09864, eq. 34).
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.grids import Places, places
-from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import Positions, SchemeParts
 from hf_posenc.schemes.rotary.nd_frequencies import axial_frequencies, golden_frequencies, random_rotation
 from hf_posenc.schemes.rotary.rope import IN_PAIRS, ROPE_LAYOUTS, RotaryMap, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_base, option
 
 ASSIGNMENTS = ("block", "split", "interleaved", "alternating", "golden", "mixed")
@@ -175,7 +172,6 @@ class MixedRotaryMap(CoordinateRotaryMap):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class RopeNdConfig(SchemeConfig):
     """RoPE over two or three axes: axial, or with learned directions (RoPE-Mixed, arXiv:2403.13298).
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 class SelectiveRotation(ContextualRotation):
@@ -128,7 +125,6 @@ def _neighbours(ids: Tensor, steps: int) -> Tensor:
 
 
 @register_scheme
-@dataclass(frozen=True)
 class SelectiveRopeConfig(RotaryConfig):
     """RoPE with angles that are computed from the tokens and summed over them (Selective RoPE, arXiv:2511.17388,
     section 4).

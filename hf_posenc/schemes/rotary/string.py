@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import QueryKeyMap
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 class RotationInBasis(QueryKeyMap):
@@ -161,7 +156,6 @@ def real_fourier_basis(width: int) -> Tensor:
 
 
 @register_scheme
-@dataclass(frozen=True)
 class StringConfig(RotaryConfig):
     """RoPE in a learned orthogonal basis, the most general relative rotation (STRING, arXiv:2502.02562, section 3).
 

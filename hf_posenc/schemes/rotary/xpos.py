@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions, require
 from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_exponents
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 #: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the product with the heads needs a margin.
 MAX_LOG_MAGNITUDE = 80.0
@@ -86,7 +83,6 @@ class XposMap(RotaryMap):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class XposConfig(RotaryConfig):
     """RoPE with logits that also decay with distance, each pair at its own rate (xPos, arXiv:2212.10554, section 2).
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import LogitScale
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.parts import LogitScale, Positions
 
 
 class ConstantScale(LogitScale):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 class Llama4Scale(VisibleKeysScale):
@@ -31,7 +28,6 @@ class Llama4Scale(VisibleKeysScale):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class Llama4ScaleConfig(SchemeConfig):
     """A temperature that rises in steps with position (Llama 4's code, after Scalable-Softmax, arXiv:2501.19399).
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 class LogNScale(VisibleKeysScale):
@@ -38,7 +35,6 @@ class LogNScale(VisibleKeysScale):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class LogNScaleConfig(SchemeConfig):
     """Logits that grow with the logarithm of the number of keys, relative to training (J. Su, kexue.fm/archives/8823).
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
-from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 
 def mean_log(length: int) -> float:
@@ -46,7 +43,6 @@ class SSMaxScale(VisibleKeysScale):
 
 
 @register_scheme
-@dataclass(frozen=True)
 class SSMaxConfig(SchemeConfig):
     """Logits that grow with the logarithm of the number of keys (Scalable-Softmax, arXiv:2501.19399, its definition).
 

@@ -61,7 +61,8 @@ ROWS: dict[str, Row] = {
     "hope": Row(
         "map",
         rotations.hope,
-        (HopeConfig(), HopeConfig(theta=500.0, training_length=20, rotary_dim=12, layout="interleaved")),
+        # In 16 positions the second pair completes half a turn, but not a whole one.
+        (HopeConfig(), HopeConfig(theta=500.0, training_length=16, rotary_dim=12, layout="interleaved")),
         marks="++++++.++++",
     ),
     "fope": Row(
@@ -73,6 +74,7 @@ ROWS: dict[str, Row] = {
             FopeConfig(learnable=True),
             FopeConfig(variant="released", training_length=20),
         ),
+        of_start=True,
         marks="++--++.-+++",
     ),
     "resonance": Row(

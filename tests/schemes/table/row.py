@@ -35,6 +35,7 @@ class Row:
             + has it, - fails it, . does not apply. Unique, same at any length, relative, linear, defined past the
             training length, deterministic, several axes, keeps norms, decays, float16, bfloat16.
         reach: how many tokens each variant can encode at most, `None` for any number; empty where none has a limit.
+        of_start: whether the reference computes learned numbers from the options, and so is that of an untrained part.
         causal_marks: those of the causal form, for a scheme that is another function there; `marks` are then those of
             the bidirectional form.
     """
@@ -47,6 +48,7 @@ class Row:
     marks: str = ""
     reach: tuple[int | None, ...] = ()
     causal_marks: str = ""
+    of_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,14 @@ def positions_of(*lengths: int, padded_to: int | None = None) -> Positions:
     return Positions(ids.clamp(min=-1), torch.tensor(lengths).unsqueeze(1), token_ids=(ids * 7 % 11).clamp(min=0))
 
 
-def parts_for(config: SchemeConfig) -> SchemeParts:
-    """The parts of a config, with weights drawn from seed 0, as they are outside training."""
+def parts_for(config: SchemeConfig, trained: bool = False) -> SchemeParts:
+    """The parts of a config as they are outside training; if `trained`, with weights moved away from their start."""
     torch.manual_seed(0)
     parts = config.build(context_for(config))
+    generator = torch.Generator().manual_seed(5)
     for part in parts:
         part.eval()
+        for parameter in part.parameters() if trained else ():
+            with torch.no_grad():
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return parts

@@ -14,6 +14,7 @@ ROWS: dict[str, Row] = {
         "logits",
         scales.ssmax,
         (SSMaxConfig(), SSMaxConfig(bias=True), SSMaxConfig(initial_scale=0.43), SSMaxConfig(training_length=16)),
+        of_start=True,
         marks="--+.++..-++",
         # The factor of the query at i follows log(i + 1): a number of its own, which half precision rounds together.
         causal_marks="++-.++..---",

@@ -110,6 +110,7 @@ ROWS: dict[str, Row] = {
         "bias",
         seeds.alibi,
         (AlibiConfig(), AlibiConfig("asymmetric"), AlibiConfig(learnable=True)),
+        of_start=True,
         marks="+++.++..+--",
     ),
     "rope": Row(

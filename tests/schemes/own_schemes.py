@@ -1,0 +1,52 @@
+"""Schemes of somebody's own that are functions of the distance. They are registered where a test asks for it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from hf_posenc import learned_per_head, option
+from hf_posenc.schemes.bias.distance_function import config_of_function
+
+from .table.row import Row
+
+
+def root(distance: Tensor, head: Tensor, num_heads: int, scale: float = option(1.0, minimum=0)) -> Tensor:
+    """Subtracts `scale * slope * sqrt(distance)` from the attention logits, with the slopes of ALiBi.
+
+    Args:
+        scale: factor of the slopes.
+    """
+    return -scale * 2.0 ** (-8 * head / num_heads) * distance.abs().sqrt()
+
+
+def fading(distance: Tensor, slope: Tensor = learned_per_head(0.5), reach: int = 4) -> Tensor:
+    """Subtracts a learned multiple of the logarithm of the distance."""
+    return -slope * (distance.abs() / reach).log1p()
+
+
+RootConfig, FadingConfig = config_of_function(root), config_of_function(fading, per_layer=True)
+
+ROWS: dict[str, Row] = {
+    "root": Row(
+        "bias",
+        lambda config, part, heads, causal, head, distance: (
+            -config.scale * 2 ** (-8 * (head + 1) / heads) * math.sqrt(abs(distance))
+        ),
+        (RootConfig(), RootConfig(scale=3.0)),
+    ),
+    "fading": Row(
+        "bias",
+        lambda config, part, heads, causal, head, distance: (
+            -part.slope[head].item() * math.log(1 + abs(distance) / config.reach)
+        ),
+        (FadingConfig(), FadingConfig(slope=-2.0, reach=30)),
+    ),
+}
+
+
+def registered() -> dict[str, Any]:
+    """What the registry has for these schemes."""
+    return {config.name: config for config in (RootConfig, FadingConfig)}

@@ -1,0 +1,212 @@
+"""A function of the distance becomes a scheme that works wherever a scheme works."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc import distance_bias, learned_per_head, option, patch_model, scheme_from_dict
+from hf_posenc.schemes import BuildContext, registry
+from hf_posenc.schemes.bias.distance_function import config_of_function
+from tests.fresh import run_fresh
+from tests.models import tiny
+
+from .own_schemes import ROWS, FadingConfig, RootConfig
+from .test_all_schemes import (
+    test_biases_equal_their_reference as equals_its_reference,
+    test_building_under_a_meta_device_and_a_low_default_dtype_changes_no_constant as keeps_its_constants,
+    test_gradient_reaches_every_parameter as learns,
+)
+
+PLACE = BuildContext(hidden_size=16, num_heads=2, head_dim=8)
+EVERY_VARIANT = pytest.mark.parametrize(
+    ("name", "config"), [(name, config) for name, row in ROWS.items() for config in row.variants]
+)
+
+
+@pytest.fixture(autouse=True)
+def registry_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+
+
+@EVERY_VARIANT
+def test_it_computes_what_the_function_says(name: str, config: Any) -> None:
+    equals_its_reference(ROWS[name], config, trained=True)
+    keeps_its_constants(name, config)
+    learns(name, config)
+
+
+@EVERY_VARIANT
+def test_its_config_is_a_config(name: str, config: Any) -> None:
+    registry.register_scheme(type(config))
+    assert scheme_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert copy.deepcopy(config) == config
+    part = config.build(PLACE).logit_bias
+    assert torch.equal(copy.deepcopy(part)(torch.arange(5)), part(torch.arange(5)))
+
+
+def test_learned_numbers_start_at_their_option_and_are_not_decayed() -> None:
+    part = FadingConfig(slope=0.25).build(PLACE).logit_bias
+    assert dict(part.named_parameters()).keys() == part.no_weight_decay == {"slope"}
+    assert part.slope.tolist() == [0.25, 0.25]
+    assert FadingConfig.per_layer
+    assert not RootConfig.per_layer
+
+
+def test_the_bias_is_float32_in_any_dtype() -> None:
+    part = FadingConfig().build(PLACE).logit_bias.to(torch.bfloat16)
+    for distance in (torch.arange(-3, 3), torch.arange(-3, 3) / 2):
+        assert part(distance).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": "1"}, r"root\.scale is '1'; expected a finite number"),
+        ({"scale": -1.0}, r"root\.scale is -1.0; expected a finite number at least 0"),
+        ({"slope": 1.0}, "Unknown option 'slope' of scheme 'root'. Did you mean 'scale'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RootConfig.from_options(options)
+
+
+def test_an_option_without_limits_has_a_type_too() -> None:
+    with pytest.raises(ValueError, match=r"fading\.reach is 1.5; expected an integer"):
+        FadingConfig(reach=1.5)
+
+
+def test_the_name_is_the_config_of_the_scheme() -> None:
+    @distance_bias(causal_only="steep sees the past only.")
+    def steep(distance: Tensor, strength: float, times=2):
+        return strength * times * distance
+
+    assert registry.get_scheme("steep") is steep
+    assert steep(strength=2).build(PLACE).logit_bias(torch.tensor([-1, 0])).tolist() == [[-4.0, 0.0]] * 2
+    assert registry.as_scheme(steep, strength=1.0) == steep(1.0)
+    with pytest.raises(ValueError, match="needs the option strength"):
+        registry.as_scheme("steep")
+    with pytest.raises(ValueError, match="expected an integer"):
+        steep(1.0, times=0.5)
+    with pytest.raises(ValueError, match="steep sees the past only"):
+        steep(1.0).build(BuildContext(16, 2, 8, causal=False))
+
+
+def several(distance: Tensor, *powers: float) -> Tensor:
+    return distance
+
+
+def taken(distance: Tensor, build: float = 1.0) -> Tensor:
+    return distance
+
+
+def of_module(distance: Tensor, training: Tensor = learned_per_head(1.0)) -> Tensor:
+    return distance
+
+
+def called_scheme(distance: Tensor, scheme: str = "") -> Tensor:
+    return distance
+
+
+def nothing() -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (several, "The parameter 'powers' of several cannot be an option"),
+        (taken, "of taken cannot be an option of a scheme: it collects several arguments, or has a name"),
+        (of_module, "of of_module cannot be an option"),
+        (called_scheme, "has an option called 'scheme'"),
+        (nothing, "nothing takes no distance"),
+    ],
+)
+def test_a_function_that_is_no_scheme_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        distance_bias(function)
+
+
+def by_the_wrong_axis(distance: Tensor, num_heads: int) -> Tensor:
+    return distance.unsqueeze(-1).expand(*distance.shape, num_heads)
+
+
+def a_number(distance: Tensor) -> float:
+    return 1.0
+
+
+def test_a_result_of_another_shape_or_type_is_refused() -> None:
+    message = (
+        r"by_the_wrong_axis returned the shape \(3, 4\) for distances of the shape \(3,\); expected \(4, 3\), one "
+        r"value per head and distance, or \(3,\), the same for all heads."
+    )
+    with pytest.raises(ValueError, match=message):
+        patch_model(tiny("LlamaForCausalLM"), config_of_function(by_the_wrong_axis)())
+    with pytest.raises(TypeError, match="a_number returned float; expected a tensor"):
+        patch_model(tiny("LlamaForCausalLM"), config_of_function(a_number)())
+
+
+MODULE = """
+import hf_posenc
+
+@hf_posenc.distance_bias(per_layer=True)
+def sloped(distance, head, slope: "Tensor" = hf_posenc.learned_per_head(0.5), reach: float = 2.0):
+    \"\"\"Subtracts what every head learns from the logits.\"\"\"
+    return -slope * head * (distance.abs() / reach).log1p()
+"""
+SAVE = """
+import pickle, torch
+from hf_posenc import patch_model
+from tests.models import tiny
+
+model = patch_model(tiny("LlamaForCausalLM"), "sloped", reach=3.0)
+import my_schemes
+assert pickle.loads(pickle.dumps(model.position_encoding.config)) == my_schemes.sloped(reach=3.0)
+with torch.no_grad():
+    for parameter in model.position_encoding.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    torch.save(model(torch.arange(9)[None]).logits, "logits.pt")
+model.save_pretrained("saved")
+"""
+LOAD = """
+import torch, transformers
+import hf_posenc
+from hf_posenc.cli import main
+
+model = transformers.AutoModelForCausalLM.from_pretrained("saved")
+assert model.position_encoding.config.to_dict() == {"scheme": "sloped", "slope": 0.5, "reach": 3.0}
+with torch.no_grad():
+    assert torch.equal(model(torch.arange(9)[None]).logits, torch.load("logits.pt"))
+assert main(["schemes", "sloped"]) == 0
+try:
+    hf_posenc.export_model(model, "exported", to="stock")
+except hf_posenc.UnsupportedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.on_cpu("the other process computes on the CPU")
+def test_a_saved_model_loads_in_a_process_that_imports_the_module(tmp_path: Path) -> None:
+    (tmp_path / "my_schemes.py").write_text(MODULE)
+    imports = {"HF_POSENC_IMPORT": "my_schemes", "HF_POSENC_IMPORT_FROM": str(tmp_path)}
+    saved = run_fresh(SAVE, folder=tmp_path, environment=imports)
+    assert saved.returncode == 0, saved.stderr
+    loaded = run_fresh(LOAD, folder=tmp_path, environment=imports)
+    assert loaded.returncode == 0, loaded.stderr
+    assert "Subtracts what every head learns from the logits." in loaded.stdout
+    assert "  slope: float, default 0.5" in loaded.stdout
+    assert "has no such logit bias" in loaded.stdout
+    without = run_fresh(LOAD, folder=tmp_path)
+    assert without.returncode != 0
+    assert "Unknown scheme 'sloped'" in without.stderr
+
+
+def test_options_with_limits_are_public() -> None:
+    assert option(1.0, minimum=0).default == 1.0
