@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.report.tables import format_table
 
 #: Name of the file that says what an export is: the fields of its `ExportReport`.
@@ -34,39 +32,6 @@ class Check:
     quantity: str
     difference: float
     allowed: float | None
-
-
-def checked(
-    runtime: str, found: Iterable[tuple[str, str, float]], allowed: float | None, other: str
-) -> tuple[Check, ...]:
-    """Checks of measured differences, given as mode, quantity and difference.
-
-    Raises:
-        UnsupportedError: if one is not allowed; says what can be done (`other`).
-    """
-    checks = tuple(Check(runtime, mode, quantity, difference, allowed) for mode, quantity, difference in found)
-    for check in checks:
-        if allowed is not None and not check.difference <= allowed:
-            raise UnsupportedError(
-                f"{runtime} computes other {check.quantity} ({check.mode}): they differ by {check.difference:.3g} "
-                f"(allowed: {allowed}). {other}"
-            )
-    return checks
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of a writer.
-
-    Args:
-        carrier: what carries the scheme in the target, in a few words: "LlamaForCausalLM with rope_type 'longrope'".
-        checks: at least one.
-        usage: Markdown with the code or command that runs the export; `{folder}` stands for its folder or hub id.
-    """
-
-    carrier: str
-    checks: tuple[Check, ...]
-    usage: str
 
 
 @dataclass(frozen=True)

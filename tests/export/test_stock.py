@@ -33,8 +33,11 @@ from hf_posenc import (
     UnsupportedError,
     YarnScaling,
 )
-from hf_posenc.export.stock import carriers, write
+from hf_posenc.export.carriers import Carrier, proposal
+from hf_posenc.export.layers import ModelParts
+from hf_posenc.export.stock import target
 from hf_posenc.export.stock.own_class import own_class
+from hf_posenc.export.targets import find_target
 from tests.checkpoint.checkpoint_cases import (
     VOCABULARY,
     bert,
@@ -177,7 +180,7 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any, str]] = {
     "llama-frequencies_per_head": (llama, LearnedRopeConfig(sharing="head"), "differ between heads"),
     "gpt2-alibi": (gpt2, "alibi", "no such logit bias"),
     "gpt2-interpolate": (gpt2, LearnedConfig(extension="interpolate"), "extension='interpolate'"),
-    "roberta-rope": (roberta, "rope", "does not rotate"),
+    "roberta-rope": (roberta, "rope", "no such map here"),
     "bert-alibi": (bert, "alibi", "no such logit bias"),
     "bert-normalized_integer": (bert, "normalized_integer", "depend on the length"),
     "bert-t5_and_token_types": (bert, "t5", "the second text of a pair"),
@@ -188,7 +191,7 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any, str]] = {
         RopeConfig(rotary_dim=4, scaling=LinearScaling(factor=4.0)),
         "a stock LlamaForCausalLM .* cannot run",
     ),
-    "bert-sinusoidal_and_rope": (bert, ["sinusoidal", "rope"], "add no vectors"),
+    "bert-sinusoidal_and_rope": (bert, ["sinusoidal", "rope"], "no such vectors here"),
 }
 
 
@@ -237,29 +240,29 @@ def test_what_stock_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path, nam
 
 
 def test_a_config_that_its_class_does_not_accept_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "CARRIERS", [one for one in carriers.CARRIERS if one.form is own_class])
+    monkeypatch.setattr(target, "CARRIERS", [one for one in target.CARRIERS if one.form is own_class])
     model = patched(phi3, NativeConfig(scaling=LinearScaling(factor=4.0)))
     with pytest.raises(UnsupportedError, match=r"A Phi3Config does not accept it: .* must be one of \['longrope'\]"):
         hf_posenc.export_model(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
-    assert write.proposal(model) is None
+    assert proposal(find_target("stock"), ModelParts(model)) == ""
 
 
 def changed_carrier(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
     """Leaves one carrier, which writes a wrong config."""
 
-    def form(model: PreTrainedModel) -> Any:
-        found = own_class(model)
+    def form(parts: ModelParts) -> Any:
+        found = own_class(parts)
         change(found.config)
         return found
 
-    monkeypatch.setattr(write, "CARRIERS", (carriers.Carrier("a wrong carrier", form),))
+    monkeypatch.setattr(target, "CARRIERS", (Carrier("a wrong carrier", form),))
 
 
 def test_a_wrong_claim_does_not_survive_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed_carrier(monkeypatch, lambda config: config.rope_parameters.update(rope_theta=501.0))
     model = patched(llama, RopeConfig(theta=500.0))
-    with pytest.raises(UnsupportedError, match="a wrong carrier: the outputs of"):
+    with pytest.raises(UnsupportedError, match="a wrong carrier: plain transformers gives other numbers"):
         hf_posenc.export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     report = hf_posenc.export_model(model, tmp_path / "out", approximate=True)
@@ -277,17 +280,17 @@ def test_a_carrier_with_the_scheme_of_another_model_is_caught(tmp_path, monkeypa
     with torch.no_grad():
         queries = next(value for key, value in form.state.items() if re.search(r"q_proj|query|\.q\.", key))
         queries.copy_(queries.flip(0))
-    monkeypatch.setattr(write, "CARRIERS", (carriers.Carrier(carrier, lambda _: form),))
-    with pytest.raises(UnsupportedError, match="would differ by"):
+    monkeypatch.setattr(target, "CARRIERS", (Carrier(carrier, lambda _: form),))
+    with pytest.raises(UnsupportedError, match="gives other numbers"):
         hf_posenc.export_model(patched(*EXPRESSIBLE[name]), tmp_path / "out")
 
 
 def first_form(model: PreTrainedModel) -> Any:
     """The first carrier that takes a model, and what it makes of it."""
-    for carrier in carriers.CARRIERS:
+    for carrier in target.CARRIERS:
         with contextlib.suppress(UnsupportedError):
             if carrier.fits(model):
-                return carrier.name, carrier.form(model)
+                return carrier.name, carrier.form_of(ModelParts(model), "")
     raise AssertionError("no carrier")
 
 

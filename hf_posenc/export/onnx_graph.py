@@ -1,4 +1,4 @@
-"""The functions that become ONNX graphs, their example inputs, and the names of their inputs and outputs.
+"""The graph of a model in ONNX: the function that is exported, its example inputs, and the names of its tensors.
 
 Names are those of optimum, which other programs look for: `past_key_values.0.key`, `present.0.key`.
 """
@@ -10,22 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.request import refuse_encoder_decoder
-from hf_posenc.export.samples import random_ids
+from hf_posenc.errors import UnsupportedError, UsageError
+from hf_posenc.export.comparison import random_ids
+from hf_posenc.export.programs import Plain, plain_inputs, prepare_for_tracing, tracing
 from hf_posenc.patching.call.cache_scheme import accept_cache
 from hf_posenc.patching.call.caches import cache_argument, first_cache
 from hf_posenc.patching.place.encoding import current_encoding
 
 #: One pair of keys and values for each layer, `(batch, key_value_heads, past_length, width)` each.
 Past = list[tuple[Tensor, Tensor]]
-
 #: Sizes of the example. All differ, so that no length can stand for another.
 _BATCH, _PAST, _LENGTH = 2, 7, 5
+#: What an error of the exporter tells, where it does.
+_TELLING = ("No ONNX function found", "specialized it to be a constant")
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,6 @@ class _Decoder(nn.Module):
         return {"logits": output.logits, "present": cached(output)}
 
 
-class Plain(nn.Module):
-    """A call without a cache: the tensors of its output."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors of the output by name."""
-        return run_plain(self.model, inputs)
-
-
 def run_decoder(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -125,13 +115,6 @@ def _arguments(model: PreTrainedModel) -> tuple[str, bool]:
     return cache_argument(model), current_encoding(model) is None and takes_positions
 
 
-def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Calls a model without a cache, and returns the tensors of its output."""
-    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    output = model(**inputs, return_dict=True, **extra)
-    return {name: value for name, value in output.items() if isinstance(value, Tensor)}
-
-
 def cached(output: Any) -> Past:
     """The keys and values of the cache in an output."""
     return [(layer.keys, layer.values) for layer in first_cache(output.values()).layers]
@@ -141,9 +124,8 @@ def graph_of(model: PreTrainedModel) -> Graph:
     """The graph of a model: with a cache if it generates, else without.
 
     Raises:
-        UnsupportedError: for an encoder-decoder model, or one that caches something else than keys and values.
+        UnsupportedError: for a model that caches something else than keys and values.
     """
-    refuse_encoder_decoder(model)
     ids = random_ids(model, _PAST + _LENGTH, _BATCH)
     mask = torch.ones_like(ids)
     mask[1, 0] = 0
@@ -157,7 +139,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
     if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
         raise UnsupportedError(
             f"{type(model).__name__} caches something else than the keys and values of every layer, which has no "
-            "common names in ONNX. Use model.save_pretrained."
+            "common names in ONNX."
         )
     past = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
     given: dict[str, Any] = {"input_ids": ids[:, _PAST:], "attention_mask": mask, "past": past}
@@ -170,15 +152,70 @@ def graph_of(model: PreTrainedModel) -> Graph:
     return Graph(_Decoder(model), given, shapes, past)
 
 
-def plain_inputs(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
-    """The inputs of a call without a cache, in the order of the programs: random tokens in two texts of a pair."""
-    batch, length = mask.shape
-    inputs = {"input_ids": random_ids(model, length, batch), "attention_mask": mask}
-    takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
-    if takes_types and getattr(model.config, "type_vocab_size", 0) > 1:
-        inputs["token_type_ids"] = (torch.arange(length) // (length // 2 + 1)).expand_as(mask).contiguous()
-    return inputs
-
-
 def _names(prefix: str, past: Past) -> list[str]:
     return [f"{prefix}.{index}.{kind}" for index in range(len(past)) for kind in ("key", "value")]
+
+
+def export_graph(model: PreTrainedModel, opset_version: int | None) -> Any:
+    """Returns the graph of a model as an `onnx_ir.Model`.
+
+    Args:
+        model: a float32 model in evaluation mode.
+        opset_version: version of the ONNX operators; `None` for the newest that the exporter writes.
+
+    Raises:
+        UnsupportedError: if it cannot be traced with open lengths, has an operator that ONNX lacks, or cannot be
+            written with this version of the operators.
+        UsageError: if transformers is too old.
+    """
+    try:
+        from transformers.exporters import ExportedModel  # noqa: F401 (older exporters return other programs)
+        from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+    except ImportError as error:
+        raise UsageError(
+            f"The export to 'onnx' needs newer exporters than those of transformers {transformers.__version__}: "
+            "pip install 'transformers>=5.23'"
+        ) from error
+    prepare_for_tracing(model)
+    with tracing(model, "an ONNX graph with open lengths", _TELLING):
+        graph = graph_of(model)
+        shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
+        config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset_version)
+        exported = OnnxExporter().export(graph.module, dict(graph.inputs), config=config)
+    written = exported.program.opset_imports[""]
+    if opset_version not in (None, written):
+        # The exporter tries to convert the graph, and returns the unconverted one if it cannot.
+        raise UnsupportedError(
+            f"The graph of this {type(model).__name__} cannot be written with opset_version={opset_version}; the "
+            f"exporter wrote version {written}. Use opset_version={written}, or leave it out."
+        )
+    _name(exported.program.graph, graph)
+    return exported.program
+
+
+def _open(axes: Any) -> Any:
+    """The same axes as torch.export takes them. It raises an error if the code fixes one of them."""
+    if isinstance(axes, dict):
+        return dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
+    return type(axes)(map(_open, axes))
+
+
+def _name(graph: Any, source: Graph) -> None:
+    """Names inputs, outputs and open axes."""
+    import onnx_ir
+
+    for value in graph.inputs:
+        value.name = source.input_names[value.name.removeprefix("input.")]
+    outputs = source.output_names([value.name for value in graph.outputs])
+    for value, name in zip(graph.outputs, outputs, strict=True):
+        value.name = name
+    for value in (*graph.inputs, *graph.outputs):
+        named = source.axes.get(value.name, {0: "batch_size", 1: "sequence_length"})
+        value.shape = onnx_ir.Shape(
+            [size if isinstance(size, int) else named.get(axis, str(size)) for axis, size in enumerate(value.shape)]
+        )
+    # Shapes in between contain the exporter's own names.
+    for node in graph:
+        for value in node.outputs:
+            if value not in graph.outputs:
+                value.shape = None
