@@ -85,7 +85,7 @@ class Export(ABC, Generic[F]):
         """The carriers to try, in this order."""
 
     def prepare(self) -> None:
-        """Called before anything is written. Raises `UnsupportedError` for what no carrier could change."""
+        """Called before anything is written. Raises `UnsupportedError` for what no carrier can change."""
 
     @abstractmethod
     def write(self, form: F) -> None:
@@ -126,13 +126,16 @@ def carry(export: Export[F], target: Target, approximate: bool) -> tuple[F, tupl
     """
     reasons: dict[str, list[str]] = defaultdict(list)
     inexact: list[tuple[F, list[Difference]]] = []
+    prepared = False
     for carrier in export.carriers():
         try:
             form = carrier.form_of(export.parts, target.program)
         except UnsupportedError as error:
             reasons[str(error)].append(carrier.name)
             continue
-        export.prepare()
+        if not prepared:
+            export.prepare()
+            prepared = True
         try:
             export.write(form)
             found = largest(export.differences(form))

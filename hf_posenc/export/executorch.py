@@ -6,7 +6,6 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import transformers
@@ -66,20 +65,19 @@ class ExecutorchExport(ProgramExport):
             raise UsageError(f"max_length is {longest!r}; expected a whole number of tokens, at least {_LEAST}.")
         return longest
 
-    @cached_property
-    def outputs(self) -> list[str]:
-        """The names of the outputs, from a run of the longest sequence."""
+    def prepare(self) -> None:
+        """Runs the longest sequence.
+
+        Raises:
+            UnsupportedError: if the model cannot.
+        """
         try:
-            return list(run_plain(self.reference, _example(self.reference, self.longest)))
+            self.outputs = list(run_plain(self.reference, _example(self.reference, self.longest)))
         except (IndexError, RuntimeError) as error:
             raise UnsupportedError(
                 f"{self.parts.name} cannot run {self.longest} tokens, the longest sequence of the program: {error} Use "
                 "a smaller max_length."
             ) from error
-
-    def prepare(self) -> None:
-        """Raises `UnsupportedError` if the model cannot run so many tokens."""
-        assert self.outputs
 
     @staticmethod
     def runtime() -> str:
@@ -116,8 +114,36 @@ class ExecutorchExport(ProgramExport):
         self.save_configs()
 
     def differences(self, form: Form) -> Iterator[Difference]:
-        """Compares one token, short sequences, and the longest, with and without padding."""
-        return differences(self.reference, self.draft / _FILE, self.longest)
+        """Compares one token, short sequences, and the longest, with and without padding.
+
+        Raises:
+            UnsupportedError: if ExecuTorch cannot run the program.
+        """
+        from executorch.runtime import Runtime
+
+        try:
+            program = Runtime.get().load_program(self.draft / _FILE)
+            method = program.load_method("forward")
+        except RuntimeError as error:
+            raise UnsupportedError(f"{self.runtime()} cannot load the program: {error}") from error
+
+        def run(inputs: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+            try:
+                outputs = method.execute(list(inputs.values()))
+            except RuntimeError as error:
+                length = inputs["input_ids"].shape[1]
+                raise UnsupportedError(
+                    f"{self.runtime()} cannot run the program on {length} tokens: {error}"
+                ) from error
+            if len(outputs) != len(names):
+                raise UnsupportedError(
+                    f"{self.runtime()} returns {len(outputs)} outputs, the model {len(names)} ({', '.join(names)})."
+                )
+            return dict(zip(names, outputs, strict=True))
+
+        lengths = sorted(length for length in {1, 7, 24, self.longest // 2 + 1, self.longest} if length <= self.longest)
+        padded = [_mask(length) for length in lengths]
+        yield from plain_differences(self.reference, [*padded, *map(torch.ones_like, padded)], run, _TOLERANCE)
 
     def usage(self, form: Form) -> str:
         """The names of inputs and outputs, and how to run it in Python."""
@@ -142,44 +168,6 @@ def _mask(length: int) -> Tensor:
     mask = torch.ones(1, length, dtype=torch.int64)
     mask[:, length - length // 4 :] = 0
     return mask
-
-
-@torch.no_grad()
-def differences(model: PreTrainedModel, path: Path, max_length: int) -> Iterator[Difference]:
-    """Loads a program and runs it and the model on the same tokens.
-
-    Args:
-        model: the model it was made from.
-        path: the program.
-        max_length: longest sequence of the program.
-
-    Raises:
-        UnsupportedError: if ExecuTorch cannot run the program.
-    """
-    from executorch.runtime import Runtime
-
-    runtime = ExecutorchExport.runtime()
-    try:
-        program = Runtime.get().load_program(path)
-        method = program.load_method("forward")
-    except RuntimeError as error:
-        raise UnsupportedError(f"{runtime} cannot load the program: {error}") from error
-
-    def run(inputs: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-        try:
-            outputs = method.execute(list(inputs.values()))
-        except RuntimeError as error:
-            length = inputs["input_ids"].shape[1]
-            raise UnsupportedError(f"{runtime} cannot run the program on {length} tokens: {error}") from error
-        if len(outputs) != len(names):
-            raise UnsupportedError(
-                f"{runtime} returns {len(outputs)} outputs, the model {len(names)} ({', '.join(names)})."
-            )
-        return dict(zip(names, outputs, strict=True))
-
-    lengths = [length for length in sorted({1, 7, 24, max_length // 2 + 1, max_length}) if length <= max_length]
-    padded = [_mask(length) for length in lengths]
-    yield from plain_differences(model, [*padded, *map(torch.ones_like, padded)], run, _TOLERANCE)
 
 
 def _default_length(parts: ModelParts) -> int:

@@ -6,7 +6,6 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.onnx_graph import Past, cached, export_graph, run_decoder
 from hf_posenc.export.programs import ProgramExport, plain_differences, quiet
 from hf_posenc.export.records import Check
-from hf_posenc.patching.place.encoding import current_encoding
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
 #: order: the 30 layers of SmolLM2 differ by 4e-6 in short texts, and by 1.3e-5 at position 16,384.
@@ -81,35 +79,46 @@ class OnnxExport(ProgramExport):
             UnsupportedError: if the model cannot be traced with open lengths.
             UsageError: if transformers is too old.
         """
-        save_graph(export_graph(self.reference, self.opset_version), self.draft / _FILE)
+        import onnx_ir
+
+        program = export_graph(self.reference, self.opset_version)
+        tensors = (value.const_value for value in program.graph.initializers.values())
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        onnx_ir.save(program, str(self.draft / _FILE), external_data=_WEIGHTS if size > _LARGEST_FILE else None)
         self.save_configs()
 
-    def differences(self, form: Form) -> Iterator[Difference]:
-        """Compares several lengths and rows, padding on the left, and positions beyond a sliding window or the original
-        length of a scaling; with a cache also token by token.
+    def differences(self, form: Form, file: str = _FILE) -> Iterator[Difference]:
+        """Compares lengths that were not used in tracing, several rows, padding on the left, and positions beyond a
+        sliding window or the original length of a scaling; with a cache also token by token.
+
+        Raises:
+            UnsupportedError: if onnxruntime cannot run the file.
         """
-        return differences(self.reference, self.draft / _FILE)
+        model, session, ends = self.reference, Session(self.draft / file), _ends(self.parts)
+        if not model.can_generate():
+            # Encoders are padded on the right.
+            masks = [mask.flip(-1) for mask in (_mask(3), _mask(24, 0, 5, 11), *map(_mask, ends))]
+            yield from plain_differences(model, masks, lambda inputs, _: session(inputs, []), TOLERANCE)
+            return
+        sample = _sample_cache(model)
+        prefills = [(1, _mask(1)), (40, _mask(40)), (24, _mask(24, 0, 5, 11))]
+        after = [(1, _mask(34, 0, 4)), (6, _mask(39, 0, 4)), *((min(end, _TAIL), _mask(end)) for end in ends)]
+        for mode, calls in (("prefill", prefills), ("decode", after)):
+            for length, mask in calls:
+                yield from _in_a_call(model, session, sample, length, mask, mode)
+        yield _step_by_step(model, session, sample)
 
     def finished(self, form: Form, checks: tuple[Check, ...]) -> tuple[Check, ...]:
         """Writes the quantised graph beside the other, if it is asked for."""
         if not self.quantize:
             return checks
         quantize(self.draft / _FILE)
-        found = largest(differences(self.reference, self.draft / _QUANTIZED))
+        found = largest(self.differences(form, _QUANTIZED))
         return checks + checks_of(f"{self.runtime()}, int8", found, limited=False)
 
     def usage(self, form: Form) -> str:
         """Python that runs it."""
         return "\n".join(("```python", _LOAD, _GENERATE if self.model.can_generate() else _ENCODE, "```"))
-
-
-def save_graph(program: Any, path: Path) -> None:
-    """Writes an `onnx_ir.Model` to `path`, with its weights inside if they fit."""
-    import onnx_ir
-
-    tensors = (value.const_value for value in program.graph.initializers.values())
-    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    onnx_ir.save(program, str(path), external_data=_WEIGHTS if size > _LARGEST_FILE else None)
 
 
 def quantize(path: Path) -> None:
@@ -167,41 +176,15 @@ class Session:
         return dict(zip(self.outputs, map(torch.from_numpy, found), strict=True))
 
 
-@torch.no_grad()
-def differences(model: PreTrainedModel, path: Path) -> Iterator[Difference]:
-    """Runs a graph and the model on the same tokens, at lengths that were not used in tracing.
-
-    Args:
-        model: a float32 model in evaluation mode.
-        path: the ONNX file.
-
-    Raises:
-        UnsupportedError: if onnxruntime cannot run the file.
-    """
-    session, ends = Session(path), _ends(model)
-    if not model.can_generate():
-        # Encoders are padded on the right.
-        masks = [mask.flip(-1) for mask in (_mask(3), _mask(24, 0, 5, 11), *map(_mask, ends))]
-        yield from plain_differences(model, masks, lambda inputs, _: session(inputs, []), TOLERANCE)
-        return
-    sample = _sample_cache(model)
-    prefills = [(1, _mask(1)), (40, _mask(40)), (24, _mask(24, 0, 5, 11))]
-    after = [(1, _mask(34, 0, 4)), (6, _mask(39, 0, 4)), *((min(end, _TAIL), _mask(end)) for end in ends)]
-    for mode, calls in (("prefill", prefills), ("decode", after)):
-        for length, mask in calls:
-            yield from _in_a_call(model, session, sample, length, mask, mode)
-    yield _step_by_step(model, session, sample)
-
-
 def _mask(length: int, *padding: int) -> Tensor:
     """`(batch, length)`, 1 at real tokens, after so much padding in each row."""
     return (torch.arange(length) >= torch.tensor(padding or (0,)).unsqueeze(-1)).long()
 
 
-def _ends(model: PreTrainedModel) -> list[int]:
+def _ends(parts: ModelParts) -> list[int]:
     """Lengths to compare at: those of every target, and beyond the native length if the scheme reaches further."""
-    found = {stop for _, stop in spans(model)}
-    lengths = None if (encoding := current_encoding(model)) is None else encoding.lengths
+    found = {stop for _, stop in spans(parts.model)}
+    lengths = None if parts.placed is None else parts.placed.lengths
     if lengths is not None and lengths.native is not None:
         beyond = lengths.native + 16
         if beyond <= min(lengths.reach.length or _FARTHEST, _FARTHEST):

@@ -1,4 +1,4 @@
-"""The graph of a model in ONNX: the function that is exported, its example inputs, and the names of its tensors.
+"""The graph of a model in ONNX: the function that is exported, and the names of its tensors.
 
 Names are those of optimum, which other programs look for: `past_key_values.0.key`, `present.0.key`.
 """
@@ -6,7 +6,6 @@ Names are those of optimum, which other programs look for: `past_key_values.0.ke
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,45 +25,15 @@ from hf_posenc.patching.place.encoding import current_encoding
 Past = list[tuple[Tensor, Tensor]]
 #: Sizes of the example. All differ, so that no length can stand for another.
 _BATCH, _PAST, _LENGTH = 2, 7, 5
+#: The tensors of a cached layer, and the lengths that are not that of the new tokens.
+_CACHED = ("key", "value")
+_LENGTHS = {
+    "attention_mask": "total_sequence_length",
+    "past": "past_sequence_length",
+    "present": "total_sequence_length",
+}
 #: What an error of the exporter tells, where it does.
 _TELLING = ("No ONNX function found", "specialized it to be a constant")
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A function to be exported.
-
-    Args:
-        module: the function.
-        inputs: example inputs by name.
-        shapes: for each input, the names of its open axes.
-        past: the cache among the inputs, or `None`.
-    """
-
-    module: nn.Module
-    inputs: dict[str, Any]
-    shapes: dict[str, Any]
-    past: Past | None = None
-
-    @property
-    def input_names(self) -> dict[str, str]:
-        """Names of the inputs, by those that the exporter gives them: their paths."""
-        plain = {name: name for name in self.inputs if name != "past"}
-        paths = [f"past.{index}.{kind}" for index in range(len(self.past or [])) for kind in (0, 1)]
-        return plain | dict(zip(paths, _names("past_key_values", self.past or []), strict=True))
-
-    def output_names(self, found: list[str]) -> list[str]:
-        """Names of the outputs, given those that the exporter derives from the dictionary."""
-        plain = [name for name in found if not name.startswith("present")]
-        return plain + _names("present", self.past or [])
-
-    @property
-    def axes(self) -> dict[str, dict[int, str]]:
-        """The names of the open axes of every input and of the cached outputs."""
-        named = {name: axes for name, axes in self.shapes.items() if name != "past"}
-        for prefix, length in (("past_key_values", "past_sequence_length"), ("present", "total_sequence_length")):
-            named |= {key: {0: "batch_size", 2: length} for key in _names(prefix, self.past or [])}
-        return named
 
 
 class _Decoder(nn.Module):
@@ -120,8 +89,8 @@ def cached(output: Any) -> Past:
     return [(layer.keys, layer.values) for layer in first_cache(output.values()).layers]
 
 
-def graph_of(model: PreTrainedModel) -> Graph:
-    """The graph of a model: with a cache if it generates, else without.
+def function_of(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Any]]:
+    """The function that becomes the graph of a model, with a cache if it generates, and example inputs by name.
 
     Raises:
         UnsupportedError: for a model that caches something else than keys and values.
@@ -129,10 +98,8 @@ def graph_of(model: PreTrainedModel) -> Graph:
     ids = random_ids(model, _PAST + _LENGTH, _BATCH)
     mask = torch.ones_like(ids)
     mask[1, 0] = 0
-    tokens = {0: "batch_size", 1: "sequence_length"}
     if not model.can_generate():
-        inputs = plain_inputs(model, mask)
-        return Graph(Plain(model), inputs, dict.fromkeys(inputs, tokens))
+        return Plain(model), plain_inputs(model, mask)
     with torch.no_grad():
         found = first_cache(run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).values())
     layers = getattr(found, "layers", [])
@@ -142,18 +109,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
             "common names in ONNX."
         )
     past = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
-    given: dict[str, Any] = {"input_ids": ids[:, _PAST:], "attention_mask": mask, "past": past}
-    cache_axes = {0: "batch_size", 2: "past_sequence_length"}
-    shapes = {
-        "input_ids": tokens,
-        "attention_mask": {0: "batch_size", 1: "total_sequence_length"},
-        "past": [(cache_axes, cache_axes)] * len(past),
-    }
-    return Graph(_Decoder(model), given, shapes, past)
-
-
-def _names(prefix: str, past: Past) -> list[str]:
-    return [f"{prefix}.{index}.{kind}" for index in range(len(past)) for kind in ("key", "value")]
+    return _Decoder(model), {"input_ids": ids[:, _PAST:], "attention_mask": mask, "past": past}
 
 
 def export_graph(model: PreTrainedModel, opset_version: int | None) -> Any:
@@ -178,10 +134,10 @@ def export_graph(model: PreTrainedModel, opset_version: int | None) -> Any:
         ) from error
     prepare_for_tracing(model)
     with tracing(model, "an ONNX graph with open lengths", _TELLING):
-        graph = graph_of(model)
-        shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
+        function, inputs = function_of(model)
+        shapes = {name: _open(value) for name, value in inputs.items()}
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset_version)
-        exported = OnnxExporter().export(graph.module, dict(graph.inputs), config=config)
+        exported = OnnxExporter().export(function, inputs, config=config)
     written = exported.program.opset_imports[""]
     if opset_version not in (None, written):
         # The exporter tries to convert the graph, and returns the unconverted one if it cannot.
@@ -189,28 +145,31 @@ def export_graph(model: PreTrainedModel, opset_version: int | None) -> Any:
             f"The graph of this {type(model).__name__} cannot be written with opset_version={opset_version}; the "
             f"exporter wrote version {written}. Use opset_version={written}, or leave it out."
         )
-    _name(exported.program.graph, graph)
+    _name(exported.program.graph, _LENGTHS if model.can_generate() else {})
     return exported.program
 
 
-def _open(axes: Any) -> Any:
-    """The same axes as torch.export takes them. It raises an error if the code fixes one of them."""
-    if isinstance(axes, dict):
-        return dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
-    return type(axes)(map(_open, axes))
+def _open(value: Any) -> Any:
+    """The axes of batch and length, as torch.export takes them. It raises an error if the code fixes one of them."""
+    if isinstance(value, Tensor):
+        return dict.fromkeys((0, value.ndim // 2), torch.export.Dim.DYNAMIC)
+    return type(value)(map(_open, value))
 
 
-def _name(graph: Any, source: Graph) -> None:
-    """Names inputs, outputs and open axes."""
+def _name(graph: Any, lengths: dict[str, str]) -> None:
+    """Names inputs, outputs and open axes.
+
+    Args:
+        graph: whose inputs and outputs have the paths of the example as names.
+        lengths: the names of lengths that are not that of the tokens.
+    """
     import onnx_ir
 
-    for value in graph.inputs:
-        value.name = source.input_names[value.name.removeprefix("input.")]
-    outputs = source.output_names([value.name for value in graph.outputs])
-    for value, name in zip(graph.outputs, outputs, strict=True):
-        value.name = name
     for value in (*graph.inputs, *graph.outputs):
-        named = source.axes.get(value.name, {0: "batch_size", 1: "sequence_length"})
+        kind, *path = value.name.removeprefix("input.").split(".")
+        name = "past_key_values" if kind == "past" else kind
+        value.name = f"{name}.{path[0]}.{_CACHED[int(path[1])]}" if path else name
+        named = {0: "batch_size", 2 if path else 1: lengths.get(kind, "sequence_length")}
         value.shape = onnx_ir.Shape(
             [size if isinstance(size, int) else named.get(axis, str(size)) for axis, size in enumerate(value.shape)]
         )

@@ -14,18 +14,26 @@ import torch
 
 from hf_posenc import UnsupportedError
 from hf_posenc.errors import UsageError
-from hf_posenc.export.comparison import excess
+from hf_posenc.export.carriers import Form
+from hf_posenc.export.comparison import Difference, excess
 from hf_posenc.export.export_model import export_model
+from hf_posenc.export.layers import ModelParts
 
 from .models import visible
 
 pytest.importorskip("executorch", reason="executorch is not installed: pip install executorch==1.5.1")
 
-from hf_posenc.export.executorch import differences
+from hf_posenc.export.executorch import ExecutorchExport
 
 #: Two layers differ less than the check allows.
 CLOSE = 1e-5
 LLAMA, BERT = "LlamaForCausalLM", "BertModel"
+
+
+@torch.no_grad()
+def differences(model: Any, folder: Path, max_length: int) -> list[Difference]:
+    export = ExecutorchExport(max_length).of(ModelParts(model), folder, None)
+    return list(export.differences(Form(carrier="")))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +84,7 @@ def test_the_check_finds_a_lost_bias(alibi: Any) -> None:
 def test_the_check_finds_a_shorter_length(alibi: Any) -> None:
     model, folder, _ = alibi
     with pytest.raises(UnsupportedError, match="cannot run the program on 96 tokens"):
-        list(differences(model, folder / "model.pte", 96))
+        differences(model, folder, 96)
 
 
 #: A program takes several seconds to compile, so the default run makes one of each kind.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 from gguf import PoolingType
 
@@ -67,14 +65,9 @@ class GgufExport(Export[GgufForm]):
             )
         return found
 
-    @cached_property
-    def words(self) -> dict[str, Any]:
-        """The tokenizer as metadata."""
-        return vocabulary(self.tokenizer, int(self.model.config.get_text_config().vocab_size))
-
     def prepare(self) -> None:
         """Raises `UnsupportedError` if llama.cpp has no tokenizer that gives the same tokens."""
-        assert self.words
+        self.words = vocabulary(self.tokenizer, int(self.model.config.get_text_config().vocab_size))
 
     def write(self, form: GgufForm, dtype: str = "f32") -> None:
         """Writes the file in a precision.
