@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.comparison import Difference, checks_of, excess, largest
+from hf_posenc.export.comparison import accepted, excess, largest
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.models import other_modalities
 from hf_posenc.export.records import Check
@@ -49,7 +49,7 @@ class Carrier(Generic[F]):
 
     name: str
     form: Callable[[ModelParts], F]
-    gives: frozenset[str] | None = None
+    gives: Collection[str] | None = None
     fits: Callable[[PreTrainedModel], bool] = lambda model: True
 
     def form_of(self, parts: ModelParts, program: str) -> F:
@@ -61,6 +61,11 @@ class Carrier(Generic[F]):
         if self.gives is not None:
             parts.refuse_beyond(self.gives, program)
         return self.form(parts)
+
+
+def of_types(*model_types: str) -> Callable[[PreTrainedModel], bool]:
+    """Whether a model has one of some types."""
+    return lambda model: model.config.model_type in model_types
 
 
 class Export(ABC, Generic[F]):
@@ -92,17 +97,12 @@ class Export(ABC, Generic[F]):
         """Writes a form into the folder, in place of one that was written before."""
 
     @abstractmethod
-    def differences(self, form: F) -> Iterable[Difference]:
+    def checks(self, form: F) -> Iterable[Check]:
         """Runs what was written in the target's program, and compares it with the model.
 
         Raises:
             UnsupportedError: if the program cannot run it.
         """
-
-    @staticmethod
-    @abstractmethod
-    def runtime() -> str:
-        """The program that has run it, with its version."""
 
     def finished(self, form: F, checks: tuple[Check, ...]) -> tuple[Check, ...]:
         """Writes what belongs to the export beside the form. Returns all checks, given those of the form."""
@@ -125,7 +125,7 @@ def carry(export: Export[F], target: Target, approximate: bool) -> tuple[F, tupl
         ExportError: if there is none, with the reason of each carrier.
     """
     reasons: dict[str, list[str]] = defaultdict(list)
-    inexact: list[tuple[F, list[Difference]]] = []
+    inexact: list[tuple[F, tuple[Check, ...]]] = []
     prepared = False
     for carrier in export.carriers():
         try:
@@ -138,20 +138,20 @@ def carry(export: Export[F], target: Target, approximate: bool) -> tuple[F, tupl
             prepared = True
         try:
             export.write(form)
-            found = largest(export.differences(form))
+            checks = largest(export.checks(form))
         except UnsupportedError as error:
             reasons[str(error)].append(carrier.name)
             continue
-        problem = form.restriction or excess(target.program, found)
+        problem = form.restriction or excess(target.program, checks)
         if not problem:
-            return form, export.finished(form, checks_of(export.runtime(), found))
-        inexact.append((form, found))
+            return form, export.finished(form, checks)
+        inexact.append((form, checks))
         reasons[problem].append(carrier.name)
     if not (approximate and inexact):
         raise ExportError(export.parts, target, reasons, bool(inexact))
-    form, found = min(inexact, key=lambda pair: max(one.size for one in pair[1]))
+    form, checks = min(inexact, key=lambda pair: max(one.size for one in pair[1]))
     export.write(form)
-    return form, export.finished(form, checks_of(export.runtime(), found, limited=False))
+    return form, export.finished(form, accepted(checks))
 
 
 class ExportError(UnsupportedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,55 +19,26 @@ _SHORT = 48
 _LONGEST = 8192
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The difference of one output in one run of an export.
-
-    Args:
-        mode: as in a `Check`.
-        quantity: as in a `Check`.
-        value: as in a `Check`; infinity, or not a number, if the export cannot run there.
-        allowed: the largest that counts as equal; `None` if any does.
-        place: which tokens were compared, in a few words.
-    """
-
-    mode: str
-    quantity: str
-    value: float
-    allowed: float | None
-    place: str = ""
-
-    @property
-    def equal(self) -> bool:
-        """Whether both count as equal."""
-        return self.allowed is None or self.value <= self.allowed
-
-    @property
-    def size(self) -> tuple[bool, float]:
-        """Sorts what is not a number as the largest."""
-        return self.value != self.value, self.value
+def largest(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The check with the largest difference of each output in each mode, mode by mode."""
+    found: dict[str, dict[str, Check]] = {}
+    for check in checks:
+        of_mode = found.setdefault(check.mode, {})
+        of_mode[check.quantity] = max(of_mode.get(check.quantity, check), check, key=lambda one: one.size)
+    return tuple(check for of_mode in found.values() for check in of_mode.values())
 
 
-def largest(differences: Iterable[Difference]) -> list[Difference]:
-    """The largest difference of each output in each mode, mode by mode."""
-    found: dict[str, dict[str, Difference]] = {}
-    for one in differences:
-        of_mode = found.setdefault(one.mode, {})
-        of_mode[one.quantity] = max(of_mode.get(one.quantity, one), one, key=lambda each: each.size)
-    return [one for of_mode in found.values() for one in of_mode.values()]
-
-
-def excess(program: str, differences: Iterable[Difference]) -> str:
+def excess(program: str, checks: Iterable[Check]) -> str:
     """Says in a sentence how far an export is off; empty if it counts as equal.
 
     Args:
         program: what has run it.
-        differences: the largest of each output.
+        checks: the largest differences.
     """
     named = [
-        f"the {one.quantity} by {one.value:.3g} ({one.mode}{one.place}, allowed: {one.allowed:g})"
-        for one in differences
-        if one.allowed is not None and not one.equal
+        f"the {check.quantity} by {check.difference:.3g} ({check.mode}{check.place}, allowed: {check.allowed:g})"
+        for check in checks
+        if check.allowed is not None and not check.equal
     ]
     if not named:
         return ""
@@ -75,17 +46,9 @@ def excess(program: str, differences: Iterable[Difference]) -> str:
     return f"{program} gives other numbers. {sentence[0].upper()}{sentence[1:]}"
 
 
-def checks_of(runtime: str, differences: Iterable[Difference], *, limited: bool = True) -> tuple[Check, ...]:
-    """Differences as rows of the report.
-
-    Args:
-        runtime: what has run the export, with its version.
-        differences: the largest of each output.
-        limited: whether they had to be within the limits.
-    """
-    return tuple(
-        Check(runtime, one.mode, one.quantity, one.value, one.allowed if limited else None) for one in differences
-    )
+def accepted(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The same checks without limits."""
+    return tuple(replace(check, allowed=None) for check in checks)
 
 
 def float32_reference(model: PreTrainedModel) -> PreTrainedModel:

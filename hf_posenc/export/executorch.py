@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.carriers import Form
-from hf_posenc.export.comparison import Difference
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.programs import (
     Plain,
     ProgramExport,
-    plain_differences,
+    plain_checks,
     plain_inputs,
     prepare_for_tracing,
     run_plain,
     tracing,
 )
+from hf_posenc.export.records import Check
 from hf_posenc.patching.place.config_lengths import find_lengths
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. XNNPACK sums in
@@ -79,11 +79,6 @@ class ExecutorchExport(ProgramExport):
                 "a smaller max_length."
             ) from error
 
-    @staticmethod
-    def runtime() -> str:
-        """The version of ExecuTorch."""
-        return f"executorch {importlib.metadata.version('executorch')}"
-
     def form(self, parts: ModelParts) -> Form:
         """The program."""
         return Form(carrier=f"its own ExecuTorch program for sequences of up to {self.longest} tokens, without a cache")
@@ -113,7 +108,7 @@ class ExecutorchExport(ProgramExport):
             exported.program.write_to_file(file)
         self.save_configs()
 
-    def differences(self, form: Form) -> Iterator[Difference]:
+    def checks(self, form: Form) -> Iterator[Check]:
         """Compares one token, short sequences, and the longest, with and without padding.
 
         Raises:
@@ -121,29 +116,28 @@ class ExecutorchExport(ProgramExport):
         """
         from executorch.runtime import Runtime
 
+        runtime = f"executorch {importlib.metadata.version('executorch')}"
         try:
             program = Runtime.get().load_program(self.draft / _FILE)
             method = program.load_method("forward")
         except RuntimeError as error:
-            raise UnsupportedError(f"{self.runtime()} cannot load the program: {error}") from error
+            raise UnsupportedError(f"{runtime} cannot load the program: {error}") from error
 
         def run(inputs: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
             try:
                 outputs = method.execute(list(inputs.values()))
             except RuntimeError as error:
                 length = inputs["input_ids"].shape[1]
-                raise UnsupportedError(
-                    f"{self.runtime()} cannot run the program on {length} tokens: {error}"
-                ) from error
+                raise UnsupportedError(f"{runtime} cannot run the program on {length} tokens: {error}") from error
             if len(outputs) != len(names):
                 raise UnsupportedError(
-                    f"{self.runtime()} returns {len(outputs)} outputs, the model {len(names)} ({', '.join(names)})."
+                    f"{runtime} returns {len(outputs)} outputs, the model {len(names)} ({', '.join(names)})."
                 )
             return dict(zip(names, outputs, strict=True))
 
         lengths = sorted(length for length in {1, 7, 24, self.longest // 2 + 1, self.longest} if length <= self.longest)
         padded = [_mask(length) for length in lengths]
-        yield from plain_differences(self.reference, [*padded, *map(torch.ones_like, padded)], run, _TOLERANCE)
+        yield from plain_checks(self.reference, [*padded, *map(torch.ones_like, padded)], run, runtime, _TOLERANCE)
 
     def usage(self, form: Form) -> str:
         """The names of inputs and outputs, and how to run it in Python."""

@@ -154,6 +154,8 @@ class ModelParts:
 class Rotation:
     """A rotation of queries and keys by fixed frequencies, the same in all heads of a layer.
 
+    `folded` moves the basis, and the order of pairs, into weights.
+
     Args:
         head_dim: width of a head.
         frequencies: `(rotary_dim / 2,)` float32, in radians per position; empty for a layer that does not rotate.
@@ -180,9 +182,10 @@ class Rotation:
         stopped = torch.zeros(self.head_dim // 2 - len(self.frequencies), dtype=torch.float64)
         return torch.cat((self.frequencies.double(), stopped))
 
-    def turns_as(self, other: Rotation) -> bool:
-        """Whether both rotate by the same angles. Pairs and basis may differ: `folded` moves them into weights."""
-        return torch.equal(self.frequencies, other.frequencies) and self.scaling == other.scaling
+    @property
+    def spectrum(self) -> tuple[float, ...]:
+        """The same as a value that can be compared."""
+        return tuple(self.all_frequencies.tolist())
 
     def neighbours(self) -> list[int]:
         """The dimensions of a head in the order in which the two of each pair stand next to each other."""
@@ -255,15 +258,19 @@ def _rotation(part: QueryKeyMap, head_dim: int) -> Rotation:
     return Rotation(head_dim, rows[0], part.layout, float(part.attention_scaling))
 
 
-def shared_rotation(parts: ModelParts, carrier: str) -> list[Rotation]:
-    """The rotation of each layer, for a carrier that turns by the same angles in all of them.
+def rotations_of(parts: ModelParts, *, same: bool = True) -> list[Rotation]:
+    """The rotation of each layer.
+
+    Args:
+        parts: the model.
+        same: whether all have to turn by the same frequencies.
 
     Raises:
-        UnsupportedError: if a layer does not rotate, or they turn by other angles.
+        UnsupportedError: if a layer does something else to queries and keys.
     """
     rotations = [rotation_of(layer) for layer in parts.layers]
-    if any(not rotation.rotary_dim or not rotation.turns_as(rotations[0]) for rotation in rotations):
-        raise UnsupportedError(f"{carrier} has the same rotation in all layers.")
+    if same and any(rotation.spectrum != rotations[0].spectrum for rotation in rotations):
+        raise UnsupportedError("the layers have different frequencies")
     return rotations
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,10 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError, UsageError
 from hf_posenc.export.carriers import Form
-from hf_posenc.export.comparison import Difference, checks_of, difference_at_real_tokens, largest, random_ids, spans
+from hf_posenc.export.comparison import accepted, difference_at_real_tokens, largest, random_ids, spans
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.onnx_graph import Past, cached, export_graph, run_decoder
-from hf_posenc.export.programs import ProgramExport, plain_differences, quiet
+from hf_posenc.export.programs import ProgramExport, plain_checks, quiet
 from hf_posenc.export.records import Check
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
@@ -63,11 +62,6 @@ class OnnxExport(ProgramExport):
         if self.opset_version is not None and type(self.opset_version) is not int:
             raise UsageError(f"opset_version is {self.opset_version!r}; expected a number, such as 20.")
 
-    @staticmethod
-    def runtime() -> str:
-        """The version of onnxruntime."""
-        return f"onnxruntime {importlib.metadata.version('onnxruntime')}"
-
     def form(self, parts: ModelParts) -> Form:
         """The graph."""
         return Form(carrier="its own ONNX graph")
@@ -87,7 +81,7 @@ class OnnxExport(ProgramExport):
         onnx_ir.save(program, str(self.draft / _FILE), external_data=_WEIGHTS if size > _LARGEST_FILE else None)
         self.save_configs()
 
-    def differences(self, form: Form, file: str = _FILE) -> Iterator[Difference]:
+    def checks(self, form: Form, file: str = _FILE) -> Iterator[Check]:
         """Compares lengths that were not used in tracing, several rows, padding on the left, and positions beyond a
         sliding window or the original length of a scaling; with a cache also token by token.
 
@@ -98,7 +92,7 @@ class OnnxExport(ProgramExport):
         if not model.can_generate():
             # Encoders are padded on the right.
             masks = [mask.flip(-1) for mask in (_mask(3), _mask(24, 0, 5, 11), *map(_mask, ends))]
-            yield from plain_differences(model, masks, lambda inputs, _: session(inputs, []), TOLERANCE)
+            yield from plain_checks(model, masks, lambda inputs, _: session(inputs, []), session.runtime, TOLERANCE)
             return
         sample = _sample_cache(model)
         prefills = [(1, _mask(1)), (40, _mask(40)), (24, _mask(24, 0, 5, 11))]
@@ -113,8 +107,7 @@ class OnnxExport(ProgramExport):
         if not self.quantize:
             return checks
         quantize(self.draft / _FILE)
-        found = largest(self.differences(form, _QUANTIZED))
-        return checks + checks_of(f"{self.runtime()}, int8", found, limited=False)
+        return checks + accepted(largest(self.checks(form, _QUANTIZED)))
 
     def usage(self, form: Form) -> str:
         """Python that runs it."""
@@ -150,12 +143,13 @@ class Session:
     def __init__(self, path: Path) -> None:
         import onnxruntime
 
+        self.runtime = f"onnxruntime {onnxruntime.__version__}{', int8' if path.name == _QUANTIZED else ''}"
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise UnsupportedError(f"{OnnxExport.runtime()} cannot load the graph: {error}") from error
+            raise UnsupportedError(f"{self.runtime} cannot load the graph: {error}") from error
         self.inputs = {one.name: one.shape for one in self.session.get_inputs()}
         self.outputs = [one.name for one in self.session.get_outputs()]
 
@@ -172,7 +166,7 @@ class Session:
             found = self.session.run(None, feed)
         except Exception as error:
             shapes = {name: value.shape for name, value in feed.items() if name in tensors}
-            raise UnsupportedError(f"{OnnxExport.runtime()} cannot run the graph on {shapes}: {error}") from error
+            raise UnsupportedError(f"{self.runtime} cannot run the graph on {shapes}: {error}") from error
         return dict(zip(self.outputs, map(torch.from_numpy, found), strict=True))
 
 
@@ -194,7 +188,7 @@ def _ends(parts: ModelParts) -> list[int]:
 
 def _in_a_call(
     model: PreTrainedModel, session: Session, sample: Past, length: int, mask: Tensor, mode: str
-) -> Iterator[Difference]:
+) -> Iterator[Check]:
     """The difference at the last tokens under a mask; none if it is too long for the scheme.
 
     Cached tokens are those of a short text, repeated to the length of the cache. Random numbers would not have the size
@@ -208,7 +202,7 @@ def _in_a_call(
         return
     logits = session({"input_ids": ids, "attention_mask": mask}, past)["logits"]
     difference = difference_at_real_tokens(logits, expected, mask[:, before:])
-    yield Difference(mode, "logits", difference, TOLERANCE, f" of {length} tokens after {before}")
+    yield Check(session.runtime, mode, "logits", difference, TOLERANCE, f" of {length} tokens after {before}")
 
 
 def _sample_cache(model: PreTrainedModel) -> Past:
@@ -231,7 +225,7 @@ def _repeated(sample: Past, rows: int, length: int) -> Past:
     return [(of_size(key), of_size(value)) for key, value in sample]
 
 
-def _step_by_step(model: PreTrainedModel, session: Session, sample: Past) -> Difference:
+def _step_by_step(model: PreTrainedModel, session: Session, sample: Past) -> Check:
     """The difference over a prompt and the tokens after it, each with its own cache of the steps before."""
     prompt, steps = 9, 6
     mask = _mask(prompt + steps, 0, 3)
@@ -244,7 +238,7 @@ def _step_by_step(model: PreTrainedModel, session: Session, sample: Past) -> Dif
         present = [value for name, value in output.items() if name.startswith("present")]
         past, start = list(zip(present[::2], present[1::2], strict=True)), stop
     difference = difference_at_real_tokens(torch.cat(logits, 1), expected, mask)
-    return Difference("decode", "logits", difference, TOLERANCE, " token by token")
+    return Check(session.runtime, "decode", "logits", difference, TOLERANCE, " token by token")
 
 
 _LOAD = """import numpy as np

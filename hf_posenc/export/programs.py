@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.export.carriers import Carrier, Export, Form
-from hf_posenc.export.comparison import Difference, difference_at_real_tokens, random_ids
+from hf_posenc.export.comparison import difference_at_real_tokens, random_ids
 from hf_posenc.export.layers import ModelParts
+from hf_posenc.export.records import Check
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
 from hf_posenc.patching.place.config_entry import detach_entry
@@ -91,10 +92,10 @@ def plain_inputs(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
     return inputs
 
 
-def plain_differences(
-    model: PreTrainedModel, masks: Iterable[Tensor], run: Run, allowed: float
-) -> Iterator[Difference]:
-    """The differences of a program without a cache, on tokens with some masks."""
+def plain_checks(
+    model: PreTrainedModel, masks: Iterable[Tensor], run: Run, runtime: str, allowed: float
+) -> Iterator[Check]:
+    """Compares a program without a cache, on tokens with some masks."""
     for mask in masks:
         inputs = plain_inputs(model, mask)
         try:
@@ -104,7 +105,7 @@ def plain_differences(
         for name, value in run(inputs, list(expected)).items():
             mode = "embedding" if name == "last_hidden_state" else "prefill"
             difference = difference_at_real_tokens(value, expected[name], mask)
-            yield Difference(mode, name.replace("_", " "), difference, allowed, f" of {mask.shape[1]} tokens")
+            yield Check(runtime, mode, name.replace("_", " "), difference, allowed, f" of {mask.shape[1]} tokens")
 
 
 def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -> None:

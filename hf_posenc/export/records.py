@@ -25,6 +25,7 @@ class Check:
             " with llama.cpp's GELU" says that the model computed GELU in the same way.
         difference: largest absolute difference, relative to the largest value where that exceeds 1.
         allowed: largest accepted difference; `None` if any difference is accepted.
+        place: which tokens were compared, in a few words.
     """
 
     runtime: str
@@ -32,6 +33,17 @@ class Check:
     quantity: str
     difference: float
     allowed: float | None
+    place: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is accepted."""
+        return self.allowed is None or self.difference <= self.allowed
+
+    @property
+    def size(self) -> tuple[bool, float]:
+        """Sorts what is not a number as the largest difference."""
+        return self.difference != self.difference, self.difference
 
 
 @dataclass(frozen=True)
@@ -55,9 +67,11 @@ class ExportReport:
     files: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the folder, as JSON values."""
+        """Everything but the folder and the places of the checks, as JSON values."""
         fields = asdict(self)
         del fields["folder"]
+        for check in fields["checks"]:
+            del check["place"]
         return fields
 
     def __str__(self) -> str:

@@ -193,6 +193,11 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
     return byte_tokenizer()
 
 
+def label(value: Any) -> str:
+    """A value of a case in the name of a test."""
+    return str(value.args[0] if isinstance(value, partial) else getattr(value, "__name__", value))[:60]
+
+
 def trained(model: PreTrainedModel) -> PreTrainedModel:
     """A model whose scheme has learned other values."""
     with torch.no_grad():

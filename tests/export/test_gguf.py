@@ -35,6 +35,7 @@ from tests.export.gguf_cases import (
     bert,
     bloom,
     gpt2,
+    label,
     llama,
     mpt,
     neox,
@@ -92,7 +93,7 @@ def worst(report: Any, end: str = "") -> float:
 @pytest.mark.parametrize(
     ("build", "scheme", "options", "carrier"),
     [*SAME, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)],
-    ids=lambda value: str(value)[:60],
+    ids=label,
 )
 def test_llama_cpp_gives_the_same_numbers(
     build: Callable[..., PreTrainedModel], scheme: Any, options: dict[str, Any], carrier: str, tmp_path: Path

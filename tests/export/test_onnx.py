@@ -138,7 +138,7 @@ def test_the_check_finds_a_lost_bias(alibi: Any) -> None:
     _, folder, _ = alibi
     for other in ("none", "kerple"):
         with torch.no_grad():
-            found = excess("", export_of(visible(LLAMA, other), folder).differences(FORM))
+            found = excess("", export_of(visible(LLAMA, other), folder).checks(FORM))
         assert "The logits differ" in found
 
 
@@ -159,7 +159,7 @@ def test_the_check_finds_a_fixed_length(tmp_path: Path, monkeypatch: pytest.Monk
     export = export_of(model, tmp_path)
     export.write(FORM)
     with pytest.raises(UnsupportedError, match="cannot run the graph on"), torch.no_grad():
-        list(export.differences(FORM))
+        list(export.checks(FORM))
 
 
 def test_padding_between_real_tokens_counts_as_in_torch(alibi: Any) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.carriers import Carrier
+from hf_posenc.export.carriers import Carrier, of_types
 from hf_posenc.export.gguf.blocks import (
     GELU_NAMES,
     geometric_entries,
     model_length,
     refuse_other_biases,
     rotate_halves,
-    rotations_of,
 )
 from hf_posenc.export.gguf.file import GgufForm, named_weights
-from hf_posenc.export.layers import ModelParts, rows_of
+from hf_posenc.export.layers import ModelParts, rotations_of, rows_of
 
 BLOCKS = "BERT's"
 
@@ -51,15 +49,10 @@ def one_rope(parts: ModelParts) -> GgufForm:
     return form
 
 
-def is_bert(model: PreTrainedModel) -> bool:
-    """Whether a model has these blocks."""
-    return model.config.model_type == "bert"
-
-
 CARRIERS = (
-    Carrier("bert", table, frozenset({"additive"}), is_bert),
-    Carrier("jina-bert-v2", alibi, frozenset({"logit_bias"}), is_bert),
-    Carrier("jina-bert-v3", one_rope, frozenset({"query_key_map"}), is_bert),
+    Carrier("bert", table, ("additive",), of_types("bert")),
+    Carrier("jina-bert-v2", alibi, ("logit_bias",), of_types("bert")),
+    Carrier("jina-bert-v3", one_rope, ("query_key_map",), of_types("bert")),
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.file import GgufForm, Metadata
-from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rotation_of
+from hf_posenc.export.layers import STOPPED, ModelParts, Rotation
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.schemes import LinearScaling, RopeConfig, YarnScaling
 from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
@@ -125,27 +125,6 @@ def scale_queries(tensors: dict[str, Tensor], index: int, rows: int, factor: flo
         if name in tensors:
             tensors[name] = tensors[name].float().clone()
             tensors[name][:rows] *= factor
-
-
-def rotations_of(parts: ModelParts, *, same: bool = True) -> list[Rotation]:
-    """The rotation of each layer.
-
-    Args:
-        parts: the model.
-        same: whether they have to turn by the same frequencies.
-
-    Raises:
-        UnsupportedError: if a layer does something else to queries and keys.
-    """
-    rotations = [rotation_of(layer) for layer in parts.layers]
-    if same and len({spectrum(rotation) for rotation in rotations}) > 1:
-        raise UnsupportedError("the layers have different frequencies")
-    return rotations
-
-
-def spectrum(rotation: Rotation) -> tuple[float, ...]:
-    """The frequencies of all pairs of a head as a value that can be compared."""
-    return tuple(rotation.all_frequencies.tolist())
 
 
 def scaled_entries(parts: ModelParts, rotations: list[Rotation]) -> tuple[Metadata, list[Rotation]]:

@@ -106,13 +106,10 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
         _add(writer, f"tokenizer.{key}", value)
     kinds = {key: _precision(key, tensor, dtype) for key, tensor in form.tensors.items()}
     for key, tensor in form.tensors.items():
+        kind = {Precision.F32: np.float32, Precision.F16: np.float16}.get(kinds[key])
         stored = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kinds[key])
-        kind = {Precision.F32: np.float32, Precision.F16: np.float16}.get(kinds[key], np.uint8)
-        size = int(np.prod(stored))
-        if kind is np.uint8:
-            writer.add_tensor_info(key, stored, np.dtype(kind), size, raw_dtype=kinds[key])
-        else:
-            writer.add_tensor_info(key, tuple(tensor.shape), np.dtype(kind), size)
+        shape, raw = (stored, kinds[key]) if kind is None else (tuple(tensor.shape), None)
+        writer.add_tensor_info(key, shape, np.dtype(kind or np.uint8), int(np.prod(stored)), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.carriers import Carrier
+from hf_posenc.export.carriers import Carrier, of_types
 from hf_posenc.export.gguf.blocks import (
     geometric_entries,
     logit_factors,
@@ -20,12 +19,11 @@ from hf_posenc.export.gguf.blocks import (
     refuse_other_biases,
     refuse_without_logits,
     rotate_halves,
-    rotations_of,
     scale_queries,
     scaled_entries,
 )
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
-from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rows_of
+from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rotations_of, rows_of
 
 BLOCKS = "GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)"
 #: The slope of the last of 2^n heads is 2^-8 (arXiv:2108.12409).
@@ -100,23 +98,14 @@ def geometric_rotation(parts: ModelParts) -> GgufForm:
     return _rotated(parts, rotations, entries, "'gptneox' with stopped positions" if stopped else "'gptneox'")
 
 
-def is_gpt(model: PreTrainedModel) -> bool:
-    """Whether a model has these blocks."""
-    return model.config.model_type in _SOURCES
-
-
-def is_bloom(model: PreTrainedModel) -> bool:
-    """Whether a model also normalises its embeddings."""
-    return model.config.model_type == "bloom"
-
-
-_ROTATION = frozenset({"query_key_map"})
+_is_gpt = of_types(*_SOURCES)
 CARRIERS = (
-    Carrier("gpt2", vectors, frozenset({"additive"}), is_gpt),
-    Carrier("bloom", alibi_after_norm, frozenset({"logit_bias"}), is_bloom),
-    Carrier("mpt", alibi_and_vectors, frozenset({"logit_bias", "additive"}), is_gpt),
-    Carrier("gptneox with rope.scaling", scaled_rotation, _ROTATION, is_gpt),
-    Carrier("gptneox", geometric_rotation, _ROTATION, is_gpt),
+    Carrier("gpt2", vectors, ("additive",), _is_gpt),
+    # BLOOM also normalises its embeddings.
+    Carrier("bloom", alibi_after_norm, ("logit_bias",), of_types("bloom")),
+    Carrier("mpt", alibi_and_vectors, ("logit_bias", "additive"), _is_gpt),
+    Carrier("gptneox with rope.scaling", scaled_rotation, ("query_key_map",), _is_gpt),
+    Carrier("gptneox", geometric_rotation, ("query_key_map",), _is_gpt),
 )
 
 

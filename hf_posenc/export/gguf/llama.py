@@ -21,13 +21,11 @@ from hf_posenc.export.gguf.blocks import (
     refuse_missing,
     refuse_other_biases,
     refuse_without_logits,
-    rotations_of,
     scale_queries,
     scaled_entries,
-    spectrum,
 )
 from hf_posenc.export.gguf.file import GgufForm, named_weights
-from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation
+from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation, rotations_of
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
@@ -54,7 +52,7 @@ def scaling_metadata(parts: ModelParts) -> GgufForm:
     """Linear scaling and YaRN with the options that llama.cpp reads."""
     rotations = rotations_of(parts, same=False)
     entries, plain = scaled_entries(parts, rotations)
-    if len({spectrum(rotation) for rotation in rotations}) > 1 or not bool(rotations[0].all_frequencies.all()):
+    if len({rotation.spectrum for rotation in rotations}) > 1 or not bool(rotations[0].all_frequencies.all()):
         raise UnsupportedError("RoPE does not rotate the whole head in every layer")
     kind = entries["rope.scaling.type"]
     form = _form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {kind!r}")
@@ -84,7 +82,7 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
 def spectrum_per_layer(parts: ModelParts) -> GgufForm:
     """A spectrum in each layer, in wide heads: each layer uses its own part of the pairs."""
     rotations = rotations_of(parts, same=False)
-    spectra = list(dict.fromkeys(map(spectrum, rotations)))
+    spectra = list(dict.fromkeys(rotation.spectrum for rotation in rotations))
     if len(spectra) > 4:
         raise UnsupportedError(
             f"the layers have {len(spectra)} different spectra, and heads {len(spectra)} times as wide are too slow"
@@ -93,7 +91,7 @@ def spectrum_per_layer(parts: ModelParts) -> GgufForm:
     carrier = f"the architecture 'llama' with heads {len(spectra)} times as wide, a part for each spectrum"
     form = _form(parts, "llama", carrier)
     reorder_heads(form, rotations)
-    starts = [spectra.index(spectrum(rotation)) * head_dim for rotation in rotations]
+    starts = [spectra.index(rotation.spectrum) * head_dim for rotation in rotations]
     _widen_heads(form, starts, head_dim, len(spectra) * head_dim)
     return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), _theta(parts.scheme))
 
@@ -109,13 +107,12 @@ def alibi(parts: ModelParts) -> GgufForm:
     return form
 
 
-_ROTATION = frozenset({"query_key_map"})
 CARRIERS = (
-    Carrier("llama with rope.scaling", scaling_metadata, _ROTATION, is_llama),
-    Carrier("llama", shared_spectrum, _ROTATION, is_llama),
-    Carrier("smollm3", every_fourth_layer_stopped, _ROTATION, is_llama),
-    Carrier("llama with wide heads", spectrum_per_layer, _ROTATION, is_llama),
-    Carrier("refact", alibi, frozenset({"logit_bias"}), is_llama),
+    Carrier("llama with rope.scaling", scaling_metadata, ("query_key_map",), is_llama),
+    Carrier("llama", shared_spectrum, ("query_key_map",), is_llama),
+    Carrier("smollm3", every_fourth_layer_stopped, ("query_key_map",), is_llama),
+    Carrier("llama with wide heads", spectrum_per_layer, ("query_key_map",), is_llama),
+    Carrier("refact", alibi, ("logit_bias",), is_llama),
 )
 
 

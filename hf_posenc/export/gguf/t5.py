@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.carriers import Carrier
+from hf_posenc.export.carriers import Carrier, of_types
 from hf_posenc.export.gguf.blocks import GELU_NAMES, refuse_missing
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import ModelParts
@@ -55,12 +55,7 @@ def buckets(parts: ModelParts) -> GgufForm:
     raise refusals[0]
 
 
-def is_t5(model: PreTrainedModel) -> bool:
-    """Whether a model has these blocks."""
-    return model.config.model_type in ("t5", "mt5", "umt5")
-
-
-CARRIERS = (Carrier("t5", buckets, frozenset({"logit_bias"}), is_t5),)
+CARRIERS = (Carrier("t5", buckets, ("logit_bias",), of_types("t5", "mt5", "umt5")),)
 
 
 def _bias_tables(parts: ModelParts, count: int) -> dict[str, Tensor]:

@@ -9,11 +9,10 @@ from gguf import PoolingType
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError, UsageError
 from hf_posenc.export.carriers import Carrier, Export
-from hf_posenc.export.comparison import Difference, checks_of, float32_reference, largest
+from hf_posenc.export.comparison import accepted, float32_reference, largest
 from hf_posenc.export.gguf import bert, gpt, llama, t5
 from hf_posenc.export.gguf.file import PRECISIONS, GgufForm, write_file
-from hf_posenc.export.gguf.run import runtime
-from hf_posenc.export.gguf.verify import differences
+from hf_posenc.export.gguf.verify import compare
 from hf_posenc.export.gguf.vocabulary import vocabulary
 from hf_posenc.export.records import Check
 
@@ -83,10 +82,10 @@ class GgufExport(Export[GgufForm]):
             form = replace(form, metadata={**form.metadata, "pooling_type": int(_POOLING[self.pooling])})
         write_file(self.draft / _FILE, form, self.words, dtype, self.parts.name)
 
-    def differences(self, form: GgufForm, dtype: str = "f32") -> Iterator[Difference]:
+    def checks(self, form: GgufForm, dtype: str = "f32") -> Iterator[Check]:
         """Runs prompts of several lengths, and decodes from each."""
         length = int(form.metadata["context_length"])
-        return differences(float32_reference(self.model), self.draft / _FILE, length, dtype)
+        return compare(float32_reference(self.model), self.draft / _FILE, length, dtype)
 
     def finished(self, form: GgufForm, checks: tuple[Check, ...]) -> tuple[Check, ...]:
         """Writes the file in its precision and runs it, after it was run in float32.
@@ -98,21 +97,17 @@ class GgufExport(Export[GgufForm]):
         if self.dtype == "f32":
             return checks
         self.write(form, self.dtype)
-        found = largest(self.differences(form, self.dtype))
-        for one in found if exact else ():
-            if not one.equal:
+        rounded = largest(self.checks(form, self.dtype))
+        if not exact:
+            return accepted(rounded)
+        for check in rounded:
+            if not check.equal:
                 raise UnsupportedError(
-                    f"In llama.cpp the {one.quantity} of the float32 file are those of the model, but with weights in "
-                    f"{self.dtype} they differ by {one.value:.2g} (allowed: {one.allowed:g}). Choose a more precise "
-                    "dtype."
+                    f"In llama.cpp the {check.quantity} of the float32 file are those of the model, but with weights "
+                    f"in {self.dtype} they differ by {check.difference:.2g} (allowed: {check.allowed:g}). Choose a "
+                    "more precise dtype."
                 )
-        rounded = checks_of(f"{runtime()}, {self.dtype}", found, limited=exact)
-        return checks + rounded if exact else rounded
-
-    @staticmethod
-    def runtime() -> str:
-        """The version of llama.cpp, and the precision in which every form is run."""
-        return f"{runtime()}, f32"
+        return checks + rounded
 
     def usage(self, form: GgufForm) -> str:
         """Commands and Python that run it."""

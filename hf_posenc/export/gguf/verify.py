@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.export.comparison import Difference, random_ids, relative_difference, spans
-from hf_posenc.export.gguf.run import encode, encode_and_decode, predict
+from hf_posenc.export.comparison import random_ids, relative_difference, spans
+from hf_posenc.export.gguf.run import encode, encode_and_decode, predict, runtime
 from hf_posenc.export.gguf.t5 import start_token
+from hf_posenc.export.records import Check
 from hf_posenc.patching.find.discovery import find_stacks
 
 #: Differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds 1),
 #: "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
 Differences = dict[str, float]
-#: Runs the model and compares it with what llama.cpp has returned, each time in a mode, "prefill" or "decode".
+#: Runs the model on some prompts and compares it with what llama.cpp has returned for them, in a mode, "prefill" or
+#: "decode".
 Measure = Callable[[], Iterable[tuple[str, Differences]]]
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
 STEPS = 8
@@ -54,7 +56,7 @@ _TOP = 4096
 
 
 @torch.no_grad()
-def differences(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iterator[Difference]:
+def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iterator[Check]:
     """Runs prompts of several lengths in both programs, and decodes from each.
 
     A float32 file of a model with GELU is compared a second time, with llama.cpp's GELU in the model.
@@ -64,22 +66,19 @@ def differences(model: PreTrainedModel, file: Path, length: int, dtype: str) -> 
         file: the exported file.
         length: the longest sequence that the file is made for.
         dtype: precision of the file.
-
-    Returns:
-        Differences in the modes "prefill" and "decode", or only "prefill" for an encoder.
     """
     kinds = {(True,): _decoder, (False,): _encoder, (False, True): _encoder_decoder}
     measure = kinds[tuple(stack.causal for stack in find_stacks(model))](model, file, length)
-    twice = dtype == "f32" and has_gelu(model)
+    program, twice = f"{runtime()}, {dtype}", dtype == "f32" and has_gelu(model)
     for mode, found in measure():
         for what, value in found.items():
             limit = _ROUNDED.get(dtype, _EXACT)[what]
-            yield Difference(mode, what, value, max(limit, _GELU) if twice else limit)
+            yield Check(program, mode, what, value, max(limit, _GELU) if twice else limit)
     if twice:
         with gelu_of_llama_cpp(model):
             for mode, found in measure():
                 for what, value in found.items():
-                    yield Difference(mode, f"{what}{SAME_GELU}", value, max(_EXACT[what], _SAME_GELU))
+                    yield Check(program, mode, f"{what}{SAME_GELU}", value, max(_EXACT[what], _SAME_GELU))
 
 
 def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
@@ -93,16 +92,14 @@ def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
         for prompt, steps in zip(prompts, predictions, strict=True):
             # The model sees the tokens that llama.cpp chose, so that one early difference does not make all later ones.
             ids = torch.tensor([[*prompt, *(step.ids[0] for step in steps[:-1])]], device=model.device)
-            logits = model(input_ids=ids, use_cache=False, **last).logits[0, -STEPS:].float().cpu()
-            for place, (expected, step) in enumerate(zip(logits, steps, strict=True)):
-                differences = token_differences(expected, torch.tensor(step.ids), torch.tensor(step.logprobs))
-                yield "prefill" if place == 0 else "decode", differences
+            logits = model(input_ids=ids, use_cache=False, **last).logits[0, -STEPS:]
+            yield from _token_by_token(logits, [(torch.tensor(one.ids), torch.tensor(one.logprobs)) for one in steps])
 
     return measure
 
 
 def _encoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """Runs prompts in llama.cpp; the result runs them in the model and compares the hidden states of all tokens."""
+    """Compares the hidden states of all tokens."""
     prompts = _prompts(model, length)
     states = encode(file, prompts)
 
@@ -116,10 +113,7 @@ def _encoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
 
 
 def _encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """Runs prompts in llama.cpp, and tokens in the decoder after each; the result does the same in the model.
-
-    The decoder reads random tokens, as many as the encoder. The last ones come one by one, with the cache.
-    """
+    """The decoder reads random tokens, as many as the encoder. The last ones come one by one, with the cache."""
     prompts = _prompts(model, length)
     first = start_token(model)
     targets = [[first, *reversed(prompt), *prompt[:STEPS]][: len(prompt) + STEPS] for prompt in prompts]
@@ -129,12 +123,17 @@ def _encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure
     def measure() -> Iterator[tuple[str, Differences]]:
         for prompt, target, rows in zip(prompts, targets, logits, strict=True):
             ids, after = (torch.tensor([one], device=model.device) for one in (prompt, target))
-            expected = model(input_ids=ids, decoder_input_ids=after, use_cache=False).logits[0, -STEPS:].float().cpu()
-            for place, (one, row) in enumerate(zip(expected, rows, strict=True)):
-                differences = token_differences(one, torch.arange(len(one)), row[: len(one)].log_softmax(-1))
-                yield "prefill" if place == 0 else "decode", differences
+            expected = model(input_ids=ids, decoder_input_ids=after, use_cache=False).logits[0, -STEPS:]
+            known = torch.arange(expected.shape[-1])
+            yield from _token_by_token(expected, [(known, row[: len(known)].log_softmax(-1)) for row in rows])
 
     return measure
+
+
+def _token_by_token(logits: Tensor, predictions: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Differences]]:
+    """Compares the model's last logits with llama.cpp's predictions, of which all but the first used its cache."""
+    for place, (expected, found) in enumerate(zip(logits.float().cpu(), predictions, strict=True)):
+        yield "prefill" if place == 0 else "decode", token_differences(expected, *found)
 
 
 def _prompts(model: PreTrainedModel, most: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, MPNetConfig, PreTrainedModel, RoFormerConfig, SmolLM3Config
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.layers import ModelParts, Rotation, rotation_of, shared_rotation
+from hf_posenc.export.layers import ModelParts, Rotation, rotations_of
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
 from hf_posenc.export.stock.rope_parameters import base_of, fold, rotation_parameters
 from hf_posenc.schemes.bias.t5 import T5Bias
@@ -79,9 +79,9 @@ def smollm3(parts: ModelParts) -> StockForm:
     if getattr(config, "sliding_window", None) is not None:
         raise UnsupportedError("The model has a sliding window, which a SmolLM3 applies in other layers.")
     write_current_length(config, parts)
-    rotations = [rotation_of(layer) for layer in parts.layers]
+    rotations = rotations_of(parts, same=False)
     rotating = [rotation for rotation in rotations if rotation.rotary_dim]
-    if any(not rotation.turns_as(rotating[0]) for rotation in rotating):
+    if len({(rotation.spectrum, rotation.scaling) for rotation in rotating}) > 1:
         raise UnsupportedError("The rotating layers differ, but a SmolLM3 has one rotation for all of them.")
     for layer, rotation in zip(parts.layers, rotations, strict=True):
         fold(state, layer, rotation, "half")
@@ -104,7 +104,7 @@ def gpt_neox(parts: ModelParts) -> StockForm:
     config, model_class = stock_config(parts.model), _other_class(parts, "GPT-NeoX", "GPT2")
     if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
         raise UnsupportedError("GPT-NeoX always divides its logits by the square root of the width of a head.")
-    rotations = shared_rotation(parts, "GPT-NeoX")
+    rotations = _turning(parts)
     head_dim = rotations[0].head_dim
     state = {}
     for key, value in stock_state(parts.model).items():
@@ -152,7 +152,7 @@ def roformer(parts: ModelParts) -> StockForm:
             "A RoFormer has no pooler, but this BertModel has one. If it is not used, load it with "
             "add_pooling_layer=False."
         )
-    rotations = shared_rotation(parts, "RoFormer")
+    rotations = _turning(parts)
     first = rotations[0]
     if first.rotary_dim != first.head_dim:
         raise UnsupportedError("RoFormer rotates all dimensions of a head.")
@@ -201,6 +201,14 @@ def mpnet(parts: ModelParts) -> StockForm:
         carrier = f"{carrier}, which reads all tokens as type 0"
         restriction = "MPNet has no token types, so it would read the second text of a pair as the first."
     return StockForm(model_class, written, state, carrier=carrier, restriction=restriction)
+
+
+def _turning(parts: ModelParts) -> list[Rotation]:
+    """The rotation of each layer, which is the same in all of them."""
+    rotations = rotations_of(parts)
+    if not rotations[0].rotary_dim:
+        raise UnsupportedError("the scheme does not rotate")
+    return rotations
 
 
 def _bert_config(parts: ModelParts) -> Any:

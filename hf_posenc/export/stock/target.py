@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.export.carriers import Carrier, Export
-from hf_posenc.export.comparison import Difference, float32_reference, random_ids, relative_difference, spans
+from hf_posenc.export.carriers import Carrier, Export, of_types
+from hf_posenc.export.comparison import float32_reference, random_ids, relative_difference, spans
+from hf_posenc.export.records import Check
 from hf_posenc.export.stock.form import StockForm
 from hf_posenc.export.stock.other_classes import gpt_neox, mpnet, roformer, smollm3
 from hf_posenc.export.stock.own_class import own_class, own_table
@@ -24,22 +25,15 @@ from hf_posenc.patching.call.caches import cache_argument, first_cache
 #: Maximum difference at which two models count as equal, in float32; relative for outputs larger than 1.
 TOLERANCE = 1e-5
 _DECODED = 16
-_ROTATION = frozenset({"query_key_map"})
-
-
-def _of(*model_types: str) -> Callable[[PreTrainedModel], bool]:
-    return lambda model: model.config.model_type in model_types
-
-
 #: The model's own class comes first, because it is the one that other programs know.
 CARRIERS = (
     Carrier("its own config", own_class),
-    Carrier("its own class with other frequencies", own_rotation, _ROTATION),
-    Carrier("its own class with another table of positions", own_table, frozenset({"additive"})),
-    Carrier("SmolLM3", smollm3, _ROTATION, _of("llama", "mistral", "smollm3")),
-    Carrier("GPT-NeoX", gpt_neox, _ROTATION, _of("gpt2")),
-    Carrier("RoFormer", roformer, _ROTATION, _of("bert")),
-    Carrier("MPNet", mpnet, frozenset({"logit_bias"}), _of("bert")),
+    Carrier("its own class with other frequencies", own_rotation, ("query_key_map",)),
+    Carrier("its own class with another table of positions", own_table, ("additive",)),
+    Carrier("SmolLM3", smollm3, ("query_key_map",), of_types("llama", "mistral", "smollm3")),
+    Carrier("GPT-NeoX", gpt_neox, ("query_key_map",), of_types("gpt2")),
+    Carrier("RoFormer", roformer, ("query_key_map",), of_types("bert")),
+    Carrier("MPNet", mpnet, ("logit_bias",), of_types("bert")),
 )
 
 
@@ -76,7 +70,7 @@ class StockExport(Export[StockForm]):
         options = {name: value for name, value in given.items() if value is not None}
         stock.save_pretrained(self.draft, state_dict=form.state, **options)
 
-    def differences(self, form: StockForm) -> Iterator[Difference]:
+    def checks(self, form: StockForm) -> Iterator[Check]:
         """Compares at the positions of `spans`, and token by token.
 
         Raises:
@@ -88,8 +82,8 @@ class StockExport(Export[StockForm]):
             stop = min(_DECODED, compared[0][1])
             compared.append((stop // 2, stop, "decode", _decoded_difference))
         for start, stop, mode, difference in compared:
-            place = f" at the positions {start} to {stop - 1}"
-            yield Difference(mode, "outputs", difference(reference, stock, start, stop), TOLERANCE, place)
+            found, place = difference(reference, stock, start, stop), f" at the positions {start} to {stop - 1}"
+            yield Check(f"transformers {transformers.__version__}", mode, "outputs", found, TOLERANCE, place)
 
     def _loaded(self, form: StockForm) -> PreTrainedModel:
         """The checkpoint, loaded with stock code."""
@@ -106,11 +100,6 @@ class StockExport(Export[StockForm]):
             raise UnsupportedError(f"A {name} does not have the same weights: {', '.join(stray[:5])}.")
         loaded: PreTrainedModel = stock.to(self.model.device).eval()
         return loaded
-
-    @staticmethod
-    def runtime() -> str:
-        """The version of transformers."""
-        return f"transformers {transformers.__version__}"
 
     def usage(self, form: StockForm) -> str:
         """The class that loads it."""
