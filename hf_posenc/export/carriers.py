@@ -149,7 +149,7 @@ def carry(export: Export[F], target: Target, approximate: bool) -> tuple[F, tupl
         reasons[problem].append(carrier.name)
     if not (approximate and inexact):
         raise ExportError(export.parts, target, reasons, bool(inexact))
-    form, checks = min(inexact, key=lambda pair: max(one.size for one in pair[1]))
+    form, checks = min(inexact, key=lambda pair: max(check.size for check in pair[1]))
     export.write(form)
     return form, export.finished(form, accepted(checks))
 
@@ -171,7 +171,7 @@ class ExportError(UnsupportedError):
 
     def __init__(self, parts: ModelParts, target: Target, reasons: dict[str, list[str]], inexact: bool) -> None:
         self.reasons = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        others = (_advice(one, parts) for one in TARGETS if one is not target)
+        others = (_advice(other, parts) for other in TARGETS if other is not target)
         ways = [
             *(["accept the difference: approximate=True, or --approximate"] if inexact else []),
             *filter(None, others),
@@ -198,8 +198,8 @@ def _advice(target: Target, parts: ModelParts) -> str:
     if missing:
         packages = " ".join(missing)
         return f"{advice}, if {target.program} has it, which this message says after: pip install {packages}"
-    found = proposal(target, parts)
-    return found and f"{advice}: {target.program} has {found}"
+    carrier = proposal(target, parts)
+    return carrier and f"{advice}: {target.program} has {carrier}"
 
 
 def proposal(target: Target, parts: ModelParts) -> str:

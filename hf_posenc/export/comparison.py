@@ -21,11 +21,12 @@ _LONGEST = 8192
 
 def largest(checks: Iterable[Check]) -> tuple[Check, ...]:
     """The check with the largest difference of each output in each mode, mode by mode."""
-    found: dict[str, dict[str, Check]] = {}
+    modes: dict[str, dict[str, Check]] = {}
     for check in checks:
-        of_mode = found.setdefault(check.mode, {})
-        of_mode[check.quantity] = max(of_mode.get(check.quantity, check), check, key=lambda one: one.size)
-    return tuple(check for of_mode in found.values() for check in of_mode.values())
+        largest_of = modes.setdefault(check.mode, {})
+        before = largest_of.get(check.quantity, check)
+        largest_of[check.quantity] = check if check.size > before.size else before
+    return tuple(check for largest_of in modes.values() for check in largest_of.values())
 
 
 def excess(program: str, checks: Iterable[Check]) -> str:

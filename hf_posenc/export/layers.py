@@ -288,6 +288,6 @@ def rows_of(additive: AdditiveEncoding, count: int) -> Tensor:
     """
     if additive.length_dependent or additive.needs_whole_sequence:
         raise UnsupportedError(f"The vectors of {type(additive).__name__} depend on the length of the sequence.")
-    device = next((one.device for one in (*additive.parameters(), *additive.buffers())), torch.device("cpu"))
+    device = next((tensor.device for tensor in (*additive.parameters(), *additive.buffers())), torch.device("cpu"))
     positions = Positions(torch.arange(count, device=device).unsqueeze(0), torch.tensor([[count]], device=device))
     return additive(positions)[0].float()

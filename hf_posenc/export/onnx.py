@@ -128,7 +128,7 @@ def quantize(path: Path) -> None:
     )
     with quiet():
         quantizer.process()
-    size = sum(len(one.raw_data) for one in quantizer.model.model.graph.initializer)
+    size = sum(len(tensor.raw_data) for tensor in quantizer.model.model.graph.initializer)
     target = str(path.with_name(_QUANTIZED))
     quantizer.model.save_model_to_file(target, use_external_data_format=size > _LARGEST_FILE)
 
@@ -150,8 +150,8 @@ class Session:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise UnsupportedError(f"{self.runtime} cannot load the graph: {error}") from error
-        self.inputs = {one.name: one.shape for one in self.session.get_inputs()}
-        self.outputs = [one.name for one in self.session.get_outputs()]
+        self.inputs = {value.name: value.shape for value in self.session.get_inputs()}
+        self.outputs = [value.name for value in self.session.get_outputs()]
 
     def __call__(self, tensors: dict[str, Tensor], past: Past) -> dict[str, Tensor]:
         """Runs it. Inputs that the graph does not read are left out."""

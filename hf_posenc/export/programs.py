@@ -144,7 +144,7 @@ def tracing(model: PreTrainedModel, program: str, telling: Sequence[str] = ()) -
             causes: list[BaseException] = [error]
             while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
                 causes.append(cause)
-            lines = [line.strip() for one in causes for line in str(one).splitlines()] or [repr(error)]
+            lines = [line.strip() for cause in causes for line in str(cause).splitlines()] or [repr(error)]
             marked = (line[line.index(mark) :] for mark in telling for line in lines if mark in line)
             reason = next(marked, lines[0]).rstrip(".")
             raise UnsupportedError(f"{type(model).__name__} cannot be written as {program}: {reason}") from error
@@ -162,15 +162,15 @@ def quiet() -> Iterator[None]:
     ]
     root = logging.getLogger()
     shown, handlers = root.level, list(root.handlers)
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         root.setLevel(shown)
         root.handlers[:] = handlers

@@ -194,7 +194,7 @@ def _halves(rotation: Rotation) -> list[int]:
     # A pair that turns backwards turns forwards with its dimensions exchanged.
     first = [2 * pair + int(frequencies[pair] < 0) for pair in turning]
     rest = [dimension for dimension in range(rotation.head_dim) if dimension // 2 not in turning]
-    return [neighbours[dimension] for dimension in (*first, *(one ^ 1 for one in first), *rest)]
+    return [neighbours[dimension] for dimension in (*first, *(dimension ^ 1 for dimension in first), *rest)]
 
 
 def fold_rotations(form: GgufForm, rotations: list[Rotation], order: Callable[[Rotation], list[int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,24 @@ def named_weights(
         UnsupportedError: for a weight that the architecture does not have.
     """
     names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
+    name_of = partial(names.get_name, try_suffixes=(".weight", ".bias"))
     transposed = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
         if not {ATTRIBUTE, *without}.isdisjoint(key.split(".")):
             continue
         # The list of names has some classes with the prefix of the base model and some without.
         spellings = (key, key.removeprefix(f"{model.base_model_prefix}."))
-        name = next(filter(None, (names.get_name(one, try_suffixes=(".weight", ".bias")) for one in spellings)), None)
-        if name is None and any(tensor.data_ptr() == other.data_ptr() for other in found.values()):
+        name = next(filter(None, map(name_of, spellings)), None)
+        if name is None and any(tensor.data_ptr() == other.data_ptr() for other in named.values()):
             continue  # A second name of the same weight.
         if name is None:
             raise UnsupportedError(f"the architecture {architecture!r} of llama.cpp has no weight like {key}")
-        found[name] = tensor.detach().T if key in transposed else tensor.detach()
-    output, embedding = found.get("output.weight"), found["token_embd.weight"]
+        named[name] = tensor.detach().T if key in transposed else tensor.detach()
+    output, embedding = named.get("output.weight"), named["token_embd.weight"]
     if output is not None and output.data_ptr() == embedding.data_ptr():
-        del found["output.weight"]  # llama.cpp then uses the embeddings.
-    return found
+        del named["output.weight"]  # llama.cpp then uses the embeddings.
+    return named
 
 
 def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: str, name: str) -> None:

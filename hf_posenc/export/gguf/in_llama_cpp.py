@@ -69,7 +69,7 @@ class Server:
         entries, reused = step["top_logprobs"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         if reused != (len(prompt) - 1 if cached else 0):
             raise RuntimeError(f"{reused} of {len(prompt)} tokens were taken from the cache")
-        return {"ids": [one["id"] for one in entries], "logprobs": [one["logprob"] for one in entries]}
+        return {"ids": [entry["id"] for entry in entries], "logprobs": [entry["logprob"] for entry in entries]}
 
     def complete(self, prompt: list[int] | str, steps: int) -> dict[str, Any]:
         """A greedy continuation as text, with llama.cpp's own timings."""

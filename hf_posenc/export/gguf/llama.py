@@ -207,6 +207,6 @@ def _refuse_other_blocks(parts: ModelParts) -> None:
             f"{name} multiplies queries by a factor that grows with the position ({QUERY_FACTOR}), which these blocks "
             "of llama.cpp do not have"
         )
-    sizes = {(one.num_heads, one.num_key_value_heads, one.head_dim) for one in parts.stack.attentions}
+    sizes = {(layer.num_heads, layer.num_key_value_heads, layer.head_dim) for layer in parts.stack.attentions}
     if len(sizes) > 1:
         raise UnsupportedError(f"the layers of {name} have heads of different numbers or widths")

@@ -93,7 +93,8 @@ def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
             # The model sees the tokens that llama.cpp chose, so that one early difference does not make all later ones.
             ids = torch.tensor([[*prompt, *(step.ids[0] for step in steps[:-1])]], device=model.device)
             logits = model(input_ids=ids, use_cache=False, **last).logits[0, -STEPS:]
-            yield from _token_by_token(logits, [(torch.tensor(one.ids), torch.tensor(one.logprobs)) for one in steps])
+            rows = [(torch.tensor(step.ids), torch.tensor(step.logprobs)) for step in steps]
+            yield from _token_by_token(logits, rows)
 
     return measure
 
@@ -104,10 +105,10 @@ def _encoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
     states = encode(file, prompts)
 
     def measure() -> Iterator[tuple[str, Differences]]:
-        for prompt, state in zip(prompts, states, strict=True):
+        for prompt, by_function in zip(prompts, states, strict=True):
             expected = model(input_ids=torch.tensor([prompt], device=model.device)).last_hidden_state[0].float().cpu()
-            for one in state:
-                yield "prefill", {"hidden states": relative_difference(one, expected)}
+            for state in by_function:
+                yield "prefill", {"hidden states": relative_difference(state, expected)}
 
     return measure
 
@@ -122,7 +123,7 @@ def _encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure
 
     def measure() -> Iterator[tuple[str, Differences]]:
         for prompt, target, rows in zip(prompts, targets, logits, strict=True):
-            ids, after = (torch.tensor([one], device=model.device) for one in (prompt, target))
+            ids, after = (torch.tensor([tokens], device=model.device) for tokens in (prompt, target))
             expected = model(input_ids=ids, decoder_input_ids=after, use_cache=False).logits[0, -STEPS:]
             known = torch.arange(expected.shape[-1])
             yield from _token_by_token(expected, [(known, row[: len(known)].log_softmax(-1)) for row in rows])

@@ -41,12 +41,12 @@ class StockForm(Form):
     state: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        for one, _ in _pairs(self.config, self.config):
+        for config, _ in _pairs(self.config, self.config):
             try:
-                one.validate()
+                config.validate()
             except (StrictDataclassError, ValueError, KeyError, AttributeError, RuntimeError) as error:
                 reason = error.__cause__ or error
-                raise UnsupportedError(f"A {type(one).__name__} does not accept it: {reason}.") from error
+                raise UnsupportedError(f"A {type(config).__name__} does not accept it: {reason}.") from error
 
 
 def stock_config(model: PreTrainedModel) -> Any:
