@@ -135,7 +135,7 @@ def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, s
     It gets the length of the model, if it had the native one or the one `before`. Returned with it are the word for it,
     and where there is none, a line for the user that says why.
     """
-    from hf_posenc.export.modalities import other_modalities
+    from hf_posenc.export.models import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
     from hf_posenc.patching.place.context_length import update_tokenizer_length
     from hf_posenc.patching.place.model_checks import unwrapped

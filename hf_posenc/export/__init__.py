@@ -1,5 +1,4 @@
 """Export: writes a patched model for programs that do not know the plugin, and checks their numbers.
 
-Each target is a folder or file of its own with one function, its writer. `targets` lists them, and `export_model` is
-the only caller.
+Each target is a row in `targets` and a file with a subclass of `Export`. `export_model` is the only caller.
 """

@@ -17,10 +17,11 @@ from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
 from hf_posenc.checkpoint.stored_weights import WEIGHTS
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.card import export_card
+from hf_posenc.export.carriers import carry
 from hf_posenc.export.hub import Upload
-from hf_posenc.export.modalities import refuse_lost_modalities, refuse_unchecked_modalities
+from hf_posenc.export.layers import ModelParts
+from hf_posenc.export.models import model_to_export, refuse_unsuited
 from hf_posenc.export.records import MANIFEST, ExportReport, files_in
-from hf_posenc.export.request import Request, model_to_export
 from hf_posenc.export.targets import find_target
 from hf_posenc.preserve import evaluation_mode
 
@@ -82,8 +83,7 @@ def export_model(
     if place.is_dir():
         clear_drafts(place)  # of an export that was killed
     _check_folder(place, overwrite)
-    target.check_packages()
-    target.check_options(options)
+    export = target.export(options)
     upload = _upload(place.resolve().name if push_to_hub is True else push_to_hub, hub_options or {})
     repository = None if upload is None else upload.full_name()
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
@@ -91,17 +91,17 @@ def export_model(
             f"tokenizer is {tokenizer!r:.100}, which cannot be saved. Load it: AutoTokenizer.from_pretrained(name)."
         )
     inner = model_to_export(model, merge_adapters)
-    refuse_unchecked_modalities(inner) if target.keeps_images else refuse_lost_modalities(inner, target.name)
+    refuse_unsuited(inner, target)
     with evaluation_mode(inner), atomic_replacement(place) as draft:
-        request = Request(inner, draft, tokenizer, approximate)
-        written = target.writer()(request, **options)
+        parts = ModelParts(inner)
+        form, checks = carry(export.of(parts, draft, tokenizer), target, approximate)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         card, manifest = draft / "README.md", draft / MANIFEST
         names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]
         files = tuple(sorted({*names, card.name, manifest.name}))
-        report = ExportReport(place, target.name, request.label(), written.carrier, written.checks, files)
-        export_card(inner, report, written.usage, repository).save(card)
+        report = ExportReport(place, target.name, parts.label, form.carrier, checks, files)
+        export_card(inner, report, export.usage(form), repository).save(card)
         manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         # Another process may have written there since the first look.
         _check_folder(place, overwrite, draft.name)

@@ -1,10 +1,11 @@
-"""What a scheme does in each layer of a patched model, in terms that other programs have: spectra, biases, vectors."""
+"""What a scheme does in each layer of a model, in terms that other programs have: rotations, biases, vectors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,43 +14,48 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.inspection import native_scheme
+from hf_posenc.patching.place.encoding import build_encoding, current_encoding
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.outer_parts import ChainedMap
-from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap
+from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap
 from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.string import RotationInBasis
 
-#: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
-_ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
-
-
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
 STOPPED = 1e30
-
 #: An entry of `rope_parameters` that is no part of a rotation: the attention of Ministral 3 reads it, and multiplies
 #: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
 QUERY_FACTOR = "llama_4_scaling_beta"
+#: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
+_ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
+#: What the parts of a scheme do, by their kind, and what a program that cannot do so lacks.
+_KINDS = {
+    "additive": ("adds vectors to the embeddings", "vectors"),
+    "query_key_map": ("changes queries and keys", "map"),
+    "logit_bias": ("adds a bias to attention", "logit bias"),
+    "logit_scale": ("scales attention by the position", "logit scale"),
+}
 
 
 @dataclass(frozen=True)
-class PlacedLayer:
-    """One attention layer of a patched model and the parts that act in it.
+class Layer:
+    """One attention layer of a model and the parts that act in it.
 
     Args:
         stack: the stack it belongs to.
         attention: the layer.
-        query_key_map: change of queries and keys, if there is one.
-        logit_bias: bias, if there is one.
-        logit_scale: factor of the logits, if there is one.
+        parts: the parts of the scheme.
     """
 
     stack: Stack
     attention: AttentionLayer
-    query_key_map: QueryKeyMap | None
-    logit_bias: LogitBias | None
-    logit_scale: LogitScale | None
+    parts: LayerEncoding
 
     @property
     def name(self) -> str:
@@ -57,21 +63,112 @@ class PlacedLayer:
         return ".".join(filter(None, (self.stack.path, self.attention.path)))
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """A rotation by fixed frequencies, the same in all heads of a layer.
+class ModelParts:
+    """A model and the parts of its scheme. Those of a stock model are built from its native scheme and weights.
 
     Args:
-        frequencies: `(rotary_dim / 2,)` float32, in radians per position.
+        model: a transformers model without adapters, patched or stock.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        #: The scheme that is placed in the model; `None` for a stock model.
+        self.placed = current_encoding(model)
+
+    @cached_property
+    def scheme(self) -> SchemeConfig:
+        """The scheme in force: the one the model was patched with, or its native one."""
+        return native_scheme(self.model) if self.placed is None else self.placed.config
+
+    @property
+    def label(self) -> str:
+        """The scheme for messages; "stock" if the model has positions that no scheme describes."""
+        try:
+            return scheme_label(self.scheme)
+        except UnsupportedError:
+            return "stock"
+
+    @cached_property
+    def stacks(self) -> list[tuple[Stack, StackEncoding]]:
+        """The stacks with the parts in each; an encoder-decoder has two.
+
+        Raises:
+            UnsupportedError: for a stock model that no scheme describes.
+        """
+        stacks = find_stacks(self.model)
+        encoding = build_encoding(self.scheme, stacks) if self.placed is None else self.placed
+        found = [(stack, encoding.stacks[stack.name]) for stack in stacks]
+        for stack, parts in found if self.placed is None else ():
+            parts.adopt(stack)
+        return found
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """The attention layers, stack by stack."""
+        return [
+            Layer(stack, attention, parts)
+            for stack, encoding in self.stacks
+            for attention, parts in zip(stack.attentions, encoding.layers, strict=True)
+        ]
+
+    @property
+    def stack(self) -> Stack:
+        """The stack of a model with one. A model with several is refused."""
+        if len(self.stacks) != 1:
+            raise UnsupportedError(
+                f"{self.name} has {len(self.stacks)} stacks of attention layers, and these blocks of llama.cpp are one."
+            )
+        return self.stacks[0][0]
+
+    @property
+    def additive(self) -> AdditiveEncoding | None:
+        """The vectors that are added in the first stack."""
+        return self.stacks[0][1].additive
+
+    def needs(self) -> dict[str, Part]:
+        """The first part of each kind that the scheme has."""
+        places = [place for _, encoding in self.stacks for place in (encoding, *encoding.layers)]
+        parts = ((kind, getattr(place, kind, None)) for kind in _KINDS for place in reversed(places))
+        return {kind: part for kind, part in parts if part is not None}
+
+    def refuse_beyond(self, gives: Collection[str], program: str) -> None:
+        """Compares what the scheme needs with what a program gives.
+
+        Args:
+            gives: the kinds of parts that the program has: "additive", "query_key_map", "logit_bias", "logit_scale".
+            program: its name.
+
+        Raises:
+            UnsupportedError: naming the first part that it does not have.
+        """
+        for kind, part in self.needs().items():
+            if kind not in gives:
+                action, lacking = _KINDS[kind]
+                raise UnsupportedError(
+                    f"the scheme {action} ({type(part).__name__}), and {program} has no such {lacking} here"
+                )
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotation of queries and keys by fixed frequencies, the same in all heads of a layer.
+
+    `folded` moves the basis, and the order of pairs, into weights.
+
+    Args:
+        head_dim: width of a head.
+        frequencies: `(rotary_dim / 2,)` float32, in radians per position; empty for a layer that does not rotate.
         layout: which dimensions form a pair, "half" or "interleaved", as in `RotaryMap`.
         scaling: factor of cosine and sine.
         basis: `(key_value_heads or 1, rotary_dim, rotary_dim)` float32 if queries and keys are multiplied with it
             before they are rotated.
     """
 
-    frequencies: Tensor
-    layout: str
-    scaling: float
+    head_dim: int
+    frequencies: Tensor = field(default_factory=lambda: torch.zeros(0))
+    layout: str = "interleaved"
+    scaling: float = 1.0
     basis: Tensor | None = None
 
     @property
@@ -79,87 +176,75 @@ class Spectrum:
         """Number of rotated dimensions of a head."""
         return 2 * self.frequencies.shape[-1]
 
-    def turns_as(self, other: Spectrum) -> bool:
-        """Whether both rotate by the same angles. Pairs and basis may differ: `folded` moves them into weights."""
-        return torch.equal(self.frequencies, other.frequencies) and self.scaling == other.scaling
+    @property
+    def all_frequencies(self) -> Tensor:
+        """The frequencies of all pairs of a head, `(head_dim / 2,)` float64; 0 for those that are not rotated."""
+        stopped = torch.zeros(self.head_dim // 2 - len(self.frequencies), dtype=torch.float64)
+        return torch.cat((self.frequencies.double(), stopped))
 
-    def folded(self, rows: Tensor, heads: int, head_dim: int, layout: str) -> Tensor:
-        """Moves pairs and basis into the weight or bias of a projection of queries or keys.
+    @property
+    def spectrum(self) -> tuple[float, ...]:
+        """The same as a value that can be compared."""
+        return tuple(self.all_frequencies.tolist())
 
-        Args:
-            rows: `(heads * head_dim, ...)`.
-            heads: number of heads of the projection.
-            head_dim: width of a head.
-            layout: which dimensions form a pair in the result, "half" or "interleaved".
+    def neighbours(self) -> list[int]:
+        """The dimensions of a head in the order in which the two of each pair stand next to each other."""
+        pairs = len(self.frequencies)
+        order = [*range(self.rotary_dim)]
+        if self.layout == "half":
+            order = [dimension for pair in range(pairs) for dimension in (pair, pair + pairs)]
+        return [*order, *range(self.rotary_dim, self.head_dim)]
+
+    def in_layout(self, layout: str) -> list[int]:
+        """The dimensions of a head in the order in which its pairs have another layout.
 
         Raises:
             UnsupportedError: if pairs in a part of a head would have to be reordered.
         """
-        if self.basis is None and layout == self.layout:
-            return rows
-        by_head = rows.unflatten(0, (heads, head_dim)).reshape(heads, head_dim, -1).clone()
-        width = self.rotary_dim
+        if layout == self.layout:
+            return [*range(self.head_dim)]
+        if self.rotary_dim != self.head_dim:
+            raise UnsupportedError("The pairs of a part of a head cannot be reordered.")
+        order = self.neighbours()
+        return [*order[::2], *order[1::2]] if layout == "half" else order
+
+    def folded(self, rows: Tensor, order: list[int], *, scaled: bool = False) -> Tensor:
+        """Moves the basis into the weight or bias of a projection of queries or keys, and reorders its dimensions.
+
+        Args:
+            rows: `(heads * head_dim, ...)`.
+            order: the dimensions of a head.
+            scaled: whether to move the factor of cosine and sine into it, too.
+        """
+        by_head = rows.reshape(-1, self.head_dim, rows[0].numel())
+        rotated, rest = by_head.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=1)
         if self.basis is not None:
-            basis = self.basis.to(rows.device).repeat_interleave(heads // self.basis.shape[0], dim=0)
-            by_head[:, :width] = (basis @ by_head[:, :width].float()).to(rows)
-        if layout != self.layout:
-            if width != head_dim:
-                raise UnsupportedError("The pairs of a part of a head cannot be reordered.")
-            order = torch.arange(head_dim, device=rows.device).view(-1, 2).T.reshape(-1)
-            by_head = by_head[:, order if layout == "half" else order.argsort()]
-        return by_head.reshape(rows.shape).contiguous()
+            basis = self.basis.to(rows.device).repeat_interleave(len(by_head) // len(self.basis), dim=0)
+            rotated = (basis @ rotated.float()).to(rows)
+        if scaled:
+            rotated = rotated * self.scaling
+        return torch.cat((rotated, rest), dim=1)[:, order].reshape(rows.shape)
 
 
-def placed_layers(model: PreTrainedModel) -> list[PlacedLayer]:
-    """The attention layers of a patched model, stack by stack."""
-    return [
-        PlacedLayer(stack, attention, layer.query_key_map, layer.logit_bias, layer.logit_scale)
-        for stack, encoding in _stacks(model)
-        for attention, layer in zip(stack.attentions, encoding.layers, strict=True)
-    ]
-
-
-def placed_additives(model: PreTrainedModel) -> list[tuple[Stack, AdditiveEncoding | None]]:
-    """The vectors that a scheme adds in each stack of a patched model."""
-    return [(stack, encoding.additive) for stack, encoding in _stacks(model)]
-
-
-def _stacks(model: PreTrainedModel) -> Iterator[tuple[Stack, StackEncoding]]:
-    return zip(find_stacks(model), model.position_encoding.stacks.values(), strict=True)
-
-
-def refuse_beyond_rotation(layers: list[PlacedLayer], carrier: str) -> None:
-    """Refuses a scheme that does more in a layer than change queries and keys.
+def rotation_of(layer: Layer) -> Rotation:
+    """The rotation that a layer does to queries and keys.
 
     Raises:
-        UnsupportedError: with the kind of part.
+        UnsupportedError: if its map is another one: with frequencies that depend on the length or on the head, or
+            anything but one rotation.
     """
-    for layer in layers:
-        for part in (layer.logit_bias, layer.logit_scale):
-            if part is not None:
-                kind = "bias" if isinstance(part, LogitBias) else "scale"
-                raise UnsupportedError(f"{carrier} has no such logit {kind}.")
+    part = layer.parts.query_key_map
+    return Rotation(layer.parts.head_dim) if part is None else _rotation(part, layer.parts.head_dim)
 
 
-def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:
-    """The rotation that a map of queries and keys is, or `None` without a map.
-
-    Raises:
-        UnsupportedError: if it is another map: with frequencies that depend on the length or on the head, or anything
-            but one rotation.
-    """
-    if part is None:
-        return None
+def _rotation(part: QueryKeyMap, head_dim: int) -> Rotation:
     if isinstance(part, ChainedMap) and isinstance(part.position_map, AffineMap):
         # An offset is not visible, because a rotation depends on distances only.
-        inner = spectrum_of(part.members()[0])
-        assert inner is not None
+        inner = _rotation(part.members()[0], head_dim)
         return dataclasses.replace(inner, frequencies=inner.frequencies * part.position_map.factor)
     name = type(part).__name__
     if isinstance(part, RotationInBasis) and _keeps(part, RotationInBasis, ("phases", "map_query", "map_key")):
-        inner = spectrum_of(part.rotation)
-        assert inner is not None
-        return dataclasses.replace(inner, basis=part.basis().detach().float().cpu())
+        return dataclasses.replace(_rotation(part.rotation, head_dim), basis=part.basis().detach().float().cpu())
     if not isinstance(part, RotaryMap) or not _keeps(part, RotaryMap, _ROTATION):
         raise UnsupportedError(f"{name} is more than a rotation by fixed frequencies.")
     if part.length_dependent:
@@ -169,30 +254,24 @@ def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:
     if not torch.equal(rows, rows[:1].expand_as(rows)):
         raise UnsupportedError(f"The frequencies of {name} differ between heads.")
     if part.layout == "half_reversed":
-        return Spectrum(-rows[0], "half", float(part.attention_scaling))
-    return Spectrum(rows[0], part.layout, float(part.attention_scaling))
+        return Rotation(head_dim, -rows[0], "half", float(part.attention_scaling))
+    return Rotation(head_dim, rows[0], part.layout, float(part.attention_scaling))
 
 
-def one_spectrum(layers: list[PlacedLayer], carrier: str) -> tuple[list[Spectrum], Spectrum]:
-    """The rotation of each layer, for a carrier that turns by the same angles in all of them, and the first.
+def rotations_of(parts: ModelParts, *, same: bool = True) -> list[Rotation]:
+    """The rotation of each layer.
 
-    Raises:
-        UnsupportedError: if a layer does not rotate, or they turn by other angles.
-    """
-    spectra = [spectrum for layer in layers if (spectrum := spectrum_of(layer.query_key_map)) is not None]
-    if len(spectra) < len(layers) or any(not one.turns_as(spectra[0]) for one in spectra):
-        raise UnsupportedError(f"{carrier} has the same rotation in all layers.")
-    return spectra, spectra[0]
-
-
-def refuse_vectors(model: PreTrainedModel, reason: str) -> None:
-    """Refuses a scheme that adds vectors to the embeddings.
+    Args:
+        parts: the model.
+        same: whether all have to turn by the same frequencies.
 
     Raises:
-        UnsupportedError: with the reason.
+        UnsupportedError: if a layer does something else to queries and keys.
     """
-    if any(encoding.additive is not None for _, encoding in _stacks(model)):
-        raise UnsupportedError(reason)
+    rotations = [rotation_of(layer) for layer in parts.layers]
+    if same and any(rotation.spectrum != rotations[0].spectrum for rotation in rotations):
+        raise UnsupportedError("the layers have different frequencies")
+    return rotations
 
 
 def _keeps(part: QueryKeyMap, base: type, methods: tuple[str, ...]) -> bool:
@@ -209,6 +288,6 @@ def rows_of(additive: AdditiveEncoding, count: int) -> Tensor:
     """
     if additive.length_dependent or additive.needs_whole_sequence:
         raise UnsupportedError(f"The vectors of {type(additive).__name__} depend on the length of the sequence.")
-    device = next((one.device for one in (*additive.parameters(), *additive.buffers())), torch.device("cpu"))
+    device = next((tensor.device for tensor in (*additive.parameters(), *additive.buffers())), torch.device("cpu"))
     positions = Positions(torch.arange(count, device=device).unsqueeze(0), torch.tensor([[count]], device=device))
     return additive(positions)[0].float()

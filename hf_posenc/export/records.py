@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.report.tables import format_table
 
 #: Name of the file that says what an export is: the fields of its `ExportReport`.
@@ -27,6 +25,7 @@ class Check:
             " with llama.cpp's GELU" says that the model computed GELU in the same way.
         difference: largest absolute difference, relative to the largest value where that exceeds 1.
         allowed: largest accepted difference; `None` if any difference is accepted.
+        place: which tokens were compared, in a few words.
     """
 
     runtime: str
@@ -34,39 +33,17 @@ class Check:
     quantity: str
     difference: float
     allowed: float | None
+    place: str = ""
 
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is accepted."""
+        return self.allowed is None or self.difference <= self.allowed
 
-def checked(
-    runtime: str, found: Iterable[tuple[str, str, float]], allowed: float | None, other: str
-) -> tuple[Check, ...]:
-    """Checks of measured differences, given as mode, quantity and difference.
-
-    Raises:
-        UnsupportedError: if one is not allowed; says what can be done (`other`).
-    """
-    checks = tuple(Check(runtime, mode, quantity, difference, allowed) for mode, quantity, difference in found)
-    for check in checks:
-        if allowed is not None and not check.difference <= allowed:
-            raise UnsupportedError(
-                f"{runtime} computes other {check.quantity} ({check.mode}): they differ by {check.difference:.3g} "
-                f"(allowed: {allowed}). {other}"
-            )
-    return checks
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of a writer.
-
-    Args:
-        carrier: what carries the scheme in the target, in a few words: "LlamaForCausalLM with rope_type 'longrope'".
-        checks: at least one.
-        usage: Markdown with the code or command that runs the export; `{folder}` stands for its folder or hub id.
-    """
-
-    carrier: str
-    checks: tuple[Check, ...]
-    usage: str
+    @property
+    def size(self) -> tuple[bool, float]:
+        """Sorts what is not a number as the largest difference."""
+        return self.difference != self.difference, self.difference
 
 
 @dataclass(frozen=True)
@@ -90,9 +67,11 @@ class ExportReport:
     files: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the folder, as JSON values."""
+        """Everything but the folder and the places of the checks, as JSON values."""
         fields = asdict(self)
         del fields["folder"]
+        for check in fields["checks"]:
+            del check["place"]
         return fields
 
     def __str__(self) -> str:

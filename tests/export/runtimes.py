@@ -22,7 +22,7 @@ from hf_posenc import (
     RopeConfig,
     YarnScaling,
 )
-from hf_posenc.export.layers import placed_additives, placed_layers, spectrum_of
+from hf_posenc.export.layers import ModelParts, rotation_of
 from hf_posenc.serving.engine_schemes import sites_for_engine
 from tests.models import tiny
 from tests.schemes.table import TABLE
@@ -160,22 +160,17 @@ def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
 
 def mechanism(model: PreTrainedModel) -> str:
     """What a scheme does that is not one rotation by fixed frequencies, in the words of the page."""
-    layers = placed_layers(model)
-    kinds = {
-        "vectors": any(additive is not None for _, additive in placed_additives(model)),
-        "map": not all(_is_spectrum(layer.query_key_map) for layer in layers),
-        "bias": any(layer.logit_bias is not None for layer in layers),
-        "scale": any(layer.logit_scale is not None for layer in layers),
-    }
-    return " + ".join(kind for kind, found in kinds.items() if found) or "rotation"
+    parts = ModelParts(model)
+    names = {"additive": "vectors", "query_key_map": "map", "logit_bias": "bias", "logit_scale": "scale"}
+    kinds = [kind for kind in parts.needs() if kind != "query_key_map" or not _only_rotates(parts)]
+    return " + ".join(names[kind] for kind in kinds) or "rotation"
 
 
-def _is_spectrum(part: Any) -> bool:
+def _only_rotates(parts: ModelParts) -> bool:
     try:
-        spectrum_of(part)
+        return bool([rotation_of(layer) for layer in parts.layers])
     except hf_posenc.UnsupportedError:
         return False
-    return True
 
 
 def _form(check: dict[str, Any]) -> str:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import InterleavedConfig, NoneConfig, RopeConfig, ScheduleConfig, SchemeConfig, YarnScaling
+from hf_posenc.export.comparison import random_ids
 from hf_posenc.export.export_model import export_model
 from hf_posenc.export.gguf.run import complete
-from hf_posenc.export.samples import random_ids
 from tests.export.gguf_cases import byte_tokenizer, tiny_llama
 
 pytest.importorskip("xllamacpp")

@@ -14,13 +14,15 @@ import onnx
 import pytest
 import torch
 
-import hf_posenc
-from hf_posenc import DynamicScaling, RopeConfig, UnsupportedError, YarnScaling, list_schemes
+from hf_posenc import DynamicScaling, RopeConfig, UnknownNameError, UnsupportedError, YarnScaling, list_schemes
 from hf_posenc.errors import UsageError
+from hf_posenc.export import onnx_graph
+from hf_posenc.export.carriers import Form
+from hf_posenc.export.comparison import excess
 from hf_posenc.export.export_model import export_model
-from hf_posenc.export.onnx import program, write
-from hf_posenc.export.onnx.program import save_program
-from hf_posenc.export.onnx.verify import TOLERANCE, Session, compare
+from hf_posenc.export.layers import ModelParts
+from hf_posenc.export.onnx import TOLERANCE, OnnxExport, Session, quantize
+from hf_posenc.export.programs import quiet
 from tests.thinning import mostly_slow
 from tests.versions import EXPORTER, since
 
@@ -48,6 +50,14 @@ def to_onnx(model: Any, folder: Path, **options: Any) -> Any:
     """The export, where transformers can be used for it."""
     since(*EXPORTER)
     return export_model(model, folder, to="onnx", **options)
+
+
+FORM = Form(carrier="its own ONNX graph")
+
+
+def export_of(model: Any, folder: Path) -> OnnxExport:
+    """An export that is not finished."""
+    return OnnxExport().of(ModelParts(model), folder, None)
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +137,9 @@ def test_outliers_in_a_matrix_do_not_round_its_other_int8_weights(tmp_path: Path
 def test_the_check_finds_a_lost_bias(alibi: Any) -> None:
     _, folder, _ = alibi
     for other in ("none", "kerple"):
-        with pytest.raises(UnsupportedError, match="computes other logits"):
-            compare(visible(LLAMA, other), folder / "model.onnx", TOLERANCE)
+        with torch.no_grad():
+            found = excess("", export_of(visible(LLAMA, other), folder).checks(FORM))
+        assert "The logits differ" in found
 
 
 def test_an_encoder_beyond_its_native_length(tmp_path: Path) -> None:
@@ -143,11 +154,12 @@ def test_an_encoder_beyond_its_native_length(tmp_path: Path) -> None:
 
 def test_the_check_finds_a_fixed_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     since(*EXPORTER)
-    monkeypatch.setattr(program, "_open", lambda axes: dict.fromkeys(axes))
+    monkeypatch.setattr(onnx_graph, "_open", lambda value: None)
     model = visible(BERT, "alibi")
-    save_program(program.export_program(model, None), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedError, match="cannot run the graph on"):
-        compare(model, tmp_path / "model.onnx", TOLERANCE)
+    export = export_of(model, tmp_path)
+    export.write(FORM)
+    with pytest.raises(UnsupportedError, match="cannot run the graph on"), torch.no_grad():
+        list(export.checks(FORM))
 
 
 def test_padding_between_real_tokens_counts_as_in_torch(alibi: Any) -> None:
@@ -216,33 +228,29 @@ def test_an_exporter_that_returns_other_programs_is_refused(tmp_path: Path, monk
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_option_is_named(tmp_path: Path) -> None:
-    with pytest.raises(hf_posenc.errors.UnknownNameError, match="opset_version"):
-        export_model(visible(BERT), tmp_path / "out", to="onnx", opset=17)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"), [({"quantize": "no"}, "True or False"), ({"opset_version": "20"}, "a number")]
+    ("options", "error", "message"),
+    [
+        ({"quantize": "no"}, UsageError, "True or False"),
+        ({"opset_version": "20"}, UsageError, "a number"),
+        ({"opset": 17}, UnknownNameError, "opset_version"),
+        ({"opset_version": 5}, UnsupportedError, "opset_version=5; the exporter wrote version"),
+    ],
 )
-def test_values_of_options_are_checked(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
-        export_model(visible(BERT), tmp_path / "out", to="onnx", **options)
-
-
-def test_a_version_of_operators_that_is_not_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="opset_version=5; the exporter wrote version"):
-        to_onnx(visible(BERT), tmp_path / "out", opset_version=5)
+def test_options_are_checked(options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        to_onnx(visible(BERT), tmp_path / "out", **options)
 
 
 def test_the_quantizer_leaves_logging_as_it_is(caplog: pytest.LogCaptureFixture, alibi: Any, tmp_path: Path) -> None:
-    model, folder, _ = alibi
+    _, folder, _ = alibi
     shutil.copy(folder / "model.onnx", tmp_path)
     caplog.set_level(logging.INFO)
-    write._quantized(model, tmp_path / "model.onnx")
+    quantize(tmp_path / "model.onnx")
     assert not [record for record in caplog.records if record.name.startswith("onnxruntime.quantization")]
     root = logging.getLogger()
     before = root.level, list(root.handlers)
-    with program.quiet():  # as onnxruntime's quantizer does when it is imported
+    with quiet():  # as onnxruntime's quantizer does when it is imported
         root.setLevel(logging.DEBUG)
         root.addHandler(logging.NullHandler())
     assert (root.level, root.handlers) == before

@@ -5,28 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.form import GgufForm
-from hf_posenc.export.gguf.gelu import GELU_NAMES
-from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import (
-    ModelParts,
-    Rotation,
+from hf_posenc.export.carriers import Carrier, of_types
+from hf_posenc.export.gguf.blocks import (
+    GELU_NAMES,
     geometric_entries,
     model_length,
     refuse_other_biases,
-    refuse_other_parts,
-    rotations_of,
+    rotate_halves,
 )
-from hf_posenc.export.layers import rows_of
+from hf_posenc.export.gguf.file import GgufForm, named_weights
+from hf_posenc.export.layers import ModelParts, rotations_of, rows_of
+
+BLOCKS = "BERT's"
 
 
 def table(parts: ModelParts) -> GgufForm:
     """Vectors that are added to the embeddings, as rows of BERT's table; without a scheme, zeros."""
-    refuse_other_parts(parts, "additive")
-    form, additive = _form(parts, "bert"), parts.encoding.additive
+    form, additive = _form(parts, "bert"), parts.additive
     count, width = model_length(parts), int(parts.model.config.hidden_size)
     rows = torch.zeros(count, width) if additive is None else rows_of(additive, count)
     form.tensors["position_embd.weight"] = rows
@@ -35,26 +32,28 @@ def table(parts: ModelParts) -> GgufForm:
 
 def alibi(parts: ModelParts) -> GgufForm:
     """ALiBi with its fixed slopes, the same in both directions."""
-    refuse_other_parts(parts, "logit_bias")
     refuse_other_biases(parts)
     return _form(parts, "jina-bert-v2")
 
 
 def one_rope(parts: ModelParts) -> GgufForm:
-    """One spectrum of RoPE in all layers, with any base and factor, in all of a head or its first dimensions."""
+    """One spectrum of RoPE in all layers, with any base and factor, in all of a head or some of its dimensions."""
     rotations = rotations_of(parts)
-    frequencies = rotations[0].frequencies
-    pairs = int(frequencies.count_nonzero())
-    turning = frequencies[:pairs]
-    if not pairs or not turning.all():
-        raise UnsupportedError("RoPE rotates the first dimensions of every head")
-    entries = geometric_entries(turning)
-    if entries is None:
-        raise UnsupportedError("the frequencies are not those of RoPE, and these blocks have no table of frequencies")
-    form = _form(parts, "jina-bert-v3")
-    _join_projections(form, rotations)
-    form.metadata.update({"rope.dimension_count": 2 * pairs, **entries})
+    entries, form = geometric_entries(rotations[0]), _form(parts, "jina-bert-v3")
+    rotate_halves(form, rotations, entries)
+    for layer in range(len(rotations)):
+        for suffix in ("weight", "bias"):
+            kinds = [f"blk.{layer}.{kind}.{suffix}" for kind in ("attn_q", "attn_k", "attn_v")]
+            joined = torch.cat([form.tensors.pop(kind).float() for kind in kinds])
+            form.tensors[f"blk.{layer}.attn_qkv.{suffix}"] = joined
     return form
+
+
+CARRIERS = (
+    Carrier("bert", table, ("additive",), of_types("bert")),
+    Carrier("jina-bert-v2", alibi, ("logit_bias",), of_types("bert")),
+    Carrier("jina-bert-v3", one_rope, ("query_key_map",), of_types("bert")),
+)
 
 
 def _form(parts: ModelParts, architecture: str) -> GgufForm:
@@ -62,7 +61,7 @@ def _form(parts: ModelParts, architecture: str) -> GgufForm:
 
     llama.cpp adds the first row of the table of token types to every token.
     """
-    model, attention = parts.model, parts.layers[0]
+    model, attention = parts.model, parts.stack.attentions[0]
     config: Any = model.config
     _refuse_other_blocks(parts)
     # The architectures differ in what they do with positions; the names are those of 'bert'.
@@ -81,32 +80,13 @@ def _form(parts: ModelParts, architecture: str) -> GgufForm:
             "vocab_size": int(config.vocab_size),
         },
         tensors,
-        f"the architecture {architecture!r}",
         {"ggml.token_type_count": int(tensors["token_types.weight"].shape[0])},
+        carrier=f"the architecture {architecture!r}",
     )
 
 
-def _join_projections(form: GgufForm, rotations: list[Rotation]) -> None:
-    """Joins the projections of queries, keys and values, with the pairs of a head in the halves of its rotated part."""
-    heads = form.metadata["attention.head_count"]
-    assert isinstance(heads, int)
-    for layer, rotation in enumerate(rotations):
-        pairs = int(rotation.frequencies.count_nonzero())
-        width = len(rotation.order)
-        order = [*range(0, 2 * pairs, 2), *range(1, 2 * pairs, 2), *range(2 * pairs, width)]
-        for suffix in ("weight", "bias"):
-            joined: list[Tensor] = []
-            for kind in ("attn_q", "attn_k", "attn_v"):
-                rows = form.tensors.pop(f"blk.{layer}.{kind}.{suffix}").float()
-                if kind != "attn_v":
-                    by_head = rotation.folded(rows.reshape(heads, width, -1))[:, order]
-                    rows = by_head.reshape(rows.shape)
-                joined.append(rows)
-            form.tensors[f"blk.{layer}.attn_qkv.{suffix}"] = torch.cat(joined)
-
-
 def _refuse_other_blocks(parts: ModelParts) -> None:
-    name, config = type(parts.model).__name__, parts.model.config
+    name, config = parts.name, parts.model.config
     if parts.model.base_model is not parts.model:
         raise UnsupportedError(
             f"llama.cpp's BERT ends with the hidden states, so there is no place for the head of {name}. Load the "

@@ -1,7 +1,9 @@
-"""Writes a form and a tokenizer to a GGUF file."""
+"""A model in the terms of llama.cpp, and how it becomes a GGUF file."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,12 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Precision
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.entry import ATTRIBUTE
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.carriers import Form
 
 #: Precision of the matrices, by the option `dtype`: how they are stored, and llama.cpp's name of such a file.
 PRECISIONS = {
@@ -20,6 +26,67 @@ PRECISIONS = {
 }
 #: Tables of positions, token types and biases.
 _ADDED = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
+#: Hyperparameters, by their keys without the name of the architecture ("block_count").
+Metadata = dict[str, int | float | str | bool]
+_ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class GgufForm(Form):
+    """A model, before it is rounded to the precision of a file.
+
+    Args:
+        architecture: name of the architecture in llama.cpp.
+        metadata: its hyperparameters.
+        tensors: weights by their names in llama.cpp, `(out, in)` for matrices.
+        tokenizer: metadata of the tokenizer that the architecture needs, without the prefix "tokenizer.".
+    """
+
+    architecture: str
+    metadata: Metadata
+    tensors: dict[str, Tensor]
+    tokenizer: dict[str, int] = field(default_factory=dict)
+
+    def is_encoder(self) -> bool:
+        """Whether llama.cpp returns hidden states for this architecture."""
+        return self.architecture == "t5encoder" or self.metadata.get("attention.causal") is False
+
+
+def named_weights(
+    model: PreTrainedModel, architecture: str, layers: int, without: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Returns a model's weights by their names in llama.cpp, without those of the scheme and without a tied output.
+
+    Matrices are `(out, in)`.
+
+    Args:
+        model: the model.
+        architecture: the architecture in llama.cpp.
+        layers: number of layers.
+        without: names of modules whose weights are left out.
+
+    Raises:
+        UnsupportedError: for a weight that the architecture does not have.
+    """
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
+    name_of = partial(names.get_name, try_suffixes=(".weight", ".bias"))
+    transposed = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
+    named: dict[str, Tensor] = {}
+    for key, tensor in model.state_dict().items():
+        if not {ATTRIBUTE, *without}.isdisjoint(key.split(".")):
+            continue
+        # The list of names has some classes with the prefix of the base model and some without.
+        spellings = (key, key.removeprefix(f"{model.base_model_prefix}."))
+        name = next(filter(None, map(name_of, spellings)), None)
+        if name is None and any(tensor.data_ptr() == other.data_ptr() for other in named.values()):
+            continue  # A second name of the same weight.
+        if name is None:
+            raise UnsupportedError(f"the architecture {architecture!r} of llama.cpp has no weight like {key}")
+        named[name] = tensor.detach().T if key in transposed else tensor.detach()
+    output, embedding = named.get("output.weight"), named["token_embd.weight"]
+    if output is not None and output.data_ptr() == embedding.data_ptr():
+        del named["output.weight"]  # llama.cpp then uses the embeddings.
+    return named
 
 
 def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: str, name: str) -> None:
@@ -41,13 +108,10 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
         _add(writer, f"tokenizer.{key}", value)
     kinds = {key: _precision(key, tensor, dtype) for key, tensor in form.tensors.items()}
     for key, tensor in form.tensors.items():
+        kind = {Precision.F32: np.float32, Precision.F16: np.float16}.get(kinds[key])
         stored = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kinds[key])
-        kind = {Precision.F32: np.float32, Precision.F16: np.float16}.get(kinds[key], np.uint8)
-        size = int(np.prod(stored))
-        if kind is np.uint8:
-            writer.add_tensor_info(key, stored, np.dtype(kind), size, raw_dtype=kinds[key])
-        else:
-            writer.add_tensor_info(key, tuple(tensor.shape), np.dtype(kind), size)
+        shape, raw = (stored, kinds[key]) if kind is None else (tuple(tensor.shape), None)
+        writer.add_tensor_info(key, shape, np.dtype(kind or np.uint8), int(np.prod(stored)), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

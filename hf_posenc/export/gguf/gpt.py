@@ -4,29 +4,28 @@ heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.form import GgufForm, Metadata
-from hf_posenc.export.gguf.gelu import refuse_other_activations
-from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import (
-    ModelParts,
-    Rotation,
+from hf_posenc.export.carriers import Carrier, of_types
+from hf_posenc.export.gguf.blocks import (
     geometric_entries,
+    logit_factors,
     model_length,
+    refuse_other_activations,
     refuse_other_biases,
-    refuse_other_parts,
     refuse_without_logits,
-    rotations_of,
-    scaled_rotations,
+    rotate_halves,
+    scale_queries,
+    scaled_entries,
 )
-from hf_posenc.export.layers import STOPPED, rows_of
+from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
+from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rotations_of, rows_of
 
+BLOCKS = "GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)"
 #: The slope of the last of 2^n heads is 2^-8 (arXiv:2108.12409).
 _ALIBI = 8.0
 
@@ -47,7 +46,7 @@ class _Source:
 
 
 #: By the type of the model.
-SOURCES = {
+_SOURCES = {
     "gpt2": _Source("gpt2", "mlp.act"),
     "gpt_bigcode": _Source("starcoder", "mlp.act"),
     "mpt": _Source("mpt", "ffn.act"),
@@ -61,68 +60,62 @@ _BIASED = ("gpt2", "bloom", "gptneox")
 
 def vectors(parts: ModelParts) -> GgufForm:
     """Vectors that are added to the embeddings, as a table of positions."""
-    refuse_other_parts(parts, "additive")
-    if parts.encoding.additive is None:
+    if parts.additive is None:
         raise UnsupportedError("the scheme adds no vectors to the embeddings")
     return _with_vectors(parts, _sequential(parts, "gpt2", "the architecture 'gpt2' with a table of positions"))
 
 
 def alibi_after_norm(parts: ModelParts) -> GgufForm:
     """ALiBi in BLOOM, which also normalises its embeddings."""
-    refuse_other_parts(parts, "logit_bias")
     refuse_other_biases(parts)
     return _sequential(parts, "bloom", "the architecture 'bloom', which has ALiBi")
 
 
 def alibi_and_vectors(parts: ModelParts) -> GgufForm:
     """ALiBi, vectors, both, or none of them."""
-    refuse_other_parts(parts, "logit_bias", "additive")
-    biased = any(layer.logit_bias is not None for layer in parts.layers)
-    if biased:
+    needs = parts.needs()
+    if "logit_bias" in needs:
         refuse_other_biases(parts)
-    added = parts.encoding.additive is not None
-    what = [name for name, found in (("ALiBi", biased), ("a table of positions", added)) if found]
-    form = _sequential(parts, "mpt", f"the architecture 'mpt' with {' and '.join(what) or 'no positions'}")
-    if biased:
+    names = {"logit_bias": "ALiBi", "additive": "a table of positions"}
+    what = " and ".join(name for kind, name in names.items() if kind in needs) or "no positions"
+    form = _with_vectors(parts, _sequential(parts, "mpt", f"the architecture 'mpt' with {what}"))
+    if "logit_bias" in needs:
         form.metadata["attention.max_alibi_bias"] = _ALIBI
-    return _with_vectors(parts, form) if added else form
+    return form
 
 
 def scaled_rotation(parts: ModelParts) -> GgufForm:
     """RoPE with linear scaling or YaRN, with the options that llama.cpp reads."""
-    entries, rotations = scaled_rotations(parts, rotations_of(parts))
+    entries, rotations = scaled_entries(parts, rotations_of(parts))
     return _rotated(parts, rotations, entries, f"'gptneox' with rope.scaling.type {entries['rope.scaling.type']!r}")
 
 
 def geometric_rotation(parts: ModelParts) -> GgufForm:
     """A rotation whose frequencies decrease by a constant factor; pairs may also stand still."""
     rotations = rotations_of(parts)
-    turning = rotations[0].frequencies.abs()
-    turning = turning[turning > 0].sort(descending=True).values
-    if len(turning) == 0:
-        stopped: Metadata = {"rope.scaling.type": "linear", "rope.scaling.factor": STOPPED}
-        return _rotated(parts, rotations, {"rope.freq_base": 10000.0, **stopped}, "'gptneox' with stopped positions")
-    entries = geometric_entries(turning)
-    if entries is None:
-        raise UnsupportedError("the frequencies do not decrease by a constant factor from pair to pair")
-    return _rotated(parts, rotations, entries, "'gptneox'")
+    entries = geometric_entries(rotations[0])
+    stopped = entries.get("rope.scaling.factor") == STOPPED
+    return _rotated(parts, rotations, entries, "'gptneox' with stopped positions" if stopped else "'gptneox'")
+
+
+_is_gpt = of_types(*_SOURCES)
+CARRIERS = (
+    Carrier("gpt2", vectors, ("additive",), _is_gpt),
+    # BLOOM also normalises its embeddings.
+    Carrier("bloom", alibi_after_norm, ("logit_bias",), of_types("bloom")),
+    Carrier("mpt", alibi_and_vectors, ("logit_bias", "additive"), _is_gpt),
+    Carrier("gptneox with rope.scaling", scaled_rotation, ("query_key_map",), _is_gpt),
+    Carrier("gptneox", geometric_rotation, ("query_key_map",), _is_gpt),
+)
 
 
 def _rotated(parts: ModelParts, rotations: list[Rotation], entries: Metadata, name: str) -> GgufForm:
-    """GPT-NeoX's blocks. llama.cpp rotates the first dimensions of a head, pair `m` at `m` and `m + pairs`."""
-    form, head_dim = _form(parts, "gptneox", f"the architecture {name}"), parts.layers[0].head_dim
+    """GPT-NeoX's blocks."""
+    form = _form(parts, "gptneox", f"the architecture {name}")
     # Unlike the others, this architecture does not read its output from the embeddings.
     form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
-    frequencies = rotations[0].frequencies
-    turning = [pair for pair in frequencies.abs().argsort(descending=True, stable=True).tolist() if frequencies[pair]]
-    # A pair that turns backwards turns forwards with its dimensions exchanged.
-    first = [2 * pair + int(frequencies[pair] < 0) for pair in turning]
-    order = [*first, *(dimension ^ 1 for dimension in first)]
-    order += [dimension for dimension in range(head_dim) if dimension // 2 not in turning]
-    _map_queries_and_keys(form, head_dim, lambda layer, rows: rotations[layer].folded(rows)[:, order])
-    parallel = bool(getattr(parts.stack.config, "use_parallel_residual", False))
-    width = 2 * len(turning) or head_dim
-    form.metadata.update({"use_parallel_residual": parallel, "rope.dimension_count": width, **entries})
+    form.metadata["use_parallel_residual"] = bool(getattr(parts.stack.config, "use_parallel_residual", False))
+    rotate_halves(form, rotations, entries)
     return form
 
 
@@ -136,22 +129,19 @@ def _sequential(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
 
 
 def _with_vectors(parts: ModelParts, form: GgufForm) -> GgufForm:
-    count = form.metadata["context_length"]
-    assert parts.encoding.additive is not None
-    assert isinstance(count, int)
-    form.tensors["position_embd.weight"] = rows_of(parts.encoding.additive, count)
+    if parts.additive is not None:
+        form.tensors["position_embd.weight"] = rows_of(parts.additive, int(form.metadata["context_length"]))
     return form
 
 
 def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     """The weights and hyperparameters of GPT-like blocks, without a position encoding."""
-    model, stack = parts.model, parts.stack
-    config, attention, name = stack.config, parts.stack.attentions[0], type(parts.model).__name__
-    source = SOURCES[model.config.model_type]
+    model, stack, name = parts.model, parts.stack, parts.name
+    config, attention, source = stack.config, stack.attentions[0], _SOURCES[model.config.model_type]
     refuse_without_logits(parts)
     if getattr(config, "apply_residual_connection_post_layernorm", False):
         raise UnsupportedError(f"{name} adds its residuals after the norms; these blocks of llama.cpp add them before")
-    if len(stack.attentions) != len(parts.layers) or len({one.num_heads for one in stack.attentions}) > 1:
+    if len({other.num_heads for other in stack.attentions}) > 1:
         raise UnsupportedError(f"the layers of {name} have different numbers of heads")
     modules = model.named_modules(remove_duplicate=False)
     activations = [key for key, _ in modules if key.endswith(f".{source.activation}")]
@@ -161,8 +151,11 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
         )
     refuse_other_activations(model, activations)
     tensors = _weights(parts, source)
-    clamp = getattr(getattr(config, "attn_config", None), "clip_qkv", None)
-    _scale_queries(parts, tensors, clamp)
+    clamp, factors = getattr(getattr(config, "attn_config", None), "clip_qkv", None), logit_factors(parts)
+    if clamp and factors:
+        raise UnsupportedError("the model clips queries and scales its logits by another factor than llama.cpp")
+    for index, factor in factors.items():
+        scale_queries(tensors, index, attention.num_heads * attention.head_dim, factor)
     if architecture != "bloom" and _NORM[0] in tensors:
         _normalize_embeddings(tensors, _epsilon(stack.module))
     if architecture in _BIASED:
@@ -183,60 +176,22 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
         if architecture != "mpt":
             raise UnsupportedError(f"{name} clips queries, keys and values, which {architecture!r} does not")
         metadata["attention.clamp_kqv"] = float(clamp)
-    return GgufForm(architecture, metadata, tensors, carrier)
-
-
-def _map_queries_and_keys(form: GgufForm, head_dim: int, change: Callable[[int, Tensor], Tensor]) -> None:
-    """Changes the rows of every query and key head.
-
-    `change` gets the index of a layer and rows `(heads, head_dim, in)` in float32, and returns such rows.
-    """
-    heads, key_heads = form.metadata["attention.head_count"], form.metadata["attention.head_count_kv"]
-    assert isinstance(heads, int)
-    assert isinstance(key_heads, int)
-    for layer in range(int(form.metadata["block_count"])):
-        for suffix in ("weight", "bias"):
-            name = f"blk.{layer}.attn_qkv.{suffix}"
-            if name in form.tensors:
-                rows = form.tensors[name].float().clone()
-                changed = (heads + key_heads) * head_dim
-                by_head = rows[:changed].reshape(heads + key_heads, head_dim, -1)
-                both = [change(layer, by_head[:heads]), change(layer, by_head[heads:])]
-                rows[:changed] = torch.cat(both).reshape(rows[:changed].shape)
-                form.tensors[name] = rows
+    return GgufForm(architecture, metadata, tensors, carrier=carrier)
 
 
 def _weights(parts: ModelParts, source: _Source) -> dict[str, Tensor]:
     """The weights by their names in llama.cpp, with all queries first, and matrices as `(out, in)`."""
-    model, attention = parts.model, parts.stack.attentions[0]
-    found = named_weights(model, source.architecture, len(parts.layers))
+    attention = parts.stack.attentions[0]
+    found = named_weights(parts.model, source.architecture, len(parts.layers))
     found.pop("position_embd.weight", None)  # The scheme has it.
     by_head = source.by_head
-    if model.config.model_type == "gpt_bigcode":
+    if parts.model.config.model_type == "gpt_bigcode":
         by_head = attention.num_key_value_heads > 1  # With one key head, all queries come first.
     if by_head:
         for key in [key for key in found if ".attn_qkv." in key]:
             rows = found[key].unflatten(0, (attention.num_heads, 3, attention.head_dim))
             found[key] = rows.transpose(0, 1).flatten(0, 2)
     return found
-
-
-def _scale_queries(parts: ModelParts, tensors: dict[str, Tensor], clamp: float | None) -> None:
-    """llama.cpp divides logits by the root of the width of a head. Other factors are moved into the queries."""
-    for layer, attention in enumerate(parts.stack.attentions):
-        width = attention.head_dim
-        names = ("scaling", "softmax_scale", "inv_norm_factor")
-        scaling = next((getattr(attention.module, key) for key in names if hasattr(attention.module, key)), None)
-        factor = 1.0 if scaling is None else float(scaling) * width**0.5
-        if abs(factor - 1) <= 1e-6:
-            continue
-        if clamp:
-            raise UnsupportedError("the model clips queries and scales its logits by another factor than llama.cpp")
-        for suffix in ("weight", "bias"):
-            key = f"blk.{layer}.attn_qkv.{suffix}"
-            if key in tensors:
-                tensors[key] = tensors[key].float().clone()
-                tensors[key][: attention.num_heads * width] *= factor
 
 
 def _normalize_embeddings(tensors: dict[str, Tensor], epsilon: float) -> None:

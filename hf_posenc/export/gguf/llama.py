@@ -4,8 +4,8 @@ biases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,22 +13,23 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.form import GgufForm
-from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import (
+from hf_posenc.export.carriers import Carrier
+from hf_posenc.export.gguf.blocks import (
     EQUAL,
-    ModelParts,
-    Rotation,
+    fold_rotations,
+    logit_factors,
+    refuse_missing,
     refuse_other_biases,
-    refuse_other_parts,
     refuse_without_logits,
-    rotations_of,
-    scaled_rotations,
+    scale_queries,
+    scaled_entries,
 )
-from hf_posenc.export.layers import QUERY_FACTOR, STOPPED
+from hf_posenc.export.gguf.file import GgufForm, named_weights
+from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation, rotations_of
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
+BLOCKS = "Llama's (RMSNorm, gated feed-forward)"
 #: llama.cpp's smollm3 does not rotate in every fourth layer.
 _SMOLLM3_STEP = 4
 _REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
@@ -44,14 +45,14 @@ def shared_spectrum(parts: ModelParts) -> GgufForm:
     rotations = rotations_of(parts)
     form = _form(parts, "llama", "the architecture 'llama'")
     reorder_heads(form, rotations)
-    return _with_spectrum(form, rotations[0].frequencies, _theta(parts.scheme))
+    return _with_spectrum(form, rotations[0].all_frequencies, _theta(parts.scheme))
 
 
 def scaling_metadata(parts: ModelParts) -> GgufForm:
     """Linear scaling and YaRN with the options that llama.cpp reads."""
     rotations = rotations_of(parts, same=False)
-    entries, plain = scaled_rotations(parts, rotations)
-    if len({rotation.spectrum() for rotation in rotations}) > 1 or not bool(rotations[0].frequencies.all()):
+    entries, plain = scaled_entries(parts, rotations)
+    if len({rotation.spectrum for rotation in rotations}) > 1 or not bool(rotations[0].all_frequencies.all()):
         raise UnsupportedError("RoPE does not rotate the whole head in every layer")
     kind = entries["rope.scaling.type"]
     form = _form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {kind!r}")
@@ -62,13 +63,12 @@ def scaling_metadata(parts: ModelParts) -> GgufForm:
 
 def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     """The layers of SmolLM3: RoPE, and no positions in every fourth layer."""
-    rotations = rotations_of(parts, same=False)
-    theta = _theta(parts.scheme)
-    head_dim = parts.layers[0].head_dim
+    rotations, theta = rotations_of(parts, same=False), _theta(parts.scheme)
+    head_dim = rotations[0].head_dim
     rope = rope_inverse_frequencies(theta, head_dim).double()
     for layer, rotation in enumerate(rotations):
         expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
-        found = rotation.frequencies
+        found = rotation.all_frequencies
         if found.shape != expected.shape or not torch.allclose(found, expected, rtol=EQUAL, atol=0):
             raise UnsupportedError(
                 f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
@@ -82,23 +82,22 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
 def spectrum_per_layer(parts: ModelParts) -> GgufForm:
     """A spectrum in each layer, in wide heads: each layer uses its own part of the pairs."""
     rotations = rotations_of(parts, same=False)
-    spectra = list(dict.fromkeys(rotation.spectrum() for rotation in rotations))
+    spectra = list(dict.fromkeys(rotation.spectrum for rotation in rotations))
     if len(spectra) > 4:
         raise UnsupportedError(
             f"the layers have {len(spectra)} different spectra, and heads {len(spectra)} times as wide are too slow"
         )
-    head_dim = parts.layers[0].head_dim
+    head_dim = rotations[0].head_dim
     carrier = f"the architecture 'llama' with heads {len(spectra)} times as wide, a part for each spectrum"
     form = _form(parts, "llama", carrier)
     reorder_heads(form, rotations)
-    starts = [spectra.index(rotation.spectrum()) * head_dim for rotation in rotations]
-    _widen_heads(form, starts, len(spectra) * head_dim)
+    starts = [spectra.index(rotation.spectrum) * head_dim for rotation in rotations]
+    _widen_heads(form, starts, head_dim, len(spectra) * head_dim)
     return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), _theta(parts.scheme))
 
 
 def alibi(parts: ModelParts) -> GgufForm:
     """ALiBi with its fixed slopes, which llama.cpp computes from the number of heads."""
-    refuse_other_parts(parts, "logit_bias")
     refuse_other_biases(parts)
     form = _form(parts, "refact", "the architecture 'refact', which has ALiBi and no rotation")
     projections = ("attn_q", "attn_k", "attn_v")
@@ -108,17 +107,24 @@ def alibi(parts: ModelParts) -> GgufForm:
     return form
 
 
+CARRIERS = (
+    Carrier("llama with rope.scaling", scaling_metadata, ("query_key_map",), is_llama),
+    Carrier("llama", shared_spectrum, ("query_key_map",), is_llama),
+    Carrier("smollm3", every_fourth_layer_stopped, ("query_key_map",), is_llama),
+    Carrier("llama with wide heads", spectrum_per_layer, ("query_key_map",), is_llama),
+    Carrier("refact", alibi, ("logit_bias",), is_llama),
+)
+
+
 def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufForm:
     """Adds a spectrum to a form. RoPE's own needs no factors."""
-    width = form.metadata["attention.key_length"]
-    assert isinstance(width, int)
+    width = 2 * len(frequencies)
     form.metadata.update({"rope.dimension_count": width, "rope.freq_base": theta})
     rope = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     if torch.allclose(frequencies, rope, rtol=EQUAL, atol=0):
         return form
-    factors = torch.where(frequencies == 0, STOPPED, rope / frequencies)
-    tensors = {**form.tensors, "rope_freqs.weight": factors.float()}
-    return GgufForm(form.architecture, form.metadata, tensors, f"{form.carrier} and rope_freqs.weight")
+    form.tensors["rope_freqs.weight"] = torch.where(frequencies == 0, STOPPED, rope / frequencies).float()
+    return replace(form, carrier=f"{form.carrier} and rope_freqs.weight")
 
 
 def _theta(scheme: SchemeConfig) -> float:
@@ -132,17 +138,13 @@ def _theta(scheme: SchemeConfig) -> float:
 def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     """The weights and hyperparameters of Llama-like blocks, without a position encoding."""
     config, attention = parts.stack.config, parts.stack.attentions[0]
-    name = type(parts.model).__name__
     refuse_without_logits(parts)
-    _refuse_other_blocks(parts, name)
+    _refuse_other_blocks(parts)
     tensors = named_weights(parts.model, architecture, len(parts.layers))
     required = [f"blk.{layer}.{kind}.weight" for layer in range(len(parts.layers)) for kind in _REQUIRED]
-    missing = [key for key in ("token_embd.weight", "output_norm.weight", *required) if key not in tensors]
-    if missing:
-        raise UnsupportedError(f"{name} does not have Llama's blocks: it lacks {missing[0]}")
-    factor = getattr(attention.module, "scaling", attention.head_dim**-0.5) * attention.head_dim**0.5
-    if abs(factor - 1) > 1e-6:
-        _scale_queries(tensors, factor)
+    refuse_missing(parts, tensors, ("token_embd.weight", "output_norm.weight", *required), "Llama's")
+    for index, factor in logit_factors(parts).items():
+        scale_queries(tensors, index, attention.num_heads * attention.head_dim, factor)
     return GgufForm(
         architecture,
         {
@@ -158,52 +160,34 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
             "vocab_size": int(config.vocab_size),
         },
         tensors,
-        carrier,
+        carrier=carrier,
     )
 
 
-def reorder_heads(form: GgufForm, rotations: Sequence[Rotation]) -> None:
+def reorder_heads(form: GgufForm, rotations: list[Rotation]) -> None:
     """Puts the pairs of every query and key head next to each other, as llama.cpp rotates them."""
-    for layer, rotation in enumerate(rotations):
-        for kind in ("attn_q", "attn_k"):
-            _change_heads(form, layer, kind, rotation.folded)
+    fold_rotations(form, rotations, Rotation.neighbours)
 
 
-def _widen_heads(form: GgufForm, starts: Sequence[int], width: int) -> None:
+def _widen_heads(form: GgufForm, starts: Sequence[int], old: int, width: int) -> None:
     """Places every query and key head in a wider head of zeros, from the first dimension that its layer uses."""
-    old = form.metadata["attention.key_length"]
-    assert isinstance(old, int)
-    # llama.cpp divides logits by the root of the width.
-    _scale_queries(form.tensors, (width / old) ** 0.5)
     for layer, start in enumerate(starts):
+        # llama.cpp divides logits by the root of the width.
+        scale_queries(form.tensors, layer, len(form.tensors[f"blk.{layer}.attn_q.weight"]), (width / old) ** 0.5)
         for kind, place in (("attn_q", start), ("attn_k", start), ("attn_v", 0)):
-            _change_heads(form, layer, kind, partial(functional.pad, pad=(0, 0, place, width - old - place)))
+            for name in (f"blk.{layer}.{kind}.weight", f"blk.{layer}.{kind}.bias"):
+                if name in form.tensors:
+                    rows = form.tensors[name].float()
+                    heads = rows.reshape(-1, old, rows[0].numel())
+                    wide = functional.pad(heads, (0, 0, place, width - old - place))
+                    form.tensors[name] = wide.reshape(-1, *rows.shape[1:])
         name = f"blk.{layer}.attn_output.weight"
-        columns = form.tensors[name]
-        heads = columns.unflatten(1, (-1, old))
-        form.tensors[name] = functional.pad(heads, (0, width - old)).flatten(1)
+        form.tensors[name] = functional.pad(form.tensors[name].unflatten(1, (-1, old)), (0, width - old)).flatten(1)
     form.metadata["attention.key_length"] = form.metadata["attention.value_length"] = width
 
 
-def _change_heads(form: GgufForm, layer: int, kind: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Changes the weights and biases of a projection, as `(heads, head_dim, in)` float32; `in` is 1 for a bias."""
-    width = form.metadata["attention.key_length"]
-    assert isinstance(width, int)
-    for name in (f"blk.{layer}.{kind}.weight", f"blk.{layer}.{kind}.bias"):
-        if name in form.tensors:
-            inputs = form.tensors[name].shape[1:]
-            rows = form.tensors[name].float().reshape(-1, width, inputs.numel())
-            form.tensors[name] = change(rows).reshape(-1, *inputs)
-
-
-def _scale_queries(tensors: dict[str, Tensor], factor: float) -> None:
-    for name in tensors:
-        if ".attn_q." in name:
-            tensors[name] = tensors[name].float() * factor
-
-
-def _refuse_other_blocks(parts: ModelParts, name: str) -> None:
-    config = parts.stack.config
+def _refuse_other_blocks(parts: ModelParts) -> None:
+    config, name = parts.stack.config, parts.name
     needed = ("hidden_size", "intermediate_size", "rms_norm_eps", "vocab_size", "max_position_embeddings")
     absent = [field for field in needed if getattr(config, field, None) is None]
     if absent:
@@ -223,6 +207,6 @@ def _refuse_other_blocks(parts: ModelParts, name: str) -> None:
             f"{name} multiplies queries by a factor that grows with the position ({QUERY_FACTOR}), which these blocks "
             "of llama.cpp do not have"
         )
-    sizes = {(one.num_heads, one.num_key_value_heads, one.head_dim) for one in parts.stack.attentions}
+    sizes = {(layer.num_heads, layer.num_key_value_heads, layer.head_dim) for layer in parts.stack.attentions}
     if len(sizes) > 1:
         raise UnsupportedError(f"the layers of {name} have heads of different numbers or widths")

@@ -5,25 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 
-#: Scripts that run in a separate process: one by the server of llama.cpp, the other by its C functions.
-_SERVER, _LIBRARY = (Path(__file__).with_name(name) for name in ("in_llama_cpp.py", "in_llama_library.py"))
-#: The exit code of both if llama.cpp does not load the file.
-_CANNOT_LOAD = 3
+#: The script that runs llama.cpp, and its exit code if llama.cpp does not load the file.
+_SCRIPT, _CANNOT_LOAD = Path(__file__).with_name("in_llama_cpp.py"), 3
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def predict(
         {"prompt": list(prompt), "steps": steps, "top": top, "following": tokens}
         for prompt, tokens in zip(prompts, given, strict=True)
     ]
-    results = _run(file, context=context, precise=precise, predictions=jobs)["predictions"]
+    results = _run(file, "Server", "predict", jobs, context, precise)
     return [[Prediction(**step) for step in found] for found in results]
 
 
@@ -114,8 +111,7 @@ def complete(
         UnsupportedError: if llama.cpp cannot run the file.
     """
     jobs = [{"prompt": prompt if isinstance(prompt, str) else list(prompt), "steps": steps} for prompt in prompts]
-    results = _run(file, context=context, precise=precise, completions=jobs)["completions"]
-    return [Completion(**found) for found in results]
+    return [Completion(**found) for found in _run(file, "Server", "complete", jobs, context, precise)]
 
 
 def tokenize(file: Path, texts: Sequence[str]) -> list[list[int]]:
@@ -124,8 +120,7 @@ def tokenize(file: Path, texts: Sequence[str]) -> list[list[int]]:
     Raises:
         UnsupportedError: if llama.cpp cannot read the file.
     """
-    found: list[list[int]] = _run(file, texts=list(texts))["tokens"]
-    return found
+    return _run(file, "Server", "tokenize", [{"text": text} for text in texts])
 
 
 def encode(file: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -142,7 +137,8 @@ def encode(file: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     Raises:
         UnsupportedError: if llama.cpp cannot run the file.
     """
-    return _run_library(file, [{"encoder": list(prompt)} for prompt in prompts], max(map(len, prompts)))
+    jobs = [{"ids": list(prompt)} for prompt in prompts]
+    return [*map(torch.from_numpy, _run(file, "Library", "encode", jobs, max(map(len, prompts))))]
 
 
 def encode_and_decode(
@@ -162,36 +158,33 @@ def encode_and_decode(
         UnsupportedError: if llama.cpp cannot run the file.
     """
     pairs = list(zip(prompts, batches, strict=True))
-    jobs = [{"encoder": list(prompt), "decoder": [list(batch) for batch in found]} for prompt, found in pairs]
+    jobs = [{"ids": list(prompt), "batches": [list(batch) for batch in found]} for prompt, found in pairs]
     longest = max(max(len(prompt), sum(map(len, found))) for prompt, found in pairs)
-    return _run_library(file, jobs, longest)
+    return [*map(torch.from_numpy, _run(file, "Library", "decode", jobs, longest))]
 
 
-def _run_library(file: Path, jobs: list[dict[str, Any]], longest: int) -> list[Tensor]:
-    # llama.cpp rounds the size of a context up to a multiple of 256.
-    with _results(_LIBRARY, file, jobs=jobs, context=-(-longest // 256) * 256) as results:
-        arrays = np.load(results)
-        return [torch.from_numpy(arrays[name]) for name in arrays.files]
+def _run(
+    file: Path, by: str, method: str, jobs: Sequence[dict[str, Any]], context: int = 256, precise: bool = True
+) -> list[Any]:
+    """Runs the script, and returns the result of each job.
 
-
-def _run(file: Path, **task: Any) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"predictions": [], "completions": [], "texts": [], "context": 256, "precise": True}
-    with _results(_SERVER, file, **{**nothing, **task}) as results:
-        found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-        return found
-
-
-@contextmanager
-def _results(script: Path, file: Path, **task: Any) -> Iterator[Path]:
-    """Runs a script and yields the file with its results."""
+    Args:
+        file: of the model.
+        by: the class of the script.
+        method: its method.
+        jobs: arguments of the method.
+        context: size of the cache in tokens.
+        precise: whether only the file rounds.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        results, log = Path(folder, "results.npz"), Path(folder, "log.txt")
-        place = {"file": str(file), "results": str(results), "threads": torch.get_num_threads()}
+        results, log = Path(folder, "results"), Path(folder, "log.txt")
+        task = {"file": str(file), "results": str(results), "threads": torch.get_num_threads(), "precise": precise}
+        task |= {"by": by, "method": method, "jobs": jobs, "context": context}
         # Without the variable, llama.cpp starts a debugger when it aborts.
         environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
         with log.open("wb") as output:
             code = subprocess.run(
-                [sys.executable, str(script)], input=json.dumps({**place, **task}).encode(),
+                [sys.executable, str(_SCRIPT)], input=json.dumps(task).encode(),
                 stdout=output, stderr=output, env=environment, check=False,
             ).returncode  # fmt: skip
         if code != 0:
@@ -200,4 +193,5 @@ def _results(script: Path, file: Path, **task: Any) -> Iterator[Path]:
             if code == _CANNOT_LOAD or code < 0:  # A negative code is a signal: llama.cpp has aborted.
                 raise UnsupportedError(f"llama.cpp cannot run the file. Its last messages:\n{messages}")
             raise RuntimeError(f"The script that runs llama.cpp has failed:\n{messages}")
-        yield results
+        found: list[Any] = pickle.loads(results.read_bytes())
+        return found

@@ -13,14 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.form import GgufForm, Metadata
-from hf_posenc.export.gguf.gelu import GELU_NAMES
-from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import ModelParts, refuse_other_parts
+from hf_posenc.export.carriers import Carrier, of_types
+from hf_posenc.export.gguf.blocks import GELU_NAMES, refuse_missing
+from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
+from hf_posenc.export.layers import ModelParts
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.parts import DistanceBias
 
+BLOCKS = "T5's"
 _ENCODER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_o", "ffn_norm", "ffn_up", "ffn_down")
 _DECODER = (*_ENCODER, "cross_attn_norm", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_o")
 #: Without a gate, llama.cpp's activation is ReLU; with one, it is GELU.
@@ -38,8 +39,7 @@ _COUNTS = (32, 254, 508)
 
 def buckets(parts: ModelParts) -> GgufForm:
     """Any bias that is a number for each of llama.cpp's buckets, such as T5's own; no bias is zero in all buckets."""
-    refuse_other_parts(parts, "logit_bias")
-    biases = [layer.logit_bias for _, encoding in parts.stacks for layer in encoding.layers]
+    biases = [layer.parts.logit_bias for layer in parts.layers]
     own = {bias.num_buckets for bias in biases if isinstance(bias, T5Bias)}
     refusals = []
     for count in dict.fromkeys([*sorted(own), *_COUNTS]):
@@ -53,6 +53,9 @@ def buckets(parts: ModelParts) -> GgufForm:
         form.metadata["attention.relative_buckets_count"] = count
         return form
     raise refusals[0]
+
+
+CARRIERS = (Carrier("t5", buckets, ("logit_bias",), of_types("t5", "mt5", "umt5")),)
 
 
 def _bias_tables(parts: ModelParts, count: int) -> dict[str, Tensor]:
@@ -116,7 +119,7 @@ def _form(parts: ModelParts) -> GgufForm:
     encoder, *decoder = (len(encoding.layers) for _, encoding in parts.stacks)
     if decoder and decoder[0] > encoder:
         raise UnsupportedError(
-            f"{type(model).__name__} has {decoder[0]} layers in the decoder and {encoder} in the encoder; llama.cpp's "
+            f"{parts.name} has {decoder[0]} layers in the decoder and {encoder} in the encoder; llama.cpp's "
             "cache has as many layers as the encoder"
         )
     architecture = "t5" if decoder else "t5encoder"
@@ -125,9 +128,7 @@ def _form(parts: ModelParts) -> GgufForm:
     required = [
         f"{side}.blk.{layer}.{kind}.weight" for side, count, names in kinds for layer in range(count) for kind in names
     ]
-    missing = [key for key in ("token_embd.weight", "enc.output_norm.weight", *required) if key not in tensors]
-    if missing:
-        raise UnsupportedError(f"{type(model).__name__} does not have T5's blocks: it lacks {missing[0]}")
+    refuse_missing(parts, tensors, ("token_embd.weight", "enc.output_norm.weight", *required), "T5's")
     metadata: Metadata = {
         "block_count": encoder,
         "context_length": int(getattr(config, "n_positions", None) or _LENGTH),
@@ -145,7 +146,7 @@ def _form(parts: ModelParts) -> GgufForm:
     else:
         metadata["decoder_block_count"] = decoder[0]
         metadata["decoder_start_token_id"] = start_token(model)
-    return GgufForm(architecture, metadata, tensors, f"the architecture {architecture!r}")
+    return GgufForm(architecture, metadata, tensors, carrier=f"the architecture {architecture!r}")
 
 
 def start_token(model: PreTrainedModel) -> int:
@@ -187,7 +188,7 @@ def _output_factor(model: Any) -> float:
 
 
 def _refuse_other_blocks(parts: ModelParts) -> None:
-    name, config = type(parts.model).__name__, parts.model.config
+    name, config = parts.name, parts.model.config
     causal = [stack.causal for stack, _ in parts.stacks]
     if causal not in ([False], [False, True]):
         raise UnsupportedError(f"{name} is not an encoder, nor an encoder and a decoder")

@@ -1,26 +1,27 @@
-"""Compares a GGUF file, run by llama.cpp, with the model that it was made from, and limits the differences."""
+"""Compares a GGUF file, run by llama.cpp, with the model that it was made from."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.export.gguf.gelu import gelu_of_llama_cpp, has_gelu
+from hf_posenc.export.comparison import random_ids, relative_difference, spans
 from hf_posenc.export.gguf.run import encode, encode_and_decode, predict, runtime
 from hf_posenc.export.gguf.t5 import start_token
 from hf_posenc.export.records import Check
-from hf_posenc.export.samples import random_ids, relative_difference, spans
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 
-#: The largest differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds
-#: 1), "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
+#: Differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds 1),
+#: "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
 Differences = dict[str, float]
-#: Runs the model and compares it with what llama.cpp has returned, each time in a mode, "prefill" or "decode".
+#: Runs the model on some prompts and compares it with what llama.cpp has returned for them, in a mode, "prefill" or
+#: "decode".
 Measure = Callable[[], Iterable[tuple[str, Differences]]]
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
 STEPS = 8
@@ -31,6 +32,8 @@ _LENGTHS = (5, 48, 512)
 _LONGEST = 2048
 #: Added to what was compared if the model computes GELU as llama.cpp does.
 SAME_GELU = " with llama.cpp's GELU"
+#: llama.cpp returns 0 below the negative of this, and its argument above it, for GELU.
+_LIMIT = 10.0
 #: Largest accepted differences. In float32, the programs differ in the order of sums and in llama.cpp's angles, which
 #: it computes by repeated multiplication.
 _EXACT = {"logits": 1e-4, "probabilities": 1e-3, "hidden states": 1e-4}
@@ -53,27 +56,29 @@ _TOP = 4096
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, file: Path, length: int, same_gelu: bool) -> dict[str, Differences]:
+def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iterator[Check]:
     """Runs prompts of several lengths in both programs, and decodes from each.
+
+    A float32 file of a model with GELU is compared a second time, with llama.cpp's GELU in the model.
 
     Args:
         model: the model in float32.
         file: the exported file.
         length: the longest sequence that the file is made for.
-        same_gelu: whether to compare a model with GELU a second time, with llama.cpp's GELU.
-
-    Returns:
-        The differences by mode: "prefill" and "decode", or only "prefill" for an encoder.
+        dtype: precision of the file.
     """
     kinds = {(True,): _decoder, (False,): _encoder, (False, True): _encoder_decoder}
     measure = kinds[tuple(stack.causal for stack in find_stacks(model))](model, file, length)
-    found = _by_mode(measure())
-    if same_gelu and has_gelu(model):
+    program, twice = f"{runtime()}, {dtype}", dtype == "f32" and has_gelu(model)
+    for mode, found in measure():
+        for what, value in found.items():
+            limit = _ROUNDED.get(dtype, _EXACT)[what]
+            yield Check(program, mode, what, value, max(limit, _GELU) if twice else limit)
+    if twice:
         with gelu_of_llama_cpp(model):
-            same = _by_mode(measure())
-        for mode, differences in same.items():
-            found[mode] |= {f"{what}{SAME_GELU}": value for what, value in differences.items()}
-    return found
+            for mode, found in measure():
+                for what, value in found.items():
+                    yield Check(program, mode, f"{what}{SAME_GELU}", value, max(_EXACT[what], _SAME_GELU))
 
 
 def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
@@ -87,33 +92,29 @@ def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
         for prompt, steps in zip(prompts, predictions, strict=True):
             # The model sees the tokens that llama.cpp chose, so that one early difference does not make all later ones.
             ids = torch.tensor([[*prompt, *(step.ids[0] for step in steps[:-1])]], device=model.device)
-            logits = model(input_ids=ids, use_cache=False, **last).logits[0, -STEPS:].float().cpu()
-            for place, (expected, step) in enumerate(zip(logits, steps, strict=True)):
-                differences = token_differences(expected, torch.tensor(step.ids), torch.tensor(step.logprobs))
-                yield "prefill" if place == 0 else "decode", differences
+            logits = model(input_ids=ids, use_cache=False, **last).logits[0, -STEPS:]
+            rows = [(torch.tensor(step.ids), torch.tensor(step.logprobs)) for step in steps]
+            yield from _token_by_token(logits, rows)
 
     return measure
 
 
 def _encoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """Runs prompts in llama.cpp; the result runs them in the model and compares the hidden states of all tokens."""
+    """Compares the hidden states of all tokens."""
     prompts = _prompts(model, length)
     states = encode(file, prompts)
 
     def measure() -> Iterator[tuple[str, Differences]]:
-        for prompt, state in zip(prompts, states, strict=True):
+        for prompt, by_function in zip(prompts, states, strict=True):
             expected = model(input_ids=torch.tensor([prompt], device=model.device)).last_hidden_state[0].float().cpu()
-            for one in state:
-                yield "prefill", {"hidden states": relative_difference(one, expected)}
+            for state in by_function:
+                yield "prefill", {"hidden states": relative_difference(state, expected)}
 
     return measure
 
 
 def _encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """Runs prompts in llama.cpp, and tokens in the decoder after each; the result does the same in the model.
-
-    The decoder reads random tokens, as many as the encoder. The last ones come one by one, with the cache.
-    """
+    """The decoder reads random tokens, as many as the encoder. The last ones come one by one, with the cache."""
     prompts = _prompts(model, length)
     first = start_token(model)
     targets = [[first, *reversed(prompt), *prompt[:STEPS]][: len(prompt) + STEPS] for prompt in prompts]
@@ -122,13 +123,18 @@ def _encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure
 
     def measure() -> Iterator[tuple[str, Differences]]:
         for prompt, target, rows in zip(prompts, targets, logits, strict=True):
-            ids, after = (torch.tensor([one], device=model.device) for one in (prompt, target))
-            expected = model(input_ids=ids, decoder_input_ids=after, use_cache=False).logits[0, -STEPS:].float().cpu()
-            for place, (one, row) in enumerate(zip(expected, rows, strict=True)):
-                differences = token_differences(one, torch.arange(len(one)), row[: len(one)].log_softmax(-1))
-                yield "prefill" if place == 0 else "decode", differences
+            ids, after = (torch.tensor([tokens], device=model.device) for tokens in (prompt, target))
+            expected = model(input_ids=ids, decoder_input_ids=after, use_cache=False).logits[0, -STEPS:]
+            known = torch.arange(expected.shape[-1])
+            yield from _token_by_token(expected, [(known, row[: len(known)].log_softmax(-1)) for row in rows])
 
     return measure
+
+
+def _token_by_token(logits: Tensor, predictions: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Differences]]:
+    """Compares the model's last logits with llama.cpp's predictions, of which all but the first used its cache."""
+    for place, (expected, found) in enumerate(zip(logits.float().cpu(), predictions, strict=True)):
+        yield "prefill" if place == 0 else "decode", token_differences(expected, *found)
 
 
 def _prompts(model: PreTrainedModel, most: int) -> list[list[int]]:
@@ -156,63 +162,30 @@ def token_differences(expected: Tensor, places: Tensor, logprobs: Tensor) -> Dif
     return {"logits": float(logits), "probabilities": float(gap.max())}
 
 
-def _by_mode(found: Iterable[tuple[str, Differences]]) -> dict[str, Differences]:
-    """The largest differences of each mode. One that is not a number is the largest."""
-    merged: dict[str, Differences] = {}
-    for mode, differences in found:
-        before = merged.setdefault(mode, dict(differences))
-        for what, value in differences.items():
-            before[what] = max(before[what], value, key=lambda one: (one != one, one))
-    return merged
+def has_gelu(model: PreTrainedModel) -> bool:
+    """Whether a model has a GELU, in any of its forms."""
+    return any(map(_is_gelu, model.modules()))
 
 
-def largest(found: dict[str, Differences]) -> Differences:
-    """The largest differences of all modes."""
-    return _by_mode(("", differences) for differences in found.values()).get("", {})
+def _is_gelu(module: nn.Module) -> bool:
+    return "gelu" in type(module).__name__.lower() and not any(module.children())
 
 
-def limits(found: Differences, dtype: str) -> Differences:
-    """The largest accepted differences.
+@contextmanager
+def gelu_of_llama_cpp(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes GELU as llama.cpp does on a CPU: by a table of float16 with the form that uses tanh.
 
-    Args:
-        found: the differences, by what was compared.
-        dtype: precision of the file.
+    This changes hidden states by about 1e-3, which is as much as some wrong positions do. With the same GELU on both
+    sides, a comparison shows everything else.
     """
-    of_precision = _ROUNDED.get(dtype, _EXACT)
-    allowed = {}
-    for what in found:
-        exact = of_precision[what.removesuffix(SAME_GELU)]
-        if what.endswith(SAME_GELU):
-            allowed[what] = max(exact, _SAME_GELU)
-        else:
-            allowed[what] = max(exact, _GELU) if what + SAME_GELU in found else exact
-    return allowed
+    with ExitStack() as hooks:
+        for module in filter(_is_gelu, model.modules()):
+            hook = module.register_forward_hook(lambda _module, arguments, _output: table_gelu(arguments[0]))
+            hooks.enter_context(hook)
+        yield
 
 
-def excess(found: Differences) -> str | None:
-    """Says in a sentence how far a float32 file is off; `None` if it is within the limits."""
-    allowed = limits(found, "f32")
-    if all(value <= allowed[what] for what, value in found.items()):
-        return None
-    named = [
-        f"the {what} by {value:.2g}{'' if 'probabilities' in what else ' of the largest'} (allowed: {allowed[what]:g})"
-        for what, value in found.items()
-    ]
-    sentence = ", ".join([named[0].replace(" by ", " differ by ", 1), *named[1:]])
-    return f"llama.cpp gives other numbers. {sentence[0].upper()}{sentence[1:]}"
-
-
-def checks(found: dict[str, Differences], dtype: str, *, limited: bool = True) -> tuple[Check, ...]:
-    """The differences by mode as rows of the report.
-
-    Args:
-        found: the differences.
-        dtype: precision of the file.
-        limited: whether they had to be within the limits.
-    """
-    program = f"{runtime()}, {dtype}"
-    return tuple(
-        Check(program, mode, what, value, limits(differences, dtype)[what] if limited else None)
-        for mode, differences in found.items()
-        for what, value in differences.items()
-    )
+def table_gelu(x: Tensor) -> Tensor:
+    """GELU of a float32 tensor as in llama.cpp's table (`ggml_vec_gelu_f32`)."""
+    rounded = nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+    return torch.where(x <= -_LIMIT, 0.0, torch.where(x >= _LIMIT, x, rounded))

@@ -15,8 +15,7 @@ import torch
 from gguf import TokenType
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.file import write_file
-from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.file import GgufForm, write_file
 from hf_posenc.export.gguf.run import tokenize
 
 #: llama.cpp's rules for splitting a text before byte-level BPE, in the order in which they are tried.
@@ -222,5 +221,5 @@ def _tokens(entries: dict[str, Any], texts: list[str], size: int) -> list[list[i
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "vocabulary.gguf")
-        write_file(file, GgufForm("llama", sizes, tensors, ""), entries, "f16", "vocabulary")
+        write_file(file, GgufForm("llama", sizes, tensors, carrier=""), entries, "f16", "vocabulary")
         return tokenize(file, texts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.export.carriers import Form
+from hf_posenc.export.layers import ModelParts
 from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.place.config_entry import detach_entry, native_lengths, write_lengths
@@ -23,35 +23,29 @@ from hf_posenc.schemes.config import SchemeConfig
 
 
 @dataclass(frozen=True)
-class StockForm:
+class StockForm(Form):
     """A class of transformers with a config and weights.
 
     Args:
         model_class: class of the checkpoint.
         config: its config.
         state: its state dict.
-        carrier: what carries the scheme, in a few words.
-        restriction: inputs of the model that the stock model does not take, as a sentence; empty if it takes all.
+
+    Raises:
+        UnsupportedError: for a config that its class does not accept, which no program could load.
     """
 
     model_class: type[PreTrainedModel]
     config: Any
     state: dict[str, Tensor]
-    carrier: str
-    restriction: str = ""
 
-
-def check_config(config: Any) -> None:
-    """Refuses a config that its class does not accept, which no program could load.
-
-    Raises:
-        UnsupportedError: with the reason of the class.
-    """
-    for one, _ in _pairs(config, config):
-        try:
-            one.validate()
-        except (StrictDataclassError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise UnsupportedError(f"A {type(one).__name__} does not accept it: {error.__cause__ or error}.") from error
+    def __post_init__(self) -> None:
+        for config, _ in _pairs(self.config, self.config):
+            try:
+                config.validate()
+            except (StrictDataclassError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+                reason = error.__cause__ or error
+                raise UnsupportedError(f"A {type(config).__name__} does not accept it: {reason}.") from error
 
 
 def stock_config(model: PreTrainedModel) -> Any:
@@ -66,30 +60,17 @@ def stock_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
 
 
-def renamed(key: str, names: dict[str, str]) -> str:
-    """The name of a weight in another class, by patterns that are applied in order."""
-    for pattern, name in names.items():
-        key = re.sub(pattern, name, key)
-    return key
-
-
-def copied(config: Any, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Some fields of a config, as far as it has them."""
-    return {key: getattr(config, key) for key in fields if hasattr(config, key)}
-
-
-def write_current_length(config: Any, model: PreTrainedModel) -> None:
+def write_current_length(config: Any, parts: ModelParts) -> None:
     """Writes the length of the patched model to a stock config, unless the model has a table with that many rows."""
-    lengths = model.position_encoding.lengths
-    if lengths.current is None or lengths.current == lengths.native or any(s.tables for s in find_stacks(model)):
+    lengths = parts.model.position_encoding.lengths
+    if lengths.current is None or lengths.current == lengths.native or any(stack.tables for stack, _ in parts.stacks):
         return
-    write_lengths(config, dict.fromkeys(native_lengths(model.config), lengths.current))
+    write_lengths(config, dict.fromkeys(native_lengths(parts.model.config), lengths.current))
 
 
-def scheme_to_carry(model: PreTrainedModel) -> SchemeConfig:
+def scheme_to_carry(parts: ModelParts) -> SchemeConfig:
     """The scheme of a patched model. In a composite model, it is that of the text part, the only one with a scheme."""
-    scheme: SchemeConfig = model.position_encoding.config
-    return scheme.by_part()[TEXT] if isinstance(scheme, PartsConfig) else scheme
+    return parts.scheme.by_part()[TEXT] if isinstance(parts.scheme, PartsConfig) else parts.scheme
 
 
 def config_of(stack: Stack, model: PreTrainedModel, config: Any) -> Any:

@@ -1,6 +1,6 @@
 """Conversion of a patched model to a stock config and weights with stock names.
 
-The conversion is not verified here: the writer loads the result with stock transformers and compares the outputs.
+The conversion is not verified here: the target loads the result with stock transformers and compares the outputs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.layers import placed_additives, placed_layers, refuse_beyond_rotation, rows_of
+from hf_posenc.export.layers import ModelParts, rows_of
 from hf_posenc.export.stock.form import (
     StockForm,
     config_of,
@@ -22,15 +21,13 @@ from hf_posenc.export.stock.form import (
     stock_state,
     write_current_length,
 )
-from hf_posenc.export.stock.spectrum import stated_head_dim, write_rope_parameters
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.export.stock.rope_parameters import stated_head_dim, write_rope_parameters
 from hf_posenc.patching.anatomy.layer_context import build_context
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.tables import table_origin, table_weight
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.config_entry import at_native_lengths
-from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes import (
     LayeredConfig,
     LearnedConfig,
@@ -49,63 +46,60 @@ from hf_posenc.schemes.parts import AdditiveEncoding
 _BIAS_TABLE = "relative_attention_bias.weight"
 
 
-def own_class(model: PreTrainedModel) -> StockForm:
+def own_class(parts: ModelParts) -> StockForm:
     """Returns the model's own class with a stock config and stock names of the weights.
 
     Raises:
         UnsupportedError: if stock configs and weights cannot express the scheme.
     """
-    carrier = f"the config of {type(model).__name__}"
-    if current_encoding(model) is None:
-        return StockForm(type(model), model.config, model.state_dict(), carrier)
-    scheme = scheme_to_carry(model)
+    model, carrier = parts.model, f"the config of {parts.name}"
+    if parts.placed is None:
+        return StockForm(type(model), model.config, model.state_dict(), carrier=carrier)
+    scheme, native = scheme_to_carry(parts), _native(parts)
     config, state = stock_config(model), stock_state(model)
-    native = _native(model)
     if not (isinstance(scheme, LayeredConfig) and scheme == native):
         with at_native_lengths(model.config):
-            _write_scheme(config, state, model, native)
+            _write_scheme(config, state, parts, native)
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     # The length in the config determines where a dynamic scaling starts.
     if all(flat.get("rope_type") != "dynamic" for flat in by_layer_type or [parameters]):
-        write_current_length(config, model)
-    return StockForm(type(model), config, state, carrier)
+        write_current_length(config, parts)
+    return StockForm(type(model), config, state, carrier=carrier)
 
 
-def own_table(model: PreTrainedModel) -> StockForm:
+def own_table(parts: ModelParts) -> StockForm:
     """Returns the model's own class with the vectors of the scheme in its table; without a scheme, zeros.
 
     The table has as many rows as the model has positions, so longer sequences are not possible.
 
     Raises:
-        UnsupportedError: if the class has no table, or the scheme does more than add vectors.
+        UnsupportedError: if the class has no table.
     """
-    name, config, state = type(model).__name__, stock_config(model), stock_state(model)
-    layers = placed_layers(model)
-    refuse_beyond_rotation(layers, f"A {name} with a table of positions")
-    if any(layer.query_key_map is not None for layer in layers):
-        raise UnsupportedError(f"A {name} with a table of positions does not rotate queries and keys.")
-    for stack, additive in placed_additives(model):
+    model = parts.model
+    config, state = stock_config(model), stock_state(model)
+    for stack, encoding in parts.stacks:
 
-        def replaced(native: Tensor, origin: int, additive: AdditiveEncoding | None = additive) -> Tensor:
+        def replaced(native: Tensor, origin: int, additive: AdditiveEncoding | None = encoding.additive) -> Tensor:
             count = model.position_encoding.lengths.current or native.shape[0] - origin
             rows = native.new_zeros(count, native.shape[1]) if additive is None else rows_of(additive, count)
             # The first rows belong to padding tokens.
             return torch.cat((native[:origin], rows.to(native)))
 
         _replace_table(config_of(stack, model, config), state, stack, replaced)
-    return StockForm(type(model), config, state, f"{name} with the vectors as rows of its table of positions")
+    carrier = f"{parts.name} with the vectors as rows of its table of positions"
+    return StockForm(type(model), config, state, carrier=carrier)
 
 
-def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel, native: SchemeConfig) -> None:
-    scheme, stacks = scheme_to_carry(model), find_stacks(model)
-    config = config_of(stacks[0], model, config)
+def _write_scheme(config: Any, state: dict[str, Tensor], parts: ModelParts, native: SchemeConfig) -> None:
+    scheme = scheme_to_carry(parts)
+    config = config_of(parts.stacks[0][0], parts.model, config)
     own = {type(part) for part in native.acting_together()}
     own -= {part for part in own if issubclass(part, LayeredConfig)}
-    if scheme != native and any(reads_axes(rotary.module) for stack in stacks for rotary in stack.rotaries):
+    if scheme != native and any(reads_axes(rotary.module) for stack, _ in parts.stacks for rotary in stack.rotaries):
         raise UnsupportedError(
-            f"A {type(model).__name__} rotates by the coordinates of images, and the config states no other rotation "
-            "of them. The comparison on token ids would not see the difference."
+            f"A {parts.name} rotates by the coordinates of images, and the config states no other rotation of them. "
+            "The comparison on token ids would not see the difference."
         )
     for part in scheme.acting_together():
         if isinstance(part, PRopeConfig) and PRopeConfig not in own:
@@ -114,38 +108,37 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
                 "for models that have it natively."
             )
         if isinstance(part, RopeConfig | PRopeConfig):
-            _write_rope_parameters(config, part, stacks)
+            _write_rope_parameters(config, part, parts)
         elif isinstance(part, LearnedConfig):
-            for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
+            for stack, encoding in parts.stacks:
                 _write_table(config, state, part, stack, encoding)
         elif isinstance(part, T5Config):
-            for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
+            for stack, encoding in parts.stacks:
                 _write_relative_biases(state, stack, encoding, native)
         elif isinstance(part, NoneConfig) and own == {T5Config}:
             for name in [name for name in state if name.endswith(_BIAS_TABLE)]:
                 state[name] = torch.zeros_like(state[name])
         elif part not in native.acting_together():
             # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
-            raise UnsupportedError(f"A {type(model).__name__} has no such mechanism, or has it with other options.")
+            raise UnsupportedError(f"A {parts.name} has no such mechanism, or has it with other options.")
 
 
-def _native(model: PreTrainedModel) -> SchemeConfig:
+def _native(parts: ModelParts) -> SchemeConfig:
     """Returns the architecture's native scheme; no positions if no scheme describes it."""
     try:
-        return native_scheme(model)
+        return native_scheme(parts.model)
     except UnsupportedError:
         return NoneConfig()
 
 
-def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack]) -> None:
+def _write_rope_parameters(config: Any, scheme: SchemeConfig, parts: ModelParts) -> None:
     by_layer_type: dict[str | None, dict[str, Any]] = {}
-    for stack in stacks:
-        for attention in stack.attentions:
-            if attention.rotary_functions:
-                context = build_context(stack, attention)
-                parameters = to_rope_parameters(scheme, context)
-                parameters["partial_rotary_factor"] *= context.head_dim / stated_head_dim(stack.config, context)
-                by_layer_type[attention.layer_type] = parameters
+    for layer in parts.layers:
+        if layer.attention.rotary_functions:
+            context = build_context(layer.stack, layer.attention)
+            parameters = to_rope_parameters(scheme, context)
+            parameters["partial_rotary_factor"] *= context.head_dim / stated_head_dim(layer.stack.config, context)
+            by_layer_type[layer.attention.layer_type] = parameters
     write_rope_parameters(config, by_layer_type)
 
 

@@ -7,19 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.layers import (
-    QUERY_FACTOR,
-    STOPPED,
-    PlacedLayer,
-    Spectrum,
-    placed_additives,
-    placed_layers,
-    refuse_beyond_rotation,
-    spectrum_of,
-)
+from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, Layer, ModelParts, Rotation, rotation_of
 from hf_posenc.export.stock.form import (
     StockForm,
     config_of,
@@ -33,48 +23,47 @@ from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.schemes import BuildContext
 
 
-def own_spectrum(model: PreTrainedModel) -> StockForm:
+def own_rotation(parts: ModelParts) -> StockForm:
     """Returns the model's own class with the frequencies of the scheme in its config.
 
     Raises:
         UnsupportedError: if the scheme is not one rotation for all layers (of a type), or the class has none.
     """
-    layers, name = placed_layers(model), type(model).__name__
-    refuse_beyond_rotation(layers, f"A {name}")
+    name, layers = parts.name, parts.layers
     if any(reads_axes(rotary.module) for layer in layers for rotary in layer.stack.rotaries):
         raise UnsupportedError(f"A {name} rotates by the coordinates of images, which one set of factors cannot state.")
-    if any(stack.tables or additive is not None for stack, additive in placed_additives(model)):
+    if any(stack.tables for stack, _ in parts.stacks):
         raise UnsupportedError(f"A {name} cannot exchange its table of positions for a rotation.")
-    config, state = stock_config(model), stock_state(model)
+    config, state = stock_config(parts.model), stock_state(parts.model)
     by_layer_type: dict[str | None, dict[str, Any]] = {}
     for layer in layers:
-        spectrum = spectrum_of(layer.query_key_map)
+        rotation = rotation_of(layer)
         layer_type, context = layer.attention.layer_type, build_context(layer.stack, layer.attention)
         if not layer.attention.rotary_functions or context.rotary_dim is None or context.max_positions is None:
             raise UnsupportedError(f"{layer.name} of a {name} has no rotation whose frequencies could be set.")
         parameters = rotation_parameters(
-            spectrum,
+            rotation,
             context.rotary_dim,
             stated_head_dim(layer.stack.config, context),
-            base_of(model, layer_type),
+            base_of(parts, layer_type),
             context.max_positions,
         )
         if by_layer_type.setdefault(layer_type, parameters) != parameters:
             raise UnsupportedError(f"The layers rotate differently, but a {name} has one rotation for all of them.")
-        if spectrum is not None:
-            fold(state, layer, spectrum, native_pairing(layer.stack, layer.attention) or "half")
-    write_rope_parameters(config_of(layers[0].stack, model, config), by_layer_type)
-    write_current_length(config, model)
-    return StockForm(type(model), config, state, f"{name} with the frequencies as factors of rope_type 'longrope'")
+        fold(state, layer, rotation, native_pairing(layer.stack, layer.attention) or "half")
+    write_rope_parameters(config_of(layers[0].stack, parts.model, config), by_layer_type)
+    write_current_length(config, parts)
+    carrier = f"{name} with the frequencies as factors of rope_type 'longrope'"
+    return StockForm(type(parts.model), config, state, carrier=carrier)
 
 
 def rotation_parameters(
-    spectrum: Spectrum | None, rotary_dim: int, head_dim: int, theta: float, length: int
+    rotation: Rotation, rotary_dim: int, head_dim: int, theta: float, length: int
 ) -> dict[str, Any]:
     """Returns the `rope_parameters` of a rotation by any frequencies.
 
     Args:
-        spectrum: the rotation; `None` stops every pair.
+        rotation: the rotation. Without frequencies, every pair is stopped.
         rotary_dim: how many dimensions the architecture rotates.
         head_dim: width of a head, as `stated_head_dim` returns it.
         theta: the base that the factors refer to.
@@ -83,22 +72,21 @@ def rotation_parameters(
     Raises:
         UnsupportedError: if the architecture rotates another number of dimensions than the scheme.
     """
-    if spectrum is not None and spectrum.rotary_dim != rotary_dim:
+    if rotation.rotary_dim not in (0, rotary_dim):
         raise UnsupportedError(
-            f"The stock model rotates {rotary_dim} dimensions of a head, but the scheme {spectrum.rotary_dim}."
+            f"The stock model rotates {rotary_dim} dimensions of a head, but the scheme {rotation.rotary_dim}."
         )
-    wanted = torch.zeros(rotary_dim // 2) if spectrum is None else spectrum.frequencies
+    wanted = rotation.frequencies if rotation.rotary_dim else torch.zeros(rotary_dim // 2)
     factors = [_factor(float(one), theta, index, rotary_dim) for index, one in enumerate(wanted)]
-    scaling = 1.0 if spectrum is None else spectrum.scaling
     parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / head_dim}
-    if scaling == 1.0 and all(factor == 1.0 for factor in factors):
+    if rotation.scaling == 1.0 and all(factor == 1.0 for factor in factors):
         return parameters
     return parameters | {
         "rope_type": "longrope",
         "factor": 1.0,
         "short_factor": factors,
         "long_factor": factors,
-        "attention_factor": scaling,
+        "attention_factor": rotation.scaling,
         "original_max_position_embeddings": length,
     }
 
@@ -128,12 +116,12 @@ def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:
     return float(near[(found - wanted).abs().argmin()])
 
 
-def base_of(model: PreTrainedModel, layer_type: str | None = None) -> float:
+def base_of(parts: ModelParts, layer_type: str | None = None) -> float:
     """The base of the scheme, or else that of the model's own rotation in layers of a type."""
-    for part in scheme_to_carry(model).acting_together():
+    for part in scheme_to_carry(parts).acting_together():
         if isinstance(getattr(part, "theta", None), float):
             return float(part.theta)  # type: ignore[attr-defined]
-    config = model.config.get_text_config()
+    config = parts.model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     flat = parameters.get(layer_type, parameters)
     return float(flat.get("rope_theta") or getattr(config, "default_theta", 10000.0))
@@ -167,27 +155,25 @@ def write_rope_parameters(config: Any, by_layer_type: dict[str | None, dict[str,
     config.rope_parameters = copy.deepcopy(distinct[0])
 
 
-def fold(state: dict[str, Tensor], layer: PlacedLayer, spectrum: Spectrum, layout: str) -> None:
+def fold(state: dict[str, Tensor], layer: Layer, rotation: Rotation, layout: str) -> None:
     """Moves the pairs and the basis of a rotation into the projections of queries and keys.
 
     Args:
         state: weights of the model; those of the layer are replaced.
         layer: the layer.
-        spectrum: its rotation.
+        rotation: its rotation.
         layout: which dimensions form a pair in the stock model.
 
     Raises:
         UnsupportedError: if the layer has no separate projections of queries and keys.
     """
-    if spectrum.basis is None and spectrum.layout == layout:
+    if not rotation.rotary_dim or (rotation.basis is None and rotation.layout == layout):
         return
-    module, attention = layer.attention.module, layer.attention
-    sides = ((attention.num_heads, ("q_proj", "query")), (attention.num_key_value_heads, ("k_proj", "key")))
-    for heads, names in sides:
+    module, order = layer.attention.module, rotation.in_layout(layout)
+    for names in (("q_proj", "query"), ("k_proj", "key")):
         name = next((name for name in names if isinstance(getattr(module, name, None), torch.nn.Linear)), None)
         if name is None:
             raise UnsupportedError(f"{layer.name} has no separate projections of queries and keys.")
-        for kind in ("weight", "bias"):
-            key = f"{layer.name}.{name}.{kind}"
+        for key in (f"{layer.name}.{name}.weight", f"{layer.name}.{name}.bias"):
             if key in state:
-                state[key] = spectrum.folded(state[key], heads, attention.head_dim, layout)
+                state[key] = rotation.folded(state[key], order)

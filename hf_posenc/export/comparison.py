@@ -1,19 +1,55 @@
-"""Tokens and positions on which an exported model is compared with the model it was made from."""
+"""Comparing an export with the model it was made from: on which tokens, and what counts as equal."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_posenc.export.records import Check
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes import SchemeConfig
 
 _SHORT = 48
 _LONGEST = 8192
+
+
+def largest(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The check with the largest difference of each output in each mode, mode by mode."""
+    modes: dict[str, dict[str, Check]] = {}
+    for check in checks:
+        largest_of = modes.setdefault(check.mode, {})
+        before = largest_of.get(check.quantity, check)
+        largest_of[check.quantity] = check if check.size > before.size else before
+    return tuple(check for largest_of in modes.values() for check in largest_of.values())
+
+
+def excess(program: str, checks: Iterable[Check]) -> str:
+    """Says in a sentence how far an export is off; empty if it counts as equal.
+
+    Args:
+        program: what has run it.
+        checks: the largest differences.
+    """
+    named = [
+        f"the {check.quantity} by {check.difference:.3g} ({check.mode}{check.place}, allowed: {check.allowed:g})"
+        for check in checks
+        if check.allowed is not None and not check.equal
+    ]
+    if not named:
+        return ""
+    sentence = ", ".join([named[0].replace(" by ", " differ by ", 1), *named[1:]])
+    return f"{program} gives other numbers. {sentence[0].upper()}{sentence[1:]}"
+
+
+def accepted(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The same checks without limits."""
+    return tuple(replace(check, allowed=None) for check in checks)
 
 
 def float32_reference(model: PreTrainedModel) -> PreTrainedModel:

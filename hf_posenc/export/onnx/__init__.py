@@ -1,1 +1,0 @@
-"""ONNX: one graph for prefill and decoding, or one for an encoder, with every length left open."""

@@ -1,0 +1,175 @@
+"""Models as programs of tensors, which other runtimes execute: what the exports to them have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import logging
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.export.carriers import Carrier, Export, Form
+from hf_posenc.export.comparison import difference_at_real_tokens, random_ids
+from hf_posenc.export.layers import ModelParts
+from hf_posenc.export.records import Check
+from hf_posenc.patching.call.runtime import StackForward
+from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
+from hf_posenc.patching.place.config_entry import detach_entry, find_lengths, write_lengths
+from hf_posenc.preserve import attention_implementation
+from hf_posenc.schemes.parts import QueryKeyMap
+
+#: Runs a program without a cache: receives its inputs, and the names of the outputs of the model.
+Run = Callable[[dict[str, Tensor], list[str]], dict[str, Tensor]]
+
+
+class ProgramExport(Export[Form]):
+    """An export that traces a model. Its program can have any scheme."""
+
+    @abstractmethod
+    def form(self, parts: ModelParts) -> Form:
+        """What the program is."""
+
+    def carriers(self) -> Sequence[Carrier[Form]]:
+        """The program of the model is the only one."""
+        return [Carrier("its own program", self.form)]
+
+    @cached_property
+    def reference(self) -> PreTrainedModel:
+        """A copy in float32 on the CPU. Tracing freezes its weights, and may extend buffers."""
+        return copy.deepcopy(self.model).float().cpu().eval()
+
+    def save_configs(self) -> None:
+        """Saves the configs without the scheme, which other programs could not read. The program contains it.
+
+        The lengths are those of the program, not those of the stock model.
+        """
+        config = copy.deepcopy(self.model.config)
+        lengths = find_lengths(config, [getattr(config, key, None) for key in config.sub_configs])
+        detach_entry(config)
+        write_lengths(config, lengths)
+        config.save_pretrained(self.draft)
+        generation = getattr(self.model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(self.draft)
+
+
+class Plain(nn.Module):
+    """A call without a cache: the tensors of its output."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors of the output by name."""
+        return run_plain(self.model, inputs)
+
+
+def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Calls a model without a cache, and returns the tensors of its output."""
+    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    output = model(**inputs, return_dict=True, **extra)
+    return {name: value for name, value in output.items() if isinstance(value, Tensor)}
+
+
+def plain_inputs(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
+    """The inputs of a call without a cache, in the order of the programs: random tokens in two texts of a pair."""
+    batch, length = mask.shape
+    inputs = {"input_ids": random_ids(model, length, batch), "attention_mask": mask}
+    takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+    if takes_types and getattr(model.config, "type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = (torch.arange(length) // (length // 2 + 1)).expand_as(mask).contiguous()
+    return inputs
+
+
+def plain_checks(
+    model: PreTrainedModel, masks: Iterable[Tensor], run: Run, runtime: str, allowed: float
+) -> Iterator[Check]:
+    """Compares a program without a cache, on tokens with some masks."""
+    for mask in masks:
+        inputs = plain_inputs(model, mask)
+        try:
+            expected = run_plain(model, inputs)
+        except SequenceLengthError:
+            continue
+        for name, value in run(inputs, list(expected)).items():
+            mode = "embedding" if name == "last_hidden_state" else "prefill"
+            difference = difference_at_real_tokens(value, expected[name], mask)
+            yield Check(runtime, mode, name.replace("_", " "), difference, allowed, f" of {mask.shape[1]} tokens")
+
+
+def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -> None:
+    """Prepares a copy of a model. Its weights become constants, and no length is limited by a buffer, except a mask.
+
+    Args:
+        model: the copy.
+        length: up to which the index buffers of patched stacks are extended.
+    """
+    for module in model.modules():
+        if isinstance(module, QueryKeyMap):
+            module.fix_weights()
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, StackForward):
+            forward.runtime.slots.reach(module, length, masks=False)
+
+
+@contextlib.contextmanager
+def tracing(model: PreTrainedModel, program: str, telling: Sequence[str] = ()) -> Iterator[None]:
+    """Quiet, and with attention that can be traced. An error of the exporter is one of the model.
+
+    Args:
+        model: the model that is traced.
+        program: what it cannot be written as, for messages.
+        telling: beginnings of the sentences that tell most, which the exporter may hide among others.
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    with attention_implementation(model, "sdpa", unless=["eager"]), quiet():
+        try:
+            yield
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            causes: list[BaseException] = [error]
+            while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+                causes.append(cause)
+            lines = [line.strip() for cause in causes for line in str(cause).splitlines()] or [repr(error)]
+            marked = (line[line.index(mark) :] for mark in telling for line in lines if mark in line)
+            reason = next(marked, lines[0]).rstrip(".")
+            raise UnsupportedError(f"{type(model).__name__} cannot be written as {program}: {reason}") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hides the progress reports and the notes of exporters, which concern operators that are not used here.
+
+    onnxruntime's quantizer also changes what the root logger shows. It is as before afterwards.
+    """
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.onnx", "transformers", "onnxscript", "onnx_ir", "onnxruntime.quantization")
+    ]
+    root = logging.getLogger()
+    shown, handlers = root.level, list(root.handlers)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        root.setLevel(shown)
+        root.handlers[:] = handlers

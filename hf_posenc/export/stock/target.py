@@ -1,0 +1,147 @@
+"""The target "stock": a checkpoint that needs only transformers."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.export.carriers import Carrier, Export, of_types
+from hf_posenc.export.comparison import float32_reference, random_ids, relative_difference, spans
+from hf_posenc.export.records import Check
+from hf_posenc.export.stock.form import StockForm
+from hf_posenc.export.stock.other_classes import gpt_neox, mpnet, roformer, smollm3
+from hf_posenc.export.stock.own_class import own_class, own_table
+from hf_posenc.export.stock.rope_parameters import own_rotation
+from hf_posenc.patching.call.caches import cache_argument, first_cache
+
+#: Maximum difference at which two models count as equal, in float32; relative for outputs larger than 1.
+TOLERANCE = 1e-5
+_DECODED = 16
+#: The model's own class comes first, because it is the one that other programs know.
+CARRIERS = (
+    Carrier("its own config", own_class),
+    Carrier("its own class with other frequencies", own_rotation, ("query_key_map",)),
+    Carrier("its own class with another table of positions", own_table, ("additive",)),
+    Carrier("SmolLM3", smollm3, ("query_key_map",), of_types("llama", "mistral", "smollm3")),
+    Carrier("GPT-NeoX", gpt_neox, ("query_key_map",), of_types("gpt2")),
+    Carrier("RoFormer", roformer, ("query_key_map",), of_types("bert")),
+    Carrier("MPNet", mpnet, ("logit_bias",), of_types("bert")),
+)
+
+
+@dataclass
+class StockExport(Export[StockForm]):
+    """Writes a plain transformers checkpoint.
+
+    A checkpoint is loaded with stock code and must give the same outputs as the model on random tokens, also beyond a
+    sliding window and beyond the original length of a RoPE scaling.
+
+    Args:
+        max_shard_size: as in `save_pretrained`.
+        variant: as in `save_pretrained`.
+    """
+
+    max_shard_size: int | str | None = None
+    variant: str | None = None
+
+    def carriers(self) -> list[Carrier[StockForm]]:
+        """A model without a scheme of this package needs no other class than its own."""
+        carriers = CARRIERS[:1] if self.parts.placed is None else CARRIERS
+        return [carrier for carrier in carriers if carrier.fits(self.model)]
+
+    def write(self, form: StockForm) -> None:
+        """Calls `save_pretrained` of a stock model without weights in memory."""
+        for path in self.draft.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with torch.device("meta"):
+            stock = form.model_class(form.config)
+        stock.to(self.model.dtype)
+        if self.model.can_generate():
+            stock.generation_config = copy.deepcopy(self.model.generation_config)
+        given = {"max_shard_size": self.max_shard_size, "variant": self.variant}
+        options = {name: value for name, value in given.items() if value is not None}
+        stock.save_pretrained(self.draft, state_dict=form.state, **options)
+
+    def checks(self, form: StockForm) -> Iterator[Check]:
+        """Compares at the positions of `spans`, and token by token.
+
+        Raises:
+            UnsupportedError: if the stock class does not have the same weights, or cannot run.
+        """
+        stock, reference = self._loaded(form), float32_reference(self.model)
+        compared = [(*span, "prefill", _difference) for span in spans(self.model)]
+        if self.model.can_generate() and not self.model.config.is_encoder_decoder:
+            stop = min(_DECODED, compared[0][1])
+            compared.append((stop // 2, stop, "decode", _decoded_difference))
+        for start, stop, mode, difference in compared:
+            found, place = difference(reference, stock, start, stop), f" at the positions {start} to {stop - 1}"
+            yield Check(f"transformers {transformers.__version__}", mode, "outputs", found, TOLERANCE, place)
+
+    def _loaded(self, form: StockForm) -> PreTrainedModel:
+        """The checkpoint, loaded with stock code."""
+        stock, info = form.model_class.from_pretrained(
+            self.draft, dtype=torch.float32, variant=self.variant, output_loading_info=True
+        )
+        missing = [str(key) for key in info["missing_keys"]]
+        if getattr(self.model.base_model, "pooler", self.model) is None:
+            # The model was built without the pooler of its class, and nothing reads it in the stock model.
+            missing = [key for key in missing if ".pooler." not in f".{key}"]
+        stray = sorted([*missing, *map(str, info["unexpected_keys"])])
+        if stray:
+            name = form.model_class.__name__
+            raise UnsupportedError(f"A {name} does not have the same weights: {', '.join(stray[:5])}.")
+        loaded: PreTrainedModel = stock.to(self.model.device).eval()
+        return loaded
+
+    def usage(self, form: StockForm) -> str:
+        """The class that loads it."""
+        name = form.model_class.__name__
+        return f'```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained("{{folder}}")\n```'
+
+
+def _difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, stop: int) -> float:
+    ids = random_ids(reference, stop - start)
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": False}
+    if reference.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = ids
+    if start > 0:
+        arguments["position_ids"] = torch.arange(start, stop, device=ids.device).unsqueeze(0)
+    try:
+        expected = reference(**arguments)[0]
+    except SequenceLengthError:
+        # The table is shorter than the shortest comparison, so compare at a smaller length.
+        return _difference(reference, stock, start, start + (stop - start) // 2)
+    try:
+        return relative_difference(_run(stock, **arguments)[0], expected)
+    except IndexError:
+        return float("inf")
+
+
+def _run(stock: PreTrainedModel, **arguments: Any) -> Any:
+    try:
+        return stock(**arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedError(f"a stock {type(stock).__name__} with this config cannot run: {error}") from error
+
+
+def _decoded_difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, stop: int) -> float:
+    """Compares the end of a sequence, which the stock model reads token by token, with a whole forward."""
+    ids = random_ids(reference, stop)
+    expected = reference(input_ids=ids, use_cache=False).logits[:, start:]
+    output = _run(stock, input_ids=ids[:, :start], use_cache=True)
+    steps = []
+    for position in range(start, stop):
+        cache = {cache_argument(stock): first_cache(output.values())}
+        output = _run(stock, input_ids=ids[:, [position]], **cache, use_cache=True)
+        steps.append(output.logits)
+    return relative_difference(torch.cat(steps, dim=1), expected)
