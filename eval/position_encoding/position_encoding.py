@@ -46,7 +46,7 @@ class PositionEncodingEvaluation(evaluate.Measurement):
             module_type="measurement",
             description=f"{self.config_name}: {one.summary}",
             citation=one.reference,
-            inputs_description=_INPUTS.format(**names, each=", for each of the data" if one.each else ""),
+            inputs_description=_INPUTS.format(**names, each="" if one.texts else ", for each of the data"),
             features=datasets.Features({"data": datasets.Value("string")}),
         )
 
@@ -59,6 +59,6 @@ class PositionEncodingEvaluation(evaluate.Measurement):
             entries: dict[str, Any] = result.to_dict()
             return entries
 
-        if evaluation.each:
+        if evaluation.texts is None:
             return {item: measured(item) for item in data}
-        return measured("\n".join(data) if evaluation.joined else list(data))
+        return measured(evaluation.texts(data))

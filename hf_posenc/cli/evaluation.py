@@ -36,9 +36,8 @@ def evaluate(options: argparse.Namespace) -> int:
     given = vars(options)
     # An option that was not typed is not in the namespace and keeps the default of the function.
     arguments = {name: given[name] for name in inspect.signature(function).parameters if name in given}
-    if evaluation.files in arguments:
-        texts = _read_texts(arguments[evaluation.files])
-        arguments[evaluation.files] = "\n".join(texts) if evaluation.joined else texts
+    if evaluation.texts is not None and evaluation.data in arguments:
+        arguments[evaluation.data] = evaluation.texts(_read_texts(arguments[evaluation.data]))
     if "schemes" in arguments:
         arguments["schemes"] = _schemes(arguments["schemes"])
     _check_plot(options)
@@ -114,7 +113,7 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme
         if default not in (None, inspect.Parameter.empty):
             meaning += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple | list) else default})"
         flag = f"--{name.replace('_', '-')}"
-        if name == evaluation.files:
+        if name == evaluation.data and evaluation.texts is not None:
             flag, settings, meaning = "--text", {"nargs": "+", "metavar": "FILE"}, f"text files: {meaning}"
         parser.add_argument(
             flag,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
 from hf_posenc.metrics.forward import check_vocabulary, run
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import text_windows
 from hf_posenc.preserve import attention_implementation, evaluation_mode
-from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.config import SchemeConfig
 
 
@@ -60,19 +60,18 @@ def attention_test(
 
     # Fused kernels keep the weights to themselves.
     with attention_implementation(model, "eager"), evaluation_mode(model):
-        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name = type(model).__name__
-    return Result(
-        task="attention",
-        title=f"{name}: where attention goes, {windows.shape[0]} windows of {length} tokens",
-        quantities=(
+        measured = measure_in_turn(model, schemes, measure, seed=seed)
+    return evaluation_result(
+        "attention",
+        f": where attention goes, {windows.shape[0]} windows of {length} tokens",
+        model,
+        measured,
+        (
             Quantity("distance", "distance", "distance: mean number of tokens between a query and what it attends to."),
             Quantity("entropy", "entropy", "entropy: of the weights of a query, in nats; log(keys) if uniform."),
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("distance", "entropy"), rows=("layer",)),),
-        settings={"model": name, "windows": windows.shape[0], "length": length, "seed": seed},
+        rows=("layer",),
+        settings={"windows": windows.shape[0], "length": length, "seed": seed},
     )
 
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.statistics import wilson_interval
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.config import SchemeConfig
 
 HOW_TO_GET = (
@@ -192,22 +191,21 @@ def minimal_pairs_accuracy(
         with evaluation_mode(model):
             return _by_condition(pairs, score(model, tokenizer, tokens))
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, scoring = type(unwrapped(model)).__name__, "causal" if causal else "masked"
+    scoring = "causal" if causal else "masked"
     chosen = f"{len(pairs)} of {of} pairs, seed {seed}" if len(pairs) < of else f"{of} pairs"
     skipped = f"{task.skipped} examples of the file are no pair of a right and a wrong text, and were left out."
-    return Result(
-        task="minimal_pairs",
-        title=f"{name}, minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
-        quantities=(
+    return evaluation_result(
+        "minimal_pairs",
+        f", minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
+        model,
+        measure_in_turn(model, schemes, measure, seed=seed),
+        (
             Quantity("pairs", "pairs", style="count"),
             Quantity("accuracy", "accuracy", "Chance is 0.5. Equally likely is not right.", style="fraction"),
             Quantity("ties", "ties", style="count"),
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("pairs", "accuracy", "ties"), rows=("condition",)),),
-        settings={"model": name, "task": task.name, "scoring": scoring, "pairs": len(pairs), "of": of, "seed": seed},
+        rows=("condition",),
+        settings={"task": task.name, "scoring": scoring, "pairs": len(pairs), "of": of, "seed": seed},
         remarks=(skipped,) if task.skipped else (),
     )
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
 from hf_posenc.metrics.forward import predicts_next_token
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import (
     TOKENS_PER_BATCH,
     check_batch,
@@ -35,7 +35,7 @@ from hf_posenc.patching.place.encoding import (
     stacks_in_part,
 )
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
@@ -261,19 +261,18 @@ def quantization_test(
     def measure(patched: Any) -> list[Record]:
         return quantized_positions(patched, *batch, causal=causal, **options)
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, sequences = type(model).__name__, windows.shape[0]
-    return Result(
-        task="quantized",
-        title=f"{name}: loss in nats with positional numbers held in low precision",
-        quantities=(
+    sequences = windows.shape[0]
+    return evaluation_result(
+        "quantized",
+        ": loss in nats with positional numbers held in low precision",
+        model,
+        measure_in_turn(model, schemes, measure, seed=seed),
+        (
             Quantity("loss", "at {position}", style="loss"),
             Quantity("change", "change at {position}", style="signed"),
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("loss", "change"), rows=("held in",)),),
-        settings={"model": name, "causal": causal, "sequences": sequences, "length": length, "seed": seed},
+        rows=("held in",),
+        settings={"causal": causal, "sequences": sequences, "length": length, "seed": seed},
         remarks=(
             f"{sequences} sequences of {length} tokens, whose first token stands at the position above the column. "
             "Changes are from the loss in float32 at the same position.",

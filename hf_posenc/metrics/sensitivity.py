@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_in_turn
 from hf_posenc.metrics.forward import is_causal, outputs_of, rounding
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
 from hf_posenc.metrics.statistics import relative_changes, spread
@@ -110,18 +110,16 @@ def sensitivity_test(
         sees_order = Record("", "sees_order", passed=None if causal else largest > tolerance)
         return [*order, *shifted_positions(patched, tokens, offsets=offsets), sees_order]
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, shown = type(model).__name__, {"gap": spread(sorted(set(gaps)), 4)}
-    shown["layer"] = [max((record.at["layer"] for record in records if "layer" in record.at), default=0)]
     styles = {"loss": "loss", "sees_order": "verdict"}
-    return Result(
-        task="sensitivity",
-        title=f"{name}: relative changes of states and outputs",
-        quantities=tuple(Quantity(one, heading, style=styles.get(one, "number")) for one, heading in _HEADINGS.items()),
-        subjects=subjects,
-        records=records,
-        views=(View(tuple(_HEADINGS)[:-1], shown=shown),),
-        settings={"model": name, "causal": causal, "tolerance": tolerance, "context": context, "seed": seed},
+    return evaluation_result(
+        "sensitivity",
+        ": relative changes of states and outputs",
+        model,
+        measure_in_turn(model, schemes, measure, seed=seed),
+        [Quantity(name, heading, style=styles.get(name, "number")) for name, heading in _HEADINGS.items()],
+        views=(View(tuple(_HEADINGS)[:-1], shown={"gap": spread(sorted(set(gaps)), 4)}),),
+        layers=1,
+        settings={"causal": causal, "tolerance": tolerance, "context": context, "seed": seed},
         remarks=(_EXPLANATION, _CAUSAL_NOTE if causal else _ENCODER_NOTE),
     )
 
@@ -144,9 +142,8 @@ def repeated_words(model: Any, tokens: TokenizedMaterial, gaps: Sequence[int] = 
         except SequenceLengthError as error:
             records.append(Record("", "repeated", None, {"gap": gap}, note=f"gap {gap}: {error}"))
             continue
-        for layer, state in enumerate(states):
-            distance = float(relative_changes(state[:, first], state[:, first + gap]).mean())
-            records.append(Record("", "repeated", distance, {"gap": gap, "layer": layer}, count=len(tokens.nouns)))
+        occurrences = ((state[:, first], state[:, first + gap]) for state in states)
+        records += layer_distances("repeated", occurrences, {"gap": gap}, count=len(tokens.nouns))
     return records
 
 
@@ -186,14 +183,19 @@ def role_swaps(model: Any, tokens: TokenizedMaterial, *, causal: bool) -> list[R
     )
     start = len(tokens.frame.before)
     subject, target, last = start + 1, start + 4, start + 5
-    word_role, roles = [], []
-    for layer, (one, other) in enumerate(zip(here, there, strict=True)):
-        nouns = ((one[:, subject], other[:, target]), (one[:, target], other[:, subject]))
-        whole = (one[:, last], other[:, last]) if causal else (one.double().mean(dim=1), other.double().mean(dim=1))
-        of_word = float(torch.cat([relative_changes(*both) for both in nouns]).mean())
-        word_role.append(Record("", "word_role", of_word, {"layer": layer}, count=len(pairs)))
-        roles.append(Record("", "roles", float(relative_changes(*whole).mean()), {"layer": layer}, count=len(pairs)))
-    return word_role + roles
+    layers = list(zip(here, there, strict=True))
+    nouns = [
+        (torch.cat([one[:, subject], one[:, target]]), torch.cat([other[:, target], other[:, subject]]))
+        for one, other in layers
+    ]
+    whole = [
+        (one[:, last], other[:, last]) if causal else (one.double().mean(dim=1), other.double().mean(dim=1))
+        for one, other in layers
+    ]
+    return [
+        *layer_distances("word_role", nouns, count=len(pairs)),
+        *layer_distances("roles", whole, count=len(pairs)),
+    ]
 
 
 def permuted_context(

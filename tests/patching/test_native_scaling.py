@@ -20,7 +20,7 @@ from hf_posenc import (
     patch_model,
 )
 from hf_posenc.cli.catalogue import parse_scheme
-from hf_posenc.metrics.in_turn import measure_in_turn
+from hf_posenc.metrics.evaluation import measure_in_turn
 from hf_posenc.recipes import SchemePhases
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.labels import scheme_label

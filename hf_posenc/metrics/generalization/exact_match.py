@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_as_is, measure_in_turn
 from hf_posenc.metrics.forward import (
     check_capacity,
     check_vocabulary,
@@ -22,12 +23,11 @@ from hf_posenc.metrics.forward import (
 )
 from hf_posenc.metrics.generalization.examples import IGNORED, encode_example, end_token, held_out_examples, is_split
 from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, tested_lengths
-from hf_posenc.metrics.in_turn import measure_in_turn, subject_in_force
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.place.encoding import current_encoding, is_length_dependent
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.report.records import Quantity, Record, Result, View, joined
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.report.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -137,27 +137,20 @@ def compare_generalization(
         options: dict[str, Any] = {"samples": samples, "seed": seed, "method": method, "batch_size": batch_size}
         return exact_match(model, tokenizer, task, lengths, **options).records()
 
-    if schemes is None:
-        # Not in turn: what the model cannot do is then an error, not a row.
-        subjects, records = joined([(subject_in_force(model), measure(model))])
-    else:
-        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name = type(unwrapped(model)).__name__
-    quantities = (
-        Quantity("exact_match", "exact match", style="fraction"),
-        Quantity("token_accuracy", "token accuracy", style="fraction"),
-        Quantity("examples", "examples", style="count"),
-        Quantity("held_out", "held out", style="verdict"),
-    )
-    return Result(
-        task="generalization",
-        title=f"{name}, task {task.name!r} ({method}, seed {seed}): exact match by length",
-        quantities=quantities,
-        subjects=subjects,
-        records=records,
-        views=(View(tuple(quantity.name for quantity in quantities), rows=("length",)),),
+    measured = measure_as_is(model, measure) if schemes is None else measure_in_turn(model, schemes, measure, seed=seed)
+    return evaluation_result(
+        "generalization",
+        f", task {task.name!r} ({method}, seed {seed}): exact match by length",
+        model,
+        measured,
+        (
+            Quantity("exact_match", "exact match", style="fraction"),
+            Quantity("token_accuracy", "token accuracy", style="fraction"),
+            Quantity("examples", "examples", style="count"),
+            Quantity("held_out", "held out", style="verdict"),
+        ),
+        rows=("length",),
         settings={
-            "model": name,
             "task": task.name,
             "lengths": list(lengths),
             "method": method,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
 from hf_posenc.metrics.forward import predicts_next_token
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import (
     IGNORED,
     TOKENS_PER_BATCH,
@@ -385,26 +385,24 @@ def text_losses(
             for (start, stop), loss in zip(bins, found.position_loss, strict=True)
         ]
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, count, kind = type(model).__name__, windows.shape[0], "the next token" if causal else "masked tokens"
+    count, kind = windows.shape[0], "the next token" if causal else "masked tokens"
     titles = {
         "loss": "Mean loss",
         "perplexity": "Perplexity" if causal else "Pseudo-perplexity (of masked tokens)",
         "tail_loss": f"Loss of the last {options['tail']} tokens of each window",
     }
-    return Result(
-        task="loss",
-        title=f"{name}: loss of {kind} in nats, over the same {count} x {windows.shape[1]} tokens at every length.",
-        quantities=(
+    return evaluation_result(
+        "loss",
+        f": loss of {kind} in nats, over the same {count} x {windows.shape[1]} tokens at every length.",
+        model,
+        measure_in_turn(model, schemes, measure, seed=seed),
+        (
             *(Quantity(quantity, "{length}", style="loss") for quantity in titles),
             *(Quantity(f"sliding_{quantity}", "sliding {window}/{stride}", style="loss") for quantity in titles),
             Quantity("position_loss", "{start} to {stop}", style="loss"),
         ),
-        subjects=subjects,
-        records=records,
-        views=tuple(View((quantity, f"sliding_{quantity}"), title) for quantity, title in titles.items()),
+        views=[View((quantity, f"sliding_{quantity}"), title) for quantity, title in titles.items()],
         settings={
-            "model": name,
             "causal": causal,
             "lengths": list(lengths),
             "windows": count,

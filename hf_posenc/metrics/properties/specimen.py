@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, PositionEncodingError
-from hf_posenc.metrics.in_turn import resolve_scheme
+from hf_posenc.metrics.evaluation import resolve_scheme
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits

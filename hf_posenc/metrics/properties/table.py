@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.in_turn import resolve_scheme
+from hf_posenc.metrics.evaluation import resolve_scheme
 from hf_posenc.metrics.properties.decay import long_term_decay
 from hf_posenc.metrics.properties.encodings import DTYPES, length_consistency, low_precision, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity
