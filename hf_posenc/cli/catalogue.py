@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import UnknownNameError, UsageError
@@ -25,11 +26,16 @@ def schemes(options: argparse.Namespace) -> int:
     """Lists all schemes, arrangements last, or shows the named ones in detail."""
     from hf_posenc.schemes import get_scheme, registered_configs
 
-    shown = [get_scheme(name) for name in options.names] or sorted(registered_configs(), key=lambda one: one.combinator)
+    shown = [get_scheme(name) for name in options.names] or sorted(registered_configs(), key=attrgetter("combinator"))
     if options.json:
         entries = [
-            {"name": one.name, "summary": summary(one), "arrangement": one.combinator, "options": defaults_of(one)}
-            for one in shown
+            {
+                "name": config.name,
+                "summary": summary(config),
+                "arrangement": config.combinator,
+                "options": defaults_of(config),
+            }
+            for config in shown
         ]
         print(json.dumps(entries, indent=2))
     elif options.names:
@@ -38,12 +44,12 @@ def schemes(options: argparse.Namespace) -> int:
         for headline in ("scheme", "arrangement"):
             rows = [
                 [
-                    one.name,
-                    summary(one),
-                    "  ".join(f"{name}={_typed(value)}" for name, value in defaults_of(one).items()),
+                    config.name,
+                    summary(config),
+                    "  ".join(f"{name}={_typed(value)}" for name, value in defaults_of(config).items()),
                 ]
-                for one in shown
-                if one.combinator == (headline == "arrangement")
+                for config in shown
+                if config.combinator == (headline == "arrangement")
             ]
             print(format_table([headline, "what it is", "options"], rows), end="\n\n")
         print("hf-posenc schemes NAME shows one with the types and meanings of its options.")

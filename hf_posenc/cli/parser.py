@@ -31,16 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 for what the library refuses (the reason is on stderr). An exception that is
         not one of the library's keeps its traceback.
     """
-    imports, own, words = _split(list(sys.argv[1:] if arguments is None else arguments))
-    parser = _parser(chosen=own[1] if own[:1] == ["eval"] and len(own) > 1 else None)
+    imports, command, words = _split(list(sys.argv[1:] if arguments is None else arguments))
+    parser = _parser(chosen=command[1] if command[:1] == ["eval"] and len(command) > 1 else None)
     try:
-        if own and own[0] in _PROGRAMS and own[1:] not in (["-h"], ["--help"]):
-            words = [*own[1:], *words[words[:1] == ["--"] :]]
-            if own[0] == "run" and not words:
+        if command and command[0] in _PROGRAMS and command[1:] not in (["-h"], ["--help"]):
+            words = [*command[1:], *words[words[:1] == ["--"] :]]
+            if command[0] == "run" and not words:
                 parser.error("say what to run: hf-posenc run -- COMMAND ...")
             name_modules(imports)
-            return running.start(own[0], words, imports)
-        options, unknown = parser.parse_known_args([*own, *words])
+            return running.start(command[0], words, imports)
+        options, unknown = parser.parse_known_args([*command, *words])
         if unknown:
             # argparse itself would show the usage of the whole command instead of the verb's.
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
     """The modules named with `--import`, the words of this command, and those of the program that it starts."""
     imports: list[str] = []
-    own: list[str] = []
+    command: list[str] = []
     while words and words[0] != "--":
-        if (own[:1] == ["run"] and len(own) > 1) or (own and own[0] in _PROGRAMS - {"run"}):
+        if (command[:1] == ["run"] and len(command) > 1) or (command and command[0] in _PROGRAMS - {"run"}):
             break
         word = words.pop(0)
         if word.startswith("--import="):
@@ -73,8 +73,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
         elif word == "--import" and words:
             imports.append(words.pop(0))
         else:
-            own.append(word)
-    return imports, own, words
+            command.append(word)
+    return imports, command, words
 
 
 def _reader_is_gone() -> bool:

@@ -82,6 +82,6 @@ def _means(model: Any, ids: Tensor) -> Tensor:
     output = run(model, ids, attention_mask=torch.ones_like(ids), wanted="attentions")
     layers = [weights.cpu().double() for weights in output.attentions]
     return torch.tensor(
-        [[(one * distance).sum(-1).mean(), torch.special.entr(one).sum(-1).mean()] for one in layers],
+        [[(layer * distance).sum(-1).mean(), torch.special.entr(layer).sum(-1).mean()] for layer in layers],
         dtype=torch.float64,
     )

@@ -151,17 +151,11 @@ def distances_by_layer(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Re
         for name, distance in (("relative_l2", relative_l2), ("cosine", cosine_distance))
         for layer, both in enumerate(states)
     ]
-    return records, max(one.value or 0.0 for one in records if one.quantity == "relative_l2")
+    return records, max(record.value or 0.0 for record in records if record.quantity == "relative_l2")
 
 
 def distance_quantities(both: str, states: str, first: str) -> tuple[Quantity, Quantity, Quantity]:
-    """The quantities `relative_l2`, `cosine` and `told_apart`.
-
-    Args:
-        both: what is compared, such as "the two dogs".
-        states: what the model holds of them.
-        first: what layer 0 is.
-    """
+    """`relative_l2`, `cosine` and `told_apart` of the `states` of `both`, such as "the two dogs"."""
     meaning = f"layer: distance between the model's {states} of {both}, as a share of their length; layer 0 is {first}."
     return (
         Quantity("relative_l2", "layer {layer}", meaning),
@@ -250,12 +244,12 @@ def _spans(sentence: str, word: str) -> list[tuple[int, int]]:
 
 def _search(ids: list[int], tokenizer: Any, written: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first two places that hold the tokens of the word as it is written in the sentence."""
-    found: list[tuple[int, ...]] = []
+    single: list[tuple[int, ...]] = []
     for text in dict.fromkeys(prefix + word for prefix in (" ", "") for word in written):
         needle = tokenizer.encode(text, add_special_tokens=False)
         starts = [start for start in range(len(ids)) if needle and ids[start : start + len(needle)] == needle]
         places = [tuple(range(start, start + len(needle))) for start in starts]
         if len(places) >= 2:
             return places[0], places[1]
-        found += places
-    return (found[0], found[1]) if len(found) >= 2 else ((), ())
+        single += places
+    return (single[0], single[1]) if len(single) >= 2 else ((), ())

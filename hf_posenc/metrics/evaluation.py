@@ -43,19 +43,10 @@ def evaluation_result(
     settings: Mapping[str, Any],
     remarks: Sequence[str] = (),
 ) -> Result:
-    """The result of an evaluation of a model.
+    """The result of an evaluation, whose title follows the class of the model.
 
-    Args:
-        task: name of the evaluation.
-        title: follows the class of the model.
-        model: what was measured.
-        measured: what `measure_in_turn` or `measure_as_is` returned.
-        quantities: what the numbers are.
-        views: the tables; by default one of all quantities.
-        rows: keys of `Record.at` that make rows of the default table.
-        layers: how many layers the tables show, evenly spread up to the last; `None` for all.
-        settings: what was measured with, beside the class of the model.
-        remarks: sentences that hold for all rows.
+    Without `views` there is one table of all quantities, with `rows` as in a `View`. Tables show so many `layers`,
+    evenly spread up to the last; all of them if it is `None`.
     """
     (subjects, records), name = measured, type(unwrapped(model)).__name__
     views = views or (View(tuple(quantity.name for quantity in quantities), rows=rows),)

@@ -94,8 +94,7 @@ def read_minimal_pairs(path: str | Path) -> MinimalPairsTask:
         raise MeasurementError(
             f"{file} has no list of examples, so that it is not a JSON task of BIG-bench. {HOW_TO_GET}"
         )
-    found = [_pair(example) for example in examples]
-    pairs = tuple(pair for pair in found if pair is not None)
+    pairs = tuple(pair for example in examples if (pair := _pair(example)) is not None)
     if not pairs:
         raise MeasurementError(
             f"None of the {len(examples)} examples of {file} is a minimal pair: that has an input and target_scores of "
@@ -215,9 +214,9 @@ def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
     groups: dict[str, list[int]] = {ALL: list(range(len(pairs)))}
     # Congruent and incongruent come before the conditions that they are made of.
     named = [
-        (depth, one.conditions, name, index)
-        for index, one in enumerate(pairs)
-        for depth, name in enumerate(one.conditions)
+        (depth, pair.conditions, name, index)
+        for index, pair in enumerate(pairs)
+        for depth, name in enumerate(pair.conditions)
     ]
     for _, _, name, index in sorted(named):
         groups.setdefault(name, []).append(index)
@@ -346,7 +345,7 @@ def continues_word(tokenizer: Any, vocabulary: int) -> Tensor:
             for token in tokens
         ]
     flags = torch.zeros(vocabulary, dtype=torch.bool)
-    flags[: len(tokens)] = torch.tensor([one and index not in special for index, one in enumerate(marked)])
+    flags[: len(tokens)] = torch.tensor([mark and index not in special for index, mark in enumerate(marked)])
     return flags
 
 

@@ -194,12 +194,12 @@ def quantized(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
             return inner.with_children({place: wrapped(child) for place, child in inner.children().items()})
         return inner if isinstance(inner, NoneConfig) else dataclasses.replace(settings, inner=inner)
 
-    found = wrapped(config)
-    if found == config:
+    rounded_config = wrapped(config)
+    if rounded_config == config:
         raise UnsupportedError(
             f"Scheme {config.name!r} encodes no positions, so there is nothing to hold in low precision."
         )
-    return found
+    return rounded_config
 
 
 #: Where in the context the text stands.
@@ -347,19 +347,19 @@ def quantized_positions(
     settings = {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
     places = [(name, start) for name in settings for start in sorted(set(positions))]
     placed = [quantized(config, dataclasses.replace(settings[name], offset=start)) for name, start in places]
-    subjects, found = measure_in_turn(model, placed, measure)
-    losses = {one.subject: one for one in found}
+    subjects, measured = measure_in_turn(model, placed, measure)
+    losses = {record.subject: record for record in measured}
     records: list[Record] = []
     exact: dict[int, float | None] = {}
     for (name, start), subject in zip(places, subjects, strict=True):
         if subject.error and settings[name].keys is None:
             raise UnsupportedError(subject.error)
         # Without keys to round there is no loss; that is the scheme's own affair.
-        one = losses.get(subject.label, Record("", "loss", note=subject.error or ""))
-        at, before = {"held in": name, "position": start}, exact.setdefault(start, one.value)
-        records.append(dataclasses.replace(one, subject="", at=at))
+        record = losses.get(subject.label, Record("", "loss", note=subject.error or ""))
+        at, before = {"held in": name, "position": start}, exact.setdefault(start, record.value)
+        records.append(dataclasses.replace(record, subject="", at=at))
         if name != _EXACT:
-            change = None if one.value is None or before is None else one.value - before
+            change = None if record.value is None or before is None else record.value - before
             records.append(Record("", "change", change, at))
     return records
 
@@ -372,11 +372,11 @@ def _take_over(model: Any, learned: list[Tensor], part: str) -> None:
     """What the scheme has learned; around it nothing has parameters, so they come in the same order."""
     encoding = current_encoding(unwrapped(model))
     assert encoding is not None
-    own = _parameters_in(encoding, part)
-    if learned and [tensor.shape for tensor in own] != [tensor.shape for tensor in learned]:
+    fresh = _parameters_in(encoding, part)
+    if learned and [tensor.shape for tensor in fresh] != [tensor.shape for tensor in learned]:
         raise UnsupportedError(
             f"The parameters that scheme {scheme_label(encoding.config)!r} has learned do not fit a fresh copy of it."
         )
     with torch.no_grad():
-        for tensor, value in zip(own, learned, strict=False):
+        for tensor, value in zip(fresh, learned, strict=False):
             tensor.copy_(value)

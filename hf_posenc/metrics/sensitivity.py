@@ -106,7 +106,7 @@ def sensitivity_test(
             *role_swaps(patched, tokens, causal=causal),
             *permuted_context(patched, tokens, causal=causal, context=context, seed=seed),
         ]
-        largest = max(one.value or 0.0 for one in order if not one.quantity.endswith("loss"))
+        largest = max(record.value or 0.0 for record in order if not record.quantity.endswith("loss"))
         sees_order = Record("", "sees_order", passed=None if causal else largest > tolerance)
         return [*order, *shifted_positions(patched, tokens, offsets=offsets), sees_order]
 
@@ -185,12 +185,12 @@ def role_swaps(model: Any, tokens: TokenizedMaterial, *, causal: bool) -> list[R
     subject, target, last = start + 1, start + 4, start + 5
     layers = list(zip(here, there, strict=True))
     nouns = [
-        (torch.cat([one[:, subject], one[:, target]]), torch.cat([other[:, target], other[:, subject]]))
-        for one, other in layers
+        (torch.cat([state[:, subject], state[:, target]]), torch.cat([other[:, target], other[:, subject]]))
+        for state, other in layers
     ]
     whole = [
-        (one[:, last], other[:, last]) if causal else (one.double().mean(dim=1), other.double().mean(dim=1))
-        for one, other in layers
+        (state[:, last], other[:, last]) if causal else (state.double().mean(dim=1), other.double().mean(dim=1))
+        for state, other in layers
     ]
     return [
         *layer_distances("word_role", nouns, count=len(pairs)),
@@ -299,12 +299,12 @@ def shifted_positions(
     return [*records, Record("", "left_padding", change, {"tokens": padding})]
 
 
-def _first_position(model: Any, ids: Tensor, own: Tensor) -> int:
+def _first_position(model: Any, ids: Tensor, before: Tensor) -> int:
     """The position id that the model itself gives the first token: 0, or behind the padding row of its table."""
     origins = {table_origin(table.module) for stack in find_stacks(unwrapped(model)) for table in stack.tables}
     for first in sorted({0, *origins}):
         explicit = outputs_of(model, ids, position_ids=_counted(ids, first)).last
-        if float(relative_changes(own, explicit).max()) <= rounding(own.dtype):
+        if float(relative_changes(before, explicit).max()) <= rounding(before.dtype):
             return first
     raise UnsupportedError(f"{type(model).__name__} does not take position_ids that are counted from 0.")
 
@@ -343,21 +343,18 @@ def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
     Raises:
         MeasurementError: if too few of the words are one token.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    words: dict[str, Any] = {}
     for name, needed in _NEEDED.items():
         value = getattr(material, name)
         given = (value,) if isinstance(value, str) else value
         encoded = [tokenizer(" " + word, add_special_tokens=False)["input_ids"] for word in given]
-        known = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id]
-        found[name] = tuple(dict.fromkeys(known))
-        if len(found[name]) < needed:
+        known = tuple(dict.fromkeys(ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id))
+        if len(known) < needed:
             raise MeasurementError(
-                f"The tokenizer has {len(found[name])} of the {name} {value!r} as one token, and at least {needed} are "
+                f"The tokenizer has {len(known)} of the {name} {value!r} as one token, and at least {needed} are "
                 f"needed. Pass material=Material(...) with words of its language."
             )
-    words: dict[str, Any] = {
-        name: ids[0] if isinstance(getattr(material, name), str) else ids for name, ids in found.items()
-    }
+        words[name] = known[0] if isinstance(value, str) else known
     return TokenizedMaterial(
         **words,
         passage=token_stream(tokenizer, [material.passage]),
@@ -434,7 +431,7 @@ def order_sensitivity(
         swapped_ids[row, left], swapped_ids[row, right] = input_ids[row, right], input_ids[row, left]
     rows, last = torch.arange(len(real)), torch.tensor([slots[-1] for slots in real])
     outputs = [outputs_of(model, ids, attention_mask=mask) for ids in (input_ids, swapped_ids)]
-    before, after = (one.last[rows, last].double() for one in outputs)
+    before, after = (output.last[rows, last].double() for output in outputs)
     changes = ((after - before).norm(dim=-1) / before.norm(dim=-1)).tolist()
     changed_argmax = float((after.argmax(-1) != before.argmax(-1)).double().mean())
     return OrderSensitivity(

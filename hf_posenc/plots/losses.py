@@ -31,10 +31,10 @@ def plot_losses(result: Result, path: str | Path | None = None, dark: bool = Fal
         ticks_at(by_length, lengths)
         for axes, drawn in ((by_length, curves), (by_position, bins)):
             draw_curves(axes, drawn, labels)
-        for one in result.of(quantity="sliding_loss"):
-            if one.value is not None:
-                color = line_style(one.subject, labels)["color"]
-                by_length.axhline(one.value, color=color, linestyle=(0, (4, 3)), linewidth=1.0)
+        for record in result.of(quantity="sliding_loss"):
+            if record.value is not None:
+                color = line_style(record.subject, labels)["color"]
+                by_length.axhline(record.value, color=color, linestyle=(0, (4, 3)), linewidth=1.0)
         name_lines(by_length)
         name_lines(by_position)
         predicted = "tokens" if result.settings["causal"] else "masked tokens"

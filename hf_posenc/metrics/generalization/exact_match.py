@@ -84,16 +84,16 @@ class GeneralizationResult:
 
     def records(self) -> list[Record]:
         """The same as records without a subject."""
-        found = []
+        records = []
         for row in self.rows:
             at, note = {"length": row.length}, f"length {row.length}: {row.reason}" if row.reason else self.note
             low, high = row.interval or (None, None)
-            found.append(Record("", "exact_match", row.exact_match, at, low, high, row.samples, note=note))
+            records.append(Record("", "exact_match", row.exact_match, at, low, high, row.samples, note=note))
             if row.token_accuracy is not None:
-                found.append(Record("", "token_accuracy", row.token_accuracy, at))
-            found.append(Record("", "examples", row.samples, at))
-            found.append(Record("", "held_out", None, at, passed=row.held_out))
-        return found
+                records.append(Record("", "token_accuracy", row.token_accuracy, at))
+            records.append(Record("", "examples", row.samples, at))
+            records.append(Record("", "held_out", None, at, passed=row.held_out))
+        return records
 
 
 def compare_generalization(
@@ -296,16 +296,16 @@ def _generated(model: Any, tokenizer: Any, prompts: Tensor, answers: Tensor) -> 
 def _greedy(model: Any, end: int, length: int) -> Iterator[None]:
     """Lets a model write the most likely tokens, whatever its own generation config says, and restores that config."""
     target = unwrapped(model)
-    own = target.generation_config
+    before = target.generation_config
     plain = GenerationConfig(max_new_tokens=length, do_sample=False, num_beams=1, eos_token_id=end, pad_token_id=end)
-    plain.use_cache, plain.cache_implementation = own.use_cache, own.cache_implementation
+    plain.use_cache, plain.cache_implementation = before.use_cache, before.cache_implementation
     if is_encoder_decoder(model):
         plain.decoder_start_token_id = _decoder_start(model)
     target.generation_config = plain
     try:
         yield
     finally:
-        target.generation_config = own
+        target.generation_config = before
 
 
 def _longest_sequence(model: Any, ids: list[int], labels: list[int]) -> int:

@@ -90,7 +90,7 @@ def image_sensitivity_test(
                 states = patch_outputs(patched, joined_patches(pair)).states
                 same = ((state[:, 0, 0], state[:, row, column]) for state in states)
                 records += layer_distances(name, same, {"step": step}, count=images)
-        before, after = (patch_outputs(patched, joined_patches(one)) for one in (drawn, shuffled))
+        before, after = (patch_outputs(patched, joined_patches(patches)) for patches in (drawn, shuffled))
         moved = (
             (state.flatten(1, 2)[:, order].flatten(0, 1), other.flatten(1, 2).flatten(0, 1))
             for state, other in zip(before.states, after.states, strict=True)
@@ -99,7 +99,7 @@ def image_sensitivity_test(
         if before.whole is not None and after.whole is not None:
             distance = float(relative_changes(before.whole, after.whole).mean())
             records.append(Record("", "whole", distance, count=images))
-        largest = max(one.value or 0.0 for one in records)
+        largest = max(record.value or 0.0 for record in records)
         return [*records, Record("", "sees_places", passed=largest > tolerance)]
 
     return evaluation_result(
@@ -188,8 +188,8 @@ def picture_of_two_dogs(rows: int, columns: int, first: tuple[int, int], second:
     return picture
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return all(abs(here - there) < SIDE for here, there in zip(one, other, strict=True))
+def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    return all(abs(here - there) < SIDE for here, there in zip(first, second, strict=True))
 
 
 def picture_dog_test(

@@ -235,8 +235,8 @@ def sliding_window_loss(
             span, scored = slice(start, start + content), slice(first - start, last - start)
             targets = torch.full_like(labels[:, span], IGNORED)
             targets[:, scored] = labels[:, first:last]
-            found = _framed_losses(model, input_ids[:, span], targets, causal, frame, tokens_per_batch)
-            losses[:, first:last] = found[:, scored]
+            read = _framed_losses(model, input_ids[:, span], targets, causal, frame, tokens_per_batch)
+            losses[:, first:last] = read[:, scored]
     except SequenceLengthError as error:
         return LengthRow(window, None, None, 0, str(error), stride)
     return _row(window, losses, tail, stride)
@@ -374,15 +374,15 @@ def text_losses(
     }
 
     def measure(patched: Any) -> list[Record]:
-        found = loss_by_length(patched, *batch, lengths, **options)
-        records = [one for row in found.rows for one in _records(row, "", {"length": row.length})]
-        if found.sliding is not None:
-            at = {"window": found.sliding.length, "stride": found.sliding.stride}
-            records += _records(found.sliding, "sliding_", at)
-        bins = itertools.pairwise(found.position_edges)
+        measured = loss_by_length(patched, *batch, lengths, **options)
+        records = [record for row in measured.rows for record in _records(row, "", {"length": row.length})]
+        if measured.sliding is not None:
+            at = {"window": measured.sliding.length, "stride": measured.sliding.stride}
+            records += _records(measured.sliding, "sliding_", at)
+        bins = itertools.pairwise(measured.position_edges)
         return records + [
             Record("", "position_loss", loss, {"start": start, "stop": stop})
-            for (start, stop), loss in zip(bins, found.position_loss, strict=True)
+            for (start, stop), loss in zip(bins, measured.position_loss, strict=True)
         ]
 
     count, kind = windows.shape[0], "the next token" if causal else "masked tokens"
