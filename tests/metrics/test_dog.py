@@ -5,8 +5,6 @@ from hf_posenc import patch_model
 from hf_posenc.metrics import MeasurementError, dog_test
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, IntegerConfig, RopeConfig, YarnScaling
 
-ENCODER_SCHEMES = ["binary", "sinusoidal", "learned", "t5", "alibi", "rope", "p_rope"]
-
 
 def layers(result, scheme):
     return [record.value for record in result.of(scheme, "relative_l2")]
@@ -74,20 +72,17 @@ def test_a_schedule_has_no_probe_and_says_why(tiny_llama, word_tokenizer):
     assert "The probe has no number" in result.record("schedule", "probe").note
 
 
-def test_integer_positions_along_another_direction_are_visible(tiny_bert, word_tokenizer):
-    result = dog_test(tiny_bert(), word_tokenizer, [IntegerConfig(direction="one_hot")])
-    assert told_apart(result, "integer")
-    assert result.subject("integer").notes == ()
-
-
-@pytest.mark.parametrize("scheme", ENCODER_SCHEMES)
+@pytest.mark.parametrize(
+    "scheme", ["binary", "sinusoidal", "learned", IntegerConfig(direction="one_hot"), "t5", "alibi", "rope", "p_rope"]
+)
 def test_every_scheme_sets_the_dogs_apart_in_an_encoder(tiny_bert, word_tokenizer, scheme):
     result = dog_test(tiny_bert(), word_tokenizer, [scheme])
-    assert told_apart(result, scheme)
-    assert layers(result, scheme)[-1] > 1e-3
-    assert result.value(scheme, "probe") > 1e-5
-    additive = scheme in ("binary", "sinusoidal", "learned")
-    assert (layers(result, scheme)[0] > 1e-3) == additive  # a bias or a rotation acts in the attention only
+    (label,) = result.labels
+    assert told_apart(result, label)
+    assert layers(result, label)[-1] > 1e-3
+    assert result.value(label, "probe") > 1e-5
+    additive = scheme in ("binary", "sinusoidal", "learned") or isinstance(scheme, IntegerConfig)
+    assert (layers(result, label)[0] > 1e-3) == additive  # a bias or a rotation acts in the attention only
 
 
 def test_in_a_causal_model_the_mask_alone_tells_the_dogs_apart_after_the_embeddings(tiny_llama, word_tokenizer):
@@ -131,17 +126,20 @@ def test_of_an_encoder_decoder_the_encoder_is_measured(word_tokenizer):
     assert identical(result, "none")
 
 
-def test_two_configs_that_are_written_alike_are_two_subjects(tiny_llama, word_tokenizer):
+def test_labels_tell_configs_apart_and_one_that_is_named_twice_is_measured_once(tiny_llama, word_tokenizer):
     scalings = [YarnScaling(factor=4.0, original_max_positions=length) for length in (8, 64)]
-    result = dog_test(tiny_llama(), word_tokenizer, [RopeConfig(scaling=scaling) for scaling in scalings])
-    assert result.labels == ["rope(yarn x4)", "rope(yarn x4) #2"]
-    assert [one.config["scaling"]["original_max_positions"] for one in result.subjects] == [8, 64]
+    configs = [*(RopeConfig(scaling=scaling) for scaling in scalings), RopeConfig(theta=300.0)]
+    wanted = ["native", "rope", *configs, AlibiConfig(learnable=True), "alibi", AlibiConfig()]
+    result = dog_test(tiny_llama(), word_tokenizer, wanted)
+    assert result.labels == [
+        "native (rope)", "rope", "rope(yarn x4)", "rope(yarn x4) #2", "rope(theta=300)", "alibi(learnable=True)",
+        "alibi",
+    ]  # fmt: skip
+    lengths = [
+        result.subject(f"rope(yarn x4){mark}").config["scaling"]["original_max_positions"] for mark in ("", " #2")
+    ]
+    assert lengths == [8, 64]
     assert result.value("rope(yarn x4) #2", "probe") is not None
-
-
-def test_a_config_and_its_name_are_one_subject(tiny_bert, word_tokenizer):
-    both = dog_test(tiny_bert(), word_tokenizer, ["alibi", AlibiConfig()])
-    assert both == dog_test(tiny_bert(), word_tokenizer, ["alibi"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -151,16 +149,6 @@ def test_other_dtypes(tiny_bert, word_tokenizer, dtype):
     assert identical(result, "none")
     assert told_apart(result, "sinusoidal")
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-
-
-def test_labels_tell_two_variants_of_a_scheme_apart(tiny_llama, word_tokenizer):
-    wanted = ["native", "rope", RopeConfig(theta=300.0), AlibiConfig(learnable=True)]
-    assert dog_test(tiny_llama(), word_tokenizer, wanted).labels == [
-        "native (rope)",
-        "rope",
-        "rope(theta=300)",
-        "alibi(learnable=True)",
-    ]
 
 
 def test_a_scheme_with_required_options_is_refused_by_name_and_taken_as_a_config(tiny_bert, word_tokenizer):
