@@ -175,42 +175,10 @@ def test_loss_by_length_of_a_causal_model(result):
     assert found.value("native", "loss", length=32) != found.value("none", "loss", length=32)
 
 
-def test_loss_by_length_of_a_masked_model(result):
-    found = result("loss {bert} --text {text} --lengths 32 128 --max-windows 4 --schemes native none forget_gate")
-    assert (found.settings["causal"], found.settings["special_tokens"]) == (False, 2)
-    too_long = found.record("native", "loss", length=128)
-    assert too_long.value is None
-    assert "64 positions" in too_long.note
-    assert all(record.value is not None for record in found.of("none", "loss"))
-    assert "bidirectional" in found.subject("forget_gate").error
-
-
 def test_an_option_may_be_none(result):
     words = "loss {llama} --text {text} --lengths 32 --max-windows "
     some, whole = (result(words + count).settings["windows"] for count in ("4", "none"))
     assert some == 4 < whole
-
-
-def test_sensitivity_reads_the_text_and_the_options(result):
-    found = result("sensitivity {bert} --schemes native,none --gaps 2 8 --offsets 1 --context 16 --text {text}")
-    last = {scheme: [*found.of(scheme, "repeated", gap=2)][-1].value for scheme in ("native", "none")}
-    assert last["native"] > 1e-3
-    assert last["none"] <= 1e-5
-    assert {record.at["gap"] for record in found.of("none", "repeated")} == {2, 8}
-    assert [record.at["offset"] for record in found.of("none", "shift")] == [1]
-    assert found.settings["context"] == 16
-
-
-def test_quantised_positions(result):
-    words = "quantized {llama} --text {text} --length 16 --max-windows 2 --positions 0 4000 --variants"
-    found = result(words, "ids bfloat16", "encodings int8")
-    assert {record.at["held in"] for record in found.of("native", "loss")} == {
-        "float32", "ids bfloat16", "encodings int8",
-    }  # fmt: skip
-    changes = [record for record in found.of("native", "change") if record.at["held in"] == "ids bfloat16"]
-    assert [record.at["position"] for record in changes] == [0, 4000]
-    assert changes[0].value == 0
-    assert changes[1].value != 0
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from hf_posenc.metrics.language_modeling import (
 from hf_posenc.metrics.language_modeling.by_length import scored_spans
 from hf_posenc.metrics.language_modeling.token_losses import special_frame
 from hf_posenc.plots.losses import plot_losses
+from tests.metrics.conftest import build
 from tests.models import tiny
 
 IGNORED = -100
@@ -133,24 +134,20 @@ def test_special_tokens_stand_around_every_piece_and_are_no_targets(tiny_llama):
     assert result.row(24).loss == pytest.approx(float(expected.mean()), abs=1e-5)
 
 
-@pytest.mark.parametrize("patched", [False, True])
-def test_a_length_without_positions_has_its_reason_and_the_others_their_loss(masked_model, patched):
-    if patched:
-        patch_model(masked_model, "learned", num_positions=32)
+@pytest.mark.parametrize("scheme", ["native", "learned", "alibi"])
+def test_a_length_without_positions_has_its_reason_and_the_others_their_loss(masked_model, scheme):
+    if scheme != "native":
+        patch_model(masked_model, scheme)
     shown, labels = _masked(_text(2, 64))
     result = loss_by_length(masked_model, shown, labels, [16, 32, 64], tail=8, position_bin=16, sliding_window=32)
-    assert [row.loss is None for row in result.rows] == [False, False, True]
-    assert "32 positions" in result.row(64).reason
-    assert [loss is None for loss in result.position_loss] == [False, False, True, True]
     assert result.sliding.loss is not None
-    with pytest.raises(SequenceLengthError, match="32 positions"):
-        token_losses(masked_model, shown, labels)
-
-
-def test_a_patched_model_reads_past_its_table(masked_model):
-    patch_model(masked_model, "alibi")
-    shown, labels = _masked(_text(2, 64))
-    assert loss_by_length(masked_model, shown, labels, [64], tail=8).row(64).loss is not None
+    ends = scheme != "alibi"
+    assert [row.loss is None for row in result.rows] == [False, False, ends]
+    assert [loss is None for loss in result.position_loss] == [False, False, ends, ends]
+    if ends:
+        assert "32 positions" in result.row(64).reason
+        with pytest.raises(SequenceLengthError, match="32 positions"):
+            token_losses(masked_model, shown, labels)
 
 
 def _guide_loss(model, ids, window, stride):
@@ -188,9 +185,7 @@ def test_sliding_windows_score_every_target_once(length, window, stride, causal)
         assert last <= start + window <= length
         if causal and first:
             assert first - start >= window - stride
-
-
-def test_a_model_of_both_sides_is_scored_around_the_middle_of_a_window():
+    # A model of both sides is scored around the middle of a window.
     assert scored_spans(32, 16, 8, causal=False) == [(0, 0, 12), (8, 12, 20), (16, 20, 32)]
 
 
@@ -226,18 +221,22 @@ def test_what_cannot_be_measured_is_refused(tiny_llama, options, message):
         loss_by_length(tiny_llama(), ids, ids, **options)
 
 
-def test_input_that_is_no_text_of_this_model_is_refused(tiny_llama, tiny_bert):
-    model, ids = tiny_llama(), _text()
-    with pytest.raises(MeasurementError, match="no target"):
-        token_losses(model, ids, torch.full_like(ids, IGNORED))
-    with pytest.raises(MeasurementError, match="80 embeddings, for 0 to 79"):
-        token_losses(model, ids + 60, ids)
-    with pytest.raises(MeasurementError, match="same"):
-        token_losses(model, ids, ids[:, :4])
-    with pytest.raises(UnsupportedError, match="AutoModelForMaskedLM"):
-        token_losses(tiny_bert(), ids, ids)
-    with pytest.raises(UnsupportedError, match="encoder-decoder"):
-        token_losses(tiny("T5ForConditionalGeneration"), ids, ids)
+IDS = _text()
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "labels", "error", "message"),
+    [
+        ("LlamaForCausalLM", IDS, torch.full_like(IDS, IGNORED), MeasurementError, "no target"),
+        ("LlamaForCausalLM", IDS + 60, IDS, MeasurementError, "80 embeddings, for 0 to 79"),
+        ("LlamaForCausalLM", IDS, IDS[:, :4], MeasurementError, "same"),
+        ("BertModel", IDS, IDS, UnsupportedError, "AutoModelForMaskedLM"),
+        ("T5ForConditionalGeneration", IDS, IDS, UnsupportedError, "encoder-decoder"),
+    ],
+)
+def test_input_that_is_no_text_of_this_model_is_refused(model, ids, labels, error, message):
+    with pytest.raises(error, match=message):
+        token_losses(build(model), ids, labels)
 
 
 def test_masks_are_fixed_by_the_seed_and_shown_as_the_mask_token():
@@ -266,15 +265,12 @@ def test_windows_are_spread_over_the_stream_and_do_not_overlap():
         stream_windows(stream, 101)
 
 
-def test_documents_are_closed_by_the_end_token(word_tokenizer):
-    word_tokenizer.eos_token = "[SEP]"
-    assert token_stream(word_tokenizer, ["the dog", "a cat"]).tolist() == [4, 5, 3, 11, 8, 3]
-
-
-def test_special_tokens_are_those_of_the_tokenizer(word_tokenizer, byte_tokenizer):
+def test_documents_are_closed_by_the_end_token_and_pieces_framed_by_special_ones(word_tokenizer, byte_tokenizer):
     assert special_frame(word_tokenizer, causal=False) == Frame((2,), (3,))
     assert special_frame(word_tokenizer, causal=True) == Frame((2,), ())
     assert special_frame(byte_tokenizer, causal=True) == Frame()
+    word_tokenizer.eos_token = "[SEP]"
+    assert token_stream(word_tokenizer, ["the dog", "a cat"]).tolist() == [4, 5, 3, 11, 8, 3]
 
 
 def test_native_is_the_stock_model_and_no_scheme_is_the_one_in_force(tiny_llama, word_tokenizer):
