@@ -27,31 +27,20 @@ def schemes(options: argparse.Namespace) -> int:
     from hf_posenc.schemes import get_scheme, registered_configs
 
     shown = [get_scheme(name) for name in options.names] or sorted(registered_configs(), key=attrgetter("combinator"))
+    keys = ("name", "summary", "arrangement", "options")
+    rows = [(config.name, summary(config), config.combinator, defaults_of(config)) for config in shown]
     if options.json:
-        entries = [
-            {
-                "name": config.name,
-                "summary": summary(config),
-                "arrangement": config.combinator,
-                "options": defaults_of(config),
-            }
-            for config in shown
-        ]
-        print(json.dumps(entries, indent=2))
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))
     elif options.names:
         print("\n\n".join(map(_description, shown)))
     else:
         for headline in ("scheme", "arrangement"):
-            rows = [
-                [
-                    config.name,
-                    summary(config),
-                    "  ".join(f"{name}={_typed(value)}" for name, value in defaults_of(config).items()),
-                ]
-                for config in shown
-                if config.combinator == (headline == "arrangement")
+            cells = [
+                [name, meaning, "  ".join(f"{option}={_typed(value)}" for option, value in defaults.items())]
+                for name, meaning, is_arrangement, defaults in rows
+                if is_arrangement == (headline == "arrangement")
             ]
-            print(format_table([headline, "what it is", "options"], rows), end="\n\n")
+            print(format_table([headline, "what it is", "options"], cells), end="\n\n")
         print("hf-posenc schemes NAME shows one with the types and meanings of its options.")
     return 0
 

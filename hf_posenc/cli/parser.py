@@ -130,14 +130,6 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         "--merge-adapters", action="store_true", help="MODEL holds PEFT adapters: merge them into the base they name"
     )
     export.add_argument("--approximate", action="store_true", help="write the nearest form if none is exact")
-    export.add_argument(
-        "--option",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="K=V",
-        help="option of the target, such as dtype=q8_0",
-    )
 
     evaluate = verb("eval", None, help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
@@ -157,8 +149,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         added.add_argument("model", metavar="MODEL", help="hub id or local folder")
     for added in (patch, plot):
         added.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)
-        option_help = "option of the scheme; V may be JSON"
-        added.add_argument("--option", action="extend", nargs="+", default=[], metavar="K=V", help=option_help)
+    of_scheme = "option of the scheme; V may be JSON"
+    for added, meaning in ((patch, of_scheme), (plot, of_scheme), (export, "option of the target, such as dtype=q8_0")):
+        added.add_argument("--option", action="extend", nargs="+", default=[], metavar="K=V", help=meaning)
     for added in (patch, export):
         added.add_argument("--output", required=True, metavar="DIR", help="folder to save the model in")
         added.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")

@@ -338,11 +338,8 @@ def quantized_positions(
         except SequenceLengthError as error:
             return [Record("", "loss", note=str(error))]
         loss = float(losses.double().nanmean())
-        return [
-            Record("", "loss", loss)
-            if math.isfinite(loss)
-            else Record("", "loss", note="The loss is not a finite number.")
-        ]
+        finite = math.isfinite(loss)
+        return [Record("", "loss", loss if finite else None, note="" if finite else "The loss is not a finite number.")]
 
     settings = {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
     places = [(name, start) for name in settings for start in sorted(set(positions))]

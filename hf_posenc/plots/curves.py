@@ -45,10 +45,8 @@ def curves_of(result: Result, quantity: str, *x: str) -> dict[str, Curve]:
     if not by_subject:
         raise ValueError(f"Nothing to plot: none of the schemes could be measured on {result.settings['model']}.")
     return {
-        label: Curve(
-            [sum(record.at[key] for key in x) / len(x) for record in records], [record.value for record in records]
-        )
-        for label, records in by_subject.items()
+        label: Curve([sum(row.at[key] for key in x) / len(x) for row in rows], [row.value for row in rows])
+        for label, rows in by_subject.items()
     }
 
 

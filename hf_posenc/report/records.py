@@ -262,8 +262,7 @@ class Result:
             subjects=tuple(Subject(**fields | {"notes": tuple(fields["notes"])}) for fields in entry["subjects"]),
             records=tuple(Record(**fields) for fields in entry["records"]),
             views=tuple(
-                View(**fields | {key: tuple(fields[key]) for key in ("quantities", "rows")})
-                for fields in entry["views"]
+                View(**view | {key: tuple(view[key]) for key in ("quantities", "rows")}) for view in entry["views"]
             ),
             settings=entry["settings"],
             remarks=tuple(entry["remarks"]),
@@ -370,12 +369,10 @@ def _ordered(subjects: Sequence[Subject], records: Sequence[Record], view: View)
     if not view.order:
         return subjects
     # The last column is the last of the records.
-    values = {
-        record.subject: record.value for record in records if record.quantity == view.order and record.value is not None
-    }
-    return sorted(
-        (subject for subject in subjects if subject.label in values), key=lambda subject: values[subject.label]
-    )
+    ordering = (record for record in records if record.quantity == view.order and record.value is not None)
+    values = {record.subject: record.value for record in ordering}
+    measured = (subject for subject in subjects if subject.label in values)
+    return sorted(measured, key=lambda subject: values[subject.label])
 
 
 def format_value(record: Record, quantity: Quantity, *, half_width: bool = False) -> str:

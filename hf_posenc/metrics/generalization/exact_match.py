@@ -60,9 +60,9 @@ class GeneralizationRow:
     length: int
     samples: int
     held_out: bool
-    exact_match: float | None
-    interval: tuple[float, float] | None
-    token_accuracy: float | None
+    exact_match: float | None = None
+    interval: tuple[float, float] | None = None
+    token_accuracy: float | None = None
     reason: str | None = None
 
 
@@ -133,9 +133,9 @@ def compare_generalization(
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
 
-    def measure(model: Any) -> list[Record]:
+    def measure(patched: Any) -> list[Record]:
         options: dict[str, Any] = {"samples": samples, "seed": seed, "method": method, "batch_size": batch_size}
-        return exact_match(model, tokenizer, task, lengths, **options).records()
+        return exact_match(patched, tokenizer, task, lengths, **options).records()
 
     measured = measure_as_is(model, measure) if schemes is None else measure_in_turn(model, schemes, measure, seed=seed)
     return evaluation_result(
@@ -246,7 +246,7 @@ def _measure(
                 right_tokens += int(hits.sum())
                 tokens += hits.numel()
     except (SequenceLengthError, FloatingPointError) as error:
-        return GeneralizationRow(length, len(rows), held_out, None, None, None, str(error))
+        return GeneralizationRow(length, len(rows), held_out, reason=str(error))
     accuracy = right_tokens / tokens if tokens else None
     interval = wilson_interval(right, len(rows))
     return GeneralizationRow(length, len(rows), held_out, right / len(rows), interval, accuracy)

@@ -54,12 +54,8 @@ class PatchSize:
 def _reads_images_alone(module: nn.Module) -> bool:
     """Whether the forward of a module runs on `pixel_values` and has no argument for token ids."""
     accepted = inspect.signature(module.forward).parameters
-    required = {
-        name
-        for name, parameter in accepted.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    }
+    named = [argument for argument in accepted.values() if not argument.kind.name.startswith("VAR_")]
+    required = {argument.name for argument in named if argument.default is argument.empty}
     return "pixel_values" in accepted and "input_ids" not in accepted and required <= {"pixel_values"}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import Measured, check_schemes, evaluation_result, measure_as_is, measure_in_turn
+from hf_posenc.metrics.evaluation import Measured, evaluation_result, measure_as_is, measure_in_turn
 from hf_posenc.metrics.images.patches import PatchSize, run_images
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
 from hf_posenc.metrics.statistics import wilson_interval
@@ -149,7 +149,6 @@ def resolution_test(
         UnsupportedError: if the model is no classifier of images.
         UsageError: if the pictures cannot be loaded.
     """
-    check_schemes(schemes)
     check_resolutions(PatchSize.of(model), resolutions)
     pictures = load_pictures(dataset, split=split)
     if max_pictures is not None and max_pictures < len(pictures):

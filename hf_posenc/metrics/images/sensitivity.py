@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.dog import SHOWN_LAYERS, distance_quantities, distances_by_layer
-from hf_posenc.metrics.evaluation import check_schemes, evaluation_result, layer_distances, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_in_turn
 from hf_posenc.metrics.forward import rounding
 from hf_posenc.metrics.images.patches import PatchSize, cut, drawn_images, joined_patches, patch_outputs
 from hf_posenc.metrics.statistics import relative_changes
@@ -69,7 +69,6 @@ def image_sensitivity_test(
         MeasurementError: if the grid is too small for the steps.
         UnsupportedError: if the model is not one of images alone, or merges its patches.
     """
-    check_schemes(schemes)
     if images < 1 or not steps or min(steps) < 1 or max(steps) >= grid:
         raise MeasurementError(
             f"Two patches of a grid of {grid} are 1 to {grid - 1} patches apart, in at least one image; got "
@@ -232,7 +231,6 @@ def picture_dog_test(
         MeasurementError: if a dog leaves the picture, or the dogs overlap.
         UnsupportedError: if the model is not one of images alone, or merges its patches.
     """
-    check_schemes(schemes)
     for place in (first, second):
         if len(place) != 2:
             raise MeasurementError(f"A place is a row and a column; got {list(place)}.")
