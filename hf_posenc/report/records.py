@@ -369,8 +369,7 @@ def _ordered(subjects: Sequence[Subject], records: Sequence[Record], view: View)
     if not view.order:
         return subjects
     # The last column is the last of the records.
-    ordering = (record for record in records if record.quantity == view.order and record.value is not None)
-    values = {record.subject: record.value for record in ordering}
+    values = {row.subject: row.value for row in records if row.quantity == view.order and row.value is not None}
     measured = (subject for subject in subjects if subject.label in values)
     return sorted(measured, key=lambda subject: values[subject.label])
 
