@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, run
 from hf_posenc.metrics.language_modeling.token_losses import text_windows
 from hf_posenc.preserve import attention_implementation, evaluation_mode
@@ -33,7 +33,7 @@ def attention_test(
             measured.
         tokenizer: its tokenizer.
         texts: documents to read; by default a short English text.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         length: tokens per window.
         max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
         seed: of new scheme weights.
@@ -60,7 +60,7 @@ def attention_test(
 
     # Fused kernels keep the weights to themselves.
     with attention_implementation(model, "eager"), evaluation_mode(model):
-        measured = measure_in_turn(model, schemes, measure, seed=seed)
+        measured = measure_schemes(model, schemes, measure, seed=seed)
     return evaluation_result(
         "attention",
         f": where attention goes, {windows.shape[0]} windows of {length} tokens",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.evaluation import check_schemes, config_in_force, evaluation_result, measure_in_turn
+from hf_posenc.metrics.evaluation import check_schemes, config_in_force, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, is_causal, is_encoder_decoder, outputs_of, rounding
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
 from hf_posenc.metrics.statistics import cosine_distance, relative_l2
@@ -60,7 +60,7 @@ def dog_test(
     Args:
         model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         sentence: a sentence in which `word` occurs twice.
         word: one token or several; see `tokenize_pair`.
         seed: of the probe and of newly created scheme weights.
@@ -110,7 +110,7 @@ def dog_test(
 
     with evaluation_mode(model):
         causal = is_causal(model, pair.input_ids, pair.first[-1])
-        measured = measure_in_turn(model, schemes, measure, seed=seed)
+        measured = measure_schemes(model, schemes, measure, seed=seed)
     distance, cosine, apart = distance_quantities(f"the two {word!r}", "vectors", "the embeddings")
     return evaluation_result(
         "dog",

@@ -80,7 +80,7 @@ def measure_as_is(model: Any, measure: Measure) -> Measured:
     return joined([(subject_in_force(model), measure(model))])
 
 
-def measure_in_turn(
+def measure_schemes(
     model: Any, schemes: Sequence[str | SchemeConfig] | None, measure: Measure, *, seed: int = 0
 ) -> Measured:
     """Patches each scheme into the stock model, measures, and takes it out again.

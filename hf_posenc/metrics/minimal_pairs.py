@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.preserve import evaluation_mode
@@ -159,7 +159,7 @@ def minimal_pairs_accuracy(
         model: a causal or masked language model, patched or not.
         tokenizer: its tokenizer.
         task: the path of a BIG-bench file (see `read_minimal_pairs`), or what was read from one.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         samples: score so many pairs, drawn without replacement; `None` scores all.
         seed: of that choice, which is the same for every scheme and model, and of new weights of a scheme.
 
@@ -197,7 +197,7 @@ def minimal_pairs_accuracy(
         "minimal_pairs",
         f", minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
         model,
-        measure_in_turn(model, schemes, measure, seed=seed),
+        measure_schemes(model, schemes, measure, seed=seed),
         (
             Quantity("pairs", "pairs", style="count"),
             Quantity("accuracy", "accuracy", "Chance is 0.5. Equally likely is not right.", style="fraction"),

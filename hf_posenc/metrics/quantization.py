@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.language_modeling.token_losses import (
     TOKENS_PER_BATCH,
@@ -238,7 +238,7 @@ def quantization_test(
         model: a causal or masked language model, patched or not; left as it was found.
         tokenizer: its tokenizer.
         texts: documents to read; by default a short English text.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         length: tokens per window.
         max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
         positions: where in the context each window stands.
@@ -266,7 +266,7 @@ def quantization_test(
         "quantized",
         ": loss in nats with positional numbers held in low precision",
         model,
-        measure_in_turn(model, schemes, measure, seed=seed),
+        measure_schemes(model, schemes, measure, seed=seed),
         (
             Quantity("loss", "at {position}", style="loss"),
             Quantity("change", "change at {position}", style="signed"),
@@ -344,7 +344,7 @@ def quantized_positions(
     settings = {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
     places = [(name, start) for name in settings for start in sorted(set(positions))]
     placed = [quantized(config, dataclasses.replace(settings[name], offset=start)) for name, start in places]
-    subjects, measured = measure_in_turn(model, placed, measure)
+    subjects, measured = measure_schemes(model, placed, measure)
     losses = {record.subject: record for record in measured}
     records: list[Record] = []
     exact: dict[int, float | None] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_schemes
 from hf_posenc.metrics.forward import is_causal, outputs_of, rounding
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
@@ -68,7 +68,7 @@ def sensitivity_test(
     Args:
         model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         gaps: tokens from a word to its repetition; see `repeated_words`.
         context: tokens that are shuffled; see `permuted_context`.
         offsets: what is added to positions; see `shifted_positions`.
@@ -115,7 +115,7 @@ def sensitivity_test(
         "sensitivity",
         ": relative changes of states and outputs",
         model,
-        measure_in_turn(model, schemes, measure, seed=seed),
+        measure_schemes(model, schemes, measure, seed=seed),
         [Quantity(name, heading, style=styles.get(name, "number")) for name, heading in _HEADINGS.items()],
         views=(View(tuple(_HEADINGS)[:-1], shown={"gap": spread(sorted(set(gaps)), 4)}),),
         layers=1,

@@ -18,7 +18,7 @@ from hf_posenc.errors import UsageError
 from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.loading import load_model, load_tokenizer
 from hf_posenc.metrics import MeasurementError
-from hf_posenc.metrics.evaluation import measure_in_turn
+from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.report import Record, Result
 from tests.metrics.conftest import assert_same, build_word_tokenizer, fingerprint
@@ -174,7 +174,7 @@ def test_an_error_half_way_leaves_the_model_as_it_was(folders: dict[str, str]) -
         return []
 
     with pytest.raises(RuntimeError, match="broken on purpose"):
-        measure_in_turn(model, ["none", "learned", "alibi", "rope"], measure)
+        measure_schemes(model, ["none", "learned", "alibi", "rope"], measure)
     assert_same(before, fingerprint(model))
 
 

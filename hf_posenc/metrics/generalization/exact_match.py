@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import evaluation_result, measure_as_is, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, measure_as_is, measure_schemes
 from hf_posenc.metrics.forward import (
     check_capacity,
     check_vocabulary,
@@ -115,7 +115,7 @@ def compare_generalization(
         tokenizer: the one that it was trained with.
         task: see `exact_match`, as are the options that follow `schemes`.
         lengths: the lengths to test.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         samples: examples per length.
         seed: of the examples, and of new weights of a scheme.
         method: `"teacher_forced"` or `"generate"`.
@@ -137,7 +137,7 @@ def compare_generalization(
         options: dict[str, Any] = {"samples": samples, "seed": seed, "method": method, "batch_size": batch_size}
         return exact_match(patched, tokenizer, task, lengths, **options).records()
 
-    measured = measure_as_is(model, measure) if schemes is None else measure_in_turn(model, schemes, measure, seed=seed)
+    measured = measure_as_is(model, measure) if schemes is None else measure_schemes(model, schemes, measure, seed=seed)
     return evaluation_result(
         "generalization",
         f", task {task.name!r} ({method}, seed {seed}): exact match by length",

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import Measured, evaluation_result, measure_as_is, measure_in_turn
+from hf_posenc.metrics.evaluation import Measured, evaluation_result, measure_as_is, measure_schemes
 from hf_posenc.metrics.images.patches import PatchSize, run_images
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
 from hf_posenc.metrics.statistics import wilson_interval
@@ -131,7 +131,7 @@ def resolution_test(
 
     Args:
         model: an image classifier, patched or not; left as it was found.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         resolutions: pixels along each side of the pictures.
         dataset: "digits" for scikit-learn's, a folder with one folder per class, or a dataset on the hub.
         split: which split of the dataset.
@@ -163,7 +163,7 @@ def resolution_test(
     def measure(patched: Any) -> list[Record]:
         return _records(accuracy_by_resolution(patched, pictures, resolutions, batch_size=batch_size))
 
-    return _result(model, pictures, measure_in_turn(model, schemes, measure, seed=seed), seed=seed)
+    return _result(model, pictures, measure_schemes(model, schemes, measure, seed=seed), seed=seed)
 
 
 def resolution_result(model: Any, pictures: Pictures, rows: Sequence[ResolutionRow]) -> Result:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.dog import SHOWN_LAYERS, distance_quantities, distances_by_layer
-from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_schemes
 from hf_posenc.metrics.forward import rounding
 from hf_posenc.metrics.images.patches import PatchSize, cut, drawn_images, joined_patches, patch_outputs
 from hf_posenc.metrics.statistics import relative_changes
@@ -47,7 +47,7 @@ def image_sensitivity_test(
 
     Args:
         model: a transformers model of images alone, patched or not.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         grid: patches in a row and in a column of the image.
         steps: distances of the two equal patches, in patches.
         images: number of images that the means are over.
@@ -105,7 +105,7 @@ def image_sensitivity_test(
         "image_sensitivity",
         f": relative distances of patches, {grid} x {grid} in an image",
         model,
-        measure_in_turn(model, schemes, measure, seed=seed),
+        measure_schemes(model, schemes, measure, seed=seed),
         (
             Quantity("right", "{step} right"),
             Quantity("down", "{step} down"),
@@ -211,7 +211,7 @@ def picture_dog_test(
 
     Args:
         model: a transformers model of images alone, patched or not.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         grid: patches in a row and in a column of the picture.
         first: row and column of the first dog's upper left patch; a dog takes two rows and two columns.
         second: the same of the second dog.
@@ -252,7 +252,7 @@ def picture_dog_test(
         "picture_dog",
         ": how different two equal dogs in one picture are",
         model,
-        measure_in_turn(model, schemes, measure, seed=seed),
+        measure_schemes(model, schemes, measure, seed=seed),
         distance_quantities("the two dogs", "states", "the input of the first layer"),
         views=(View(("relative_l2", "told_apart")),),
         layers=SHOWN_LAYERS,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError
-from hf_posenc.metrics.evaluation import evaluation_result, measure_in_turn
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.language_modeling.token_losses import (
     IGNORED,
@@ -325,7 +325,7 @@ def text_losses(
         tokenizer: its tokenizer.
         texts: held-out documents.
         lengths: in tokens; windows of text are as long as the longest.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
         sliding_window: length of the sliding window; `None` leaves it out.
         stride: of the sliding window; by default half of it.
@@ -395,7 +395,7 @@ def text_losses(
         "loss",
         f": loss of {kind} in nats, over the same {count} x {windows.shape[1]} tokens at every length.",
         model,
-        measure_in_turn(model, schemes, measure, seed=seed),
+        measure_schemes(model, schemes, measure, seed=seed),
         (
             *(Quantity(quantity, "{length}", style="loss") for quantity in titles),
             *(Quantity(f"sliding_{quantity}", "sliding {window}/{stride}", style="loss") for quantity in titles),
