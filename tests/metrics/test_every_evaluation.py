@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 from pathlib import Path
@@ -84,32 +83,39 @@ def evaluated(name: str, folder: str | None, schemes: Any = None, model: Any = N
     return result
 
 
-def patched(folder: str) -> Any:
-    """A model with a learned scheme, in another mode than it is measured in."""
-    model = patch_model(load_model(folder), "t5").train()
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
+def disturbed(folder: str, scheme: str | None) -> Any:
+    """A model in another mode than it is measured in, whose scheme, if it is given another one, has learned."""
+    model = load_model(folder).train()
+    if scheme is not None:
+        with torch.no_grad():
+            for parameter in patch_model(model, scheme).position_encoding.parameters():
+                parameter.normal_()
     next(module for module in model.modules() if not list(module.children())).eval()
     next(model.parameters()).requires_grad_(False)
     return model
 
 
-def test_the_model_and_the_random_state_are_left_as_they_were(name: str, folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("scheme", [None, "t5"])
+def test_the_model_and_the_random_state_are_left_as_they_were(
+    name: str, scheme: str | None, folders: dict[str, str]
+) -> None:
     folder = folders.get(ROWS[name][0])
-    model = None if folder is None else patched(folder)
-    before = None if model is None else (model.position_encoding, fingerprint(model))
-    state = torch.get_rng_state()
-    result = evaluated(name, folder, ["native", "none"] if model is not None else ["rope", "none"], model)
+    if folder is None:
+        state = torch.get_rng_state()
+        evaluated(name, None, ["rope", "none"])
+        assert torch.equal(torch.get_rng_state(), state)
+        return
+    model = disturbed(folder, scheme)
+    state, encoding, before = torch.get_rng_state(), getattr(model, "position_encoding", None), fingerprint(model)
+    assert len(evaluated(name, folder, ["native", "none"], model).subjects) == 2
+    as_found = evaluated(name, folder, None, model)
     assert torch.equal(torch.get_rng_state(), state)
-    assert len(result.subjects) == 2
-    if model is not None:
-        assert model.position_encoding is before[0]
-        assert_same(before[1], fingerprint(model))
-        as_found = evaluated(name, folder, None, model)
-        assert [subject.scheme for subject in as_found.subjects] == ["t5"]
-        # Without dropout.
-        assert as_found == evaluated(name, folder, None, model.eval())
+    assert getattr(model, "position_encoding", None) is encoding
+    assert_same(before, fingerprint(model))
+    if scheme is not None:
+        assert [subject.scheme for subject in as_found.subjects] == [scheme]
+    # Without dropout.
+    assert as_found == evaluated(name, folder, None, model.eval())
 
 
 def test_a_scheme_is_measured_alone_as_in_company_and_one_that_is_refused_is_a_row(
@@ -163,9 +169,10 @@ def test_a_module_of_evaluate_returns_what_the_function_returns(
     assert json.loads(json.dumps(found)) == (expected if evaluation.texts else {data: expected})
 
 
-def test_an_error_half_way_leaves_the_model_as_it_was(folders: dict[str, str]) -> None:
-    model, calls = patched(folders["bert"]), []
-    before = copy.deepcopy(fingerprint(model))
+@pytest.mark.parametrize("scheme", [None, "t5"])
+def test_an_error_half_way_leaves_the_model_as_it_was(scheme: str | None, folders: dict[str, str]) -> None:
+    model, calls = disturbed(folders["bert"], scheme), []
+    before = fingerprint(model)
 
     def measure(_: Any) -> list[Record]:
         calls.append(1)
