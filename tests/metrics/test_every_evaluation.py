@@ -186,10 +186,11 @@ def test_an_error_half_way_leaves_the_model_as_it_was(scheme: str | None, folder
 
 
 def test_the_module_of_evaluate_passes_errors_on(load: Any, folders: dict[str, str], tmp_path: Path) -> None:
+    model, tokenizer = load_model(folders["llama"]), load_tokenizer(folders["llama"])
     with pytest.raises(MeasurementError, match="whole number"):
-        load("generalization").compute(data=["copy"], model=folders["llama"], lengths=[0])
+        load("generalization").compute(data=["copy"], model=model, tokenizer=tokenizer, lengths=[0])
     with pytest.raises(ValueError, match="Pass tokenizer="):
-        load("generalization").compute(data=["copy"], model=load_model(folders["llama"]))
+        load("generalization").compute(data=["copy"], model=model)
     with pytest.raises(UsageError, match="cannot load"):
         load("minimal-pairs").compute(data=["x"], model=str(tmp_path))
     with pytest.raises(ValueError, match=r"no evaluation 'los'.*'loss'"):
