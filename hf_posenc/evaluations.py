@@ -5,35 +5,35 @@ An evaluation is imported when it is used, so the command line can list them wit
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+#: The parameters for texts, and how they take several. Others for data take one item at a time.
+_TEXTS: dict[str, Callable[[Iterable[str]], Any]] = {"texts": list, "text": "\n".join}
+_ITEMS = ("sentence", "task")
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """One evaluation.
 
+    Its data is that of the parameter `texts`, `text`, `sentence` or `task`. The command line reads texts from the files
+    given with `--text`, and an `evaluate` module measures each sentence or task separately.
+
     Args:
         summary: one-line description for the command line.
         function: `"module:name"` of a function `(model, tokenizer, ..., schemes, ...)` that returns a
             `hf_posenc.report.Result`; without `tokenizer` for models of images, or of `schemes` alone. Its other
             parameters are the options.
-        data: the parameter for the `data` of an `evaluate` module; `None` if it takes no data.
-        each: whether that module measures each item of the data separately.
-        files: a parameter for texts, which the command line reads from the files given with `--text`.
-        joined: whether several texts are joined into one.
         plot: `"module:name"` of a function `(result, path)` that draws a figure.
         reference: source paper or data.
     """
 
     summary: str
     function: str
-    data: str | None = None
-    each: bool = False
-    files: str | None = None
-    joined: bool = False
     plot: str | None = None
     reference: str = ""
 
@@ -46,13 +46,21 @@ class Evaluation:
         assert self.plot is not None
         return pkgutil.resolve_name(self.plot)
 
+    @property
+    def data(self) -> str | None:
+        """The parameter for data; `None` if the evaluation takes none."""
+        return next((name for name in inspect.signature(self.measure()).parameters if name in (*_TEXTS, *_ITEMS)), None)
+
+    @property
+    def texts(self) -> Callable[[Iterable[str]], Any] | None:
+        """Makes the value of the parameter for data of several texts; `None` if it takes no texts."""
+        return _TEXTS.get(self.data or "")
+
 
 EVALUATIONS: dict[str, Evaluation] = {
     "dog": Evaluation(
         "can the model distinguish the dogs in 'The dog chased another dog'?",
         "hf_posenc.metrics.dog:dog_test",
-        data="sentence",
-        each=True,
         plot="hf_posenc.plots.dog:plot_dog",
     ),
     "properties": Evaluation(
@@ -62,43 +70,30 @@ EVALUATIONS: dict[str, Evaluation] = {
     "loss": Evaluation(
         "loss and perplexity by length and by position, on held-out text",
         "hf_posenc.metrics.language_modeling.by_length:text_losses",
-        data="texts",
-        files="texts",
         plot="hf_posenc.plots.losses:plot_losses",
     ),
     "sensitivity": Evaluation(
         "repeated words at many gaps, exchanged roles, a shuffled context, shifted positions",
         "hf_posenc.metrics.sensitivity:sensitivity_test",
-        data="text",
-        files="text",
-        joined=True,
     ),
     "generalization": Evaluation(
         "exact match by length of a model that was trained on a synthetic task",
         "hf_posenc.metrics.generalization.exact_match:compare_generalization",
-        data="task",
-        each=True,
         reference="Kazemnejad et al. 2023, The Impact of Positional Encoding on Length Generalization in Transformers",
     ),
     "minimal-pairs": Evaluation(
         "does the model assign the grammatical one of two texts the higher probability?",
         "hf_posenc.metrics.minimal_pairs:minimal_pairs_accuracy",
-        data="task",
-        each=True,
         reference="Srivastava et al. 2022, Beyond the Imitation Game",
     ),
     "quantized": Evaluation(
         "the loss with only positions, encodings or keys in low precision",
         "hf_posenc.metrics.quantization:quantization_test",
-        data="texts",
-        files="texts",
         reference="Hooper et al. 2024, KVQuant (arXiv:2401.18079)",
     ),
     "attention": Evaluation(
         "how far back, and how widely, each layer attends on a text",
         "hf_posenc.metrics.attention:attention_test",
-        data="texts",
-        files="texts",
     ),
     "image-sensitivity": Evaluation(
         "equal patches of an image in two places, and shuffled patches",

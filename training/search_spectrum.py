@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import RopeConfig, SchemeConfig, YarnScaling, export_model, patch_model
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.loading import load_tokenizer
-from hf_posenc.metrics.in_turn import config_in_force
+from hf_posenc.metrics.evaluation import config_in_force
 from hf_posenc.metrics.language_modeling.token_losses import token_losses, token_stream
 from hf_posenc.patching.place.context_length import update_tokenizer_length
 from hf_posenc.recipes import SpectrumCandidate, SpectrumSearch, search_spectrum

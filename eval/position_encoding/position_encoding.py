@@ -31,7 +31,7 @@ class PositionEncodingEvaluation(evaluate.Measurement):
 
     @property
     def _evaluation(self) -> Evaluation:
-        known = {name: one for name, one in EVALUATIONS.items() if one.data is not None}
+        known = {name: evaluation for name, evaluation in EVALUATIONS.items() if evaluation.data is not None}
         if self.config_name not in known:
             raise ValueError(
                 f"There is no evaluation {self.config_name!r}. Name one of {sorted(known)} as the second argument of "
@@ -40,13 +40,13 @@ class PositionEncodingEvaluation(evaluate.Measurement):
         return known[self.config_name]
 
     def _info(self) -> evaluate.MeasurementInfo:
-        one = self._evaluation
-        names = {"data": one.data, "function": one.function.replace(":", ".")}
+        evaluation = self._evaluation
+        names = {"data": evaluation.data, "function": evaluation.function.replace(":", ".")}
         return evaluate.MeasurementInfo(
             module_type="measurement",
-            description=f"{self.config_name}: {one.summary}",
-            citation=one.reference,
-            inputs_description=_INPUTS.format(**names, each=", for each of the data" if one.each else ""),
+            description=f"{self.config_name}: {evaluation.summary}",
+            citation=evaluation.reference,
+            inputs_description=_INPUTS.format(**names, each="" if evaluation.texts else ", for each of the data"),
             features=datasets.Features({"data": datasets.Value("string")}),
         )
 
@@ -59,6 +59,6 @@ class PositionEncodingEvaluation(evaluate.Measurement):
             entries: dict[str, Any] = result.to_dict()
             return entries
 
-        if evaluation.each:
+        if evaluation.texts is None:
             return {item: measured(item) for item in data}
-        return measured("\n".join(data) if evaluation.joined else list(data))
+        return measured(evaluation.texts(data))

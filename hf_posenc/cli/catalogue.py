@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import UnknownNameError, UsageError
@@ -25,27 +26,21 @@ def schemes(options: argparse.Namespace) -> int:
     """Lists all schemes, arrangements last, or shows the named ones in detail."""
     from hf_posenc.schemes import get_scheme, registered_configs
 
-    shown = [get_scheme(name) for name in options.names] or sorted(registered_configs(), key=lambda one: one.combinator)
+    shown = [get_scheme(name) for name in options.names] or sorted(registered_configs(), key=attrgetter("combinator"))
+    keys = ("name", "summary", "arrangement", "options")
+    rows = [(config.name, summary(config), config.combinator, defaults_of(config)) for config in shown]
     if options.json:
-        entries = [
-            {"name": one.name, "summary": summary(one), "arrangement": one.combinator, "options": defaults_of(one)}
-            for one in shown
-        ]
-        print(json.dumps(entries, indent=2))
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))
     elif options.names:
         print("\n\n".join(map(_description, shown)))
     else:
         for headline in ("scheme", "arrangement"):
-            rows = [
-                [
-                    one.name,
-                    summary(one),
-                    "  ".join(f"{name}={_typed(value)}" for name, value in defaults_of(one).items()),
-                ]
-                for one in shown
-                if one.combinator == (headline == "arrangement")
+            cells = [
+                [name, meaning, "  ".join(f"{option}={_typed(value)}" for option, value in defaults.items())]
+                for name, meaning, is_arrangement, defaults in rows
+                if is_arrangement == (headline == "arrangement")
             ]
-            print(format_table([headline, "what it is", "options"], rows), end="\n\n")
+            print(format_table([headline, "what it is", "options"], cells), end="\n\n")
         print("hf-posenc schemes NAME shows one with the types and meanings of its options.")
     return 0
 

@@ -36,9 +36,8 @@ def evaluate(options: argparse.Namespace) -> int:
     given = vars(options)
     # An option that was not typed is not in the namespace and keeps the default of the function.
     arguments = {name: given[name] for name in inspect.signature(function).parameters if name in given}
-    if evaluation.files in arguments:
-        texts = _read_texts(arguments[evaluation.files])
-        arguments[evaluation.files] = "\n".join(texts) if evaluation.joined else texts
+    if evaluation.texts is not None and evaluation.data in arguments:
+        arguments[evaluation.data] = evaluation.texts(_read_texts(arguments[evaluation.data]))
     if "schemes" in arguments:
         arguments["schemes"] = _schemes(arguments["schemes"])
     _check_plot(options)
@@ -62,7 +61,7 @@ def report(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.file} holds no result that hf-posenc eval --json wrote: {error}") from error
     evaluation = EVALUATIONS.get(result.task.replace("_", "-"))
     if options.plot is not None and (evaluation is None or evaluation.plot is None):
-        drawn = ", ".join(name for name, one in EVALUATIONS.items() if one.plot is not None)
+        drawn = ", ".join(name for name, known in EVALUATIONS.items() if known.plot is not None)
         raise UsageError(f"--plot: there is no figure of the evaluation {result.task!r}; there is one of {drawn}.")
     return _show(result, evaluation, options)
 
@@ -114,7 +113,7 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme
         if default not in (None, inspect.Parameter.empty):
             meaning += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple | list) else default})"
         flag = f"--{name.replace('_', '-')}"
-        if name == evaluation.files:
+        if name == evaluation.data and evaluation.texts is not None:
             flag, settings, meaning = "--text", {"nargs": "+", "metavar": "FILE"}, f"text files: {meaning}"
         parser.add_argument(
             flag,
@@ -131,7 +130,7 @@ def _settings(hint: Any) -> dict[str, Any] | None:
     """The arguments of `add_argument` for a type; `None` for a type whose values cannot be typed."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = typing.get_args(hint)
-        settings = next((found for member in members if (found := _settings(member)) is not None), None)
+        settings = next((typed for member in members if (typed := _settings(member)) is not None), None)
         if settings is not None and settings.keys() == {"type", "metavar"} and type(None) in members:
             settings["type"] = _or_none(settings["type"])
         return settings

@@ -31,16 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 for what the library refuses (the reason is on stderr). An exception that is
         not one of the library's keeps its traceback.
     """
-    imports, own, words = _split(list(sys.argv[1:] if arguments is None else arguments))
-    parser = _parser(chosen=own[1] if own[:1] == ["eval"] and len(own) > 1 else None)
+    imports, command, words = _split(list(sys.argv[1:] if arguments is None else arguments))
+    parser = _parser(chosen=command[1] if command[:1] == ["eval"] and len(command) > 1 else None)
     try:
-        if own and own[0] in _PROGRAMS and own[1:] not in (["-h"], ["--help"]):
-            words = [*own[1:], *words[words[:1] == ["--"] :]]
-            if own[0] == "run" and not words:
+        if command and command[0] in _PROGRAMS and command[1:] not in (["-h"], ["--help"]):
+            words = [*command[1:], *words[words[:1] == ["--"] :]]
+            if command[0] == "run" and not words:
                 parser.error("say what to run: hf-posenc run -- COMMAND ...")
             name_modules(imports)
-            return running.start(own[0], words, imports)
-        options, unknown = parser.parse_known_args([*own, *words])
+            return running.start(command[0], words, imports)
+        options, unknown = parser.parse_known_args([*command, *words])
         if unknown:
             # argparse itself would show the usage of the whole command instead of the verb's.
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
     """The modules named with `--import`, the words of this command, and those of the program that it starts."""
     imports: list[str] = []
-    own: list[str] = []
+    command: list[str] = []
     while words and words[0] != "--":
-        if (own[:1] == ["run"] and len(own) > 1) or (own and own[0] in _PROGRAMS - {"run"}):
+        if (command[:1] == ["run"] and len(command) > 1) or (command and command[0] in _PROGRAMS - {"run"}):
             break
         word = words.pop(0)
         if word.startswith("--import="):
@@ -73,8 +73,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
         elif word == "--import" and words:
             imports.append(words.pop(0))
         else:
-            own.append(word)
-    return imports, own, words
+            command.append(word)
+    return imports, command, words
 
 
 def _reader_is_gone() -> bool:
@@ -130,14 +130,6 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         "--merge-adapters", action="store_true", help="MODEL holds PEFT adapters: merge them into the base they name"
     )
     export.add_argument("--approximate", action="store_true", help="write the nearest form if none is exact")
-    export.add_argument(
-        "--option",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="K=V",
-        help="option of the target, such as dtype=q8_0",
-    )
 
     evaluate = verb("eval", None, help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
@@ -157,8 +149,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         added.add_argument("model", metavar="MODEL", help="hub id or local folder")
     for added in (patch, plot):
         added.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)
-        option_help = "option of the scheme; V may be JSON"
-        added.add_argument("--option", action="extend", nargs="+", default=[], metavar="K=V", help=option_help)
+    of_scheme = "option of the scheme; V may be JSON"
+    for added, meaning in ((patch, of_scheme), (plot, of_scheme), (export, "option of the target, such as dtype=q8_0")):
+        added.add_argument("--option", action="extend", nargs="+", default=[], metavar="K=V", help=meaning)
     for added in (patch, export):
         added.add_argument("--output", required=True, metavar="DIR", help="folder to save the model in")
         added.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")

@@ -74,10 +74,10 @@ def resolved(words: list[str]) -> list[str]:
 def environment() -> dict[str, str]:
     """Returns the environment of a process that imports the plugin as it starts, and so of all that it starts."""
     folder = str(Path(hf_posenc.__file__).resolve().parent / "with_plugin")
-    found = os.environ.get("PYTHONPATH")
-    if found and folder in found.split(os.pathsep):
+    path = os.environ.get("PYTHONPATH")
+    if path and folder in path.split(os.pathsep):
         return dict(os.environ)
-    return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{found}" if found else folder}
+    return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else folder}
 
 
 def _compare(words: list[str], imports: list[str]) -> int:

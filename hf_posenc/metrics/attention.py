@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, run
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import text_windows
 from hf_posenc.preserve import attention_implementation, evaluation_mode
-from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.config import SchemeConfig
 
 
@@ -33,7 +33,7 @@ def attention_test(
             measured.
         tokenizer: its tokenizer.
         texts: documents to read; by default a short English text.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         length: tokens per window.
         max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
         seed: of new scheme weights.
@@ -60,19 +60,18 @@ def attention_test(
 
     # Fused kernels keep the weights to themselves.
     with attention_implementation(model, "eager"), evaluation_mode(model):
-        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name = type(model).__name__
-    return Result(
-        task="attention",
-        title=f"{name}: where attention goes, {windows.shape[0]} windows of {length} tokens",
-        quantities=(
+        measured = measure_schemes(model, schemes, measure, seed=seed)
+    return evaluation_result(
+        "attention",
+        f": where attention goes, {windows.shape[0]} windows of {length} tokens",
+        model,
+        measured,
+        (
             Quantity("distance", "distance", "distance: mean number of tokens between a query and what it attends to."),
             Quantity("entropy", "entropy", "entropy: of the weights of a query, in nats; log(keys) if uniform."),
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("distance", "entropy"), rows=("layer",)),),
-        settings={"model": name, "windows": windows.shape[0], "length": length, "seed": seed},
+        rows=("layer",),
+        settings={"windows": windows.shape[0], "length": length, "seed": seed},
     )
 
 
@@ -83,6 +82,6 @@ def _means(model: Any, ids: Tensor) -> Tensor:
     output = run(model, ids, attention_mask=torch.ones_like(ids), wanted="attentions")
     layers = [weights.cpu().double() for weights in output.attentions]
     return torch.tensor(
-        [[(one * distance).sum(-1).mean(), torch.special.entr(one).sum(-1).mean()] for one in layers],
+        [[(layer * distance).sum(-1).mean(), torch.special.entr(layer).sum(-1).mean()] for layer in layers],
         dtype=torch.float64,
     )

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.evaluation import check_schemes, config_in_force, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, is_causal, is_encoder_decoder, outputs_of, rounding
-from hf_posenc.metrics.in_turn import check_schemes, config_in_force, measure_in_turn
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
-from hf_posenc.metrics.statistics import cosine_distance, relative_l2, spread
-from hf_posenc.preserve import evaluation_mode, isolated_rng
+from hf_posenc.metrics.statistics import cosine_distance, relative_l2
+from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -26,13 +26,16 @@ WORD = "dog"
 #: distance is exactly 0; what is left is the rounding of a scheme's own float32 numbers.
 PROBE_TOLERANCE = 1e-9
 #: How many layers the table shows.
-_SHOWN_LAYERS = 8
+SHOWN_LAYERS = 8
 
 _CAUSAL_NOTE = (
     "The model is causal: the two occurrences see different prefixes, so from layer 1 on the mask alone tells them "
     "apart, with or without positions. Read the probe, which has no mask, for what the scheme adds."
 )
 _ENCODER_NOTE = "Measured on the encoder of an encoder-decoder model."
+_PROBE_MEANING = (
+    "probe: the same distance in random attention without a mask, over the same embeddings; without positions it is 0."
+)
 
 
 def dog_test(
@@ -57,7 +60,7 @@ def dog_test(
     Args:
         model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         sentence: a sentence in which `word` occurs twice.
         word: one token or several; see `tokenize_pair`.
         seed: of the probe and of newly created scheme weights.
@@ -87,7 +90,7 @@ def dog_test(
 
     def measure(model: Any) -> list[Record]:
         states = outputs_of(model, pair.input_ids).states
-        differences, largest = differences_by_layer([(state[0, first], state[0, second]) for state in states])
+        distances, largest = distances_by_layer([(state[0, first], state[0, second]) for state in states])
         identical = largest <= rounding(states[0].dtype)
         config, in_probe, refusal = config_in_force(model), None, ""
         if config is not None:
@@ -99,40 +102,31 @@ def dog_test(
         if causal:
             told_apart = None if in_probe is None else in_probe > PROBE_TOLERANCE
         return [
-            *differences,
+            *distances,
             Record("", "probe", in_probe, note=refusal),
             Record("", "identical", passed=identical),
             Record("", "told_apart", passed=told_apart),
         ]
 
-    with isolated_rng(seed), evaluation_mode(model):
+    with evaluation_mode(model):
         causal = is_causal(model, pair.input_ids, pair.first[-1])
-        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    return Result(
-        task="dog",
-        title=f"{type(model).__name__}: how different the two {word!r} of {sentence!r} are",
-        quantities=(
-            Quantity(
-                "probe",
-                "probe",
-                "probe: the same distance in random attention without a mask, over the same embeddings; without "
-                "positions it is 0.",
-            ),
-            Quantity(
-                "relative_l2",
-                "layer {layer}",
-                f"layer: distance between the model's vectors of the two {word!r}, as a share of their length; layer 0 "
-                "is the embeddings.",
-            ),
-            Quantity("cosine", "layer {layer}, cosine"),
+        measured = measure_schemes(model, schemes, measure, seed=seed)
+    distance, cosine, apart = distance_quantities(f"the two {word!r}", "vectors", "the embeddings")
+    return evaluation_result(
+        "dog",
+        f": how different the two {word!r} of {sentence!r} are",
+        model,
+        measured,
+        (
+            Quantity("probe", "probe", _PROBE_MEANING),
+            distance,
+            cosine,
             Quantity("identical", "identical", style="verdict"),
-            Quantity("told_apart", "apart", f"apart: whether positions tell the two {word!r} apart.", style="verdict"),
+            apart,
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("probe", "relative_l2", "told_apart"), shown={"layer": shown_layers(records)}),),
+        views=(View(("probe", "relative_l2", "told_apart")),),
+        layers=SHOWN_LAYERS,
         settings={
-            "model": type(model).__name__,
             "sentence": sentence,
             "word": word,
             "tokens": list(pair.tokens),
@@ -150,19 +144,24 @@ def dog_test(
     )
 
 
-def differences_by_layer(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Record], float]:
+def distances_by_layer(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Record], float]:
     """Records of `relative_l2` and `cosine` for the two states in each layer, and the largest `relative_l2`."""
     records = [
         Record("", name, distance(*both), {"layer": layer})
         for name, distance in (("relative_l2", relative_l2), ("cosine", cosine_distance))
         for layer, both in enumerate(states)
     ]
-    return records, max(one.value or 0.0 for one in records if one.quantity == "relative_l2")
+    return records, max(record.value or 0.0 for record in records if record.quantity == "relative_l2")
 
 
-def shown_layers(records: Sequence[Record]) -> list[int]:
-    """The layers that a table shows; the records have all of them."""
-    return spread(sorted({record.at["layer"] for record in records if "layer" in record.at}), _SHOWN_LAYERS)
+def distance_quantities(both: str, states: str, first: str) -> tuple[Quantity, Quantity, Quantity]:
+    """`relative_l2`, `cosine` and `told_apart` of the `states` of `both`, such as "the two dogs"."""
+    meaning = f"layer: distance between the model's {states} of {both}, as a share of their length; layer 0 is {first}."
+    return (
+        Quantity("relative_l2", "layer {layer}", meaning),
+        Quantity("cosine", "layer {layer}, cosine"),
+        Quantity("told_apart", "apart", f"apart: whether positions tell {both} apart.", style="verdict"),
+    )
 
 
 def _embeddings(model: Any, input_ids: Tensor) -> Tensor:
@@ -245,12 +244,12 @@ def _spans(sentence: str, word: str) -> list[tuple[int, int]]:
 
 def _search(ids: list[int], tokenizer: Any, written: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first two places that hold the tokens of the word as it is written in the sentence."""
-    found: list[tuple[int, ...]] = []
+    single: list[tuple[int, ...]] = []
     for text in dict.fromkeys(prefix + word for prefix in (" ", "") for word in written):
         needle = tokenizer.encode(text, add_special_tokens=False)
         starts = [start for start in range(len(ids)) if needle and ids[start : start + len(needle)] == needle]
         places = [tuple(range(start, start + len(needle))) for start in starts]
         if len(places) >= 2:
             return places[0], places[1]
-        found += places
-    return (found[0], found[1]) if len(found) >= 2 else ((), ())
+        single += places
+    return (single[0], single[1]) if len(single) >= 2 else ((), ())

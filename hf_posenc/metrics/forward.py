@@ -50,8 +50,8 @@ def run(
     options |= {"use_cache": False} if "use_cache" in accepted else {}
     options |= {f"output_{wanted}": True, "return_dict": True} if wanted else {}
     output = stack(input_ids=input_ids.to(device), **options)
-    found = getattr(output, wanted, None) if wanted else ()
-    if wanted and (not found or found[0] is None):
+    layers = getattr(output, wanted, None) if wanted else ()
+    if wanted and (not layers or layers[0] is None):
         raise UnsupportedError(
             f"{type(stack).__name__} returns no {wanted.replace('_', ' ')}, which are compared here. Use a model whose "
             f"forward takes output_{wanted}=True, or `AttentionProbe` on its embeddings."
@@ -127,9 +127,9 @@ def outputs_of(
             options |= {} if position_ids is None else {"position_ids": position_ids[batch]}
             output = run(model, input_ids[batch], **options)
             states.append(tuple(state.cpu() for state in output.hidden_states))
-            found = getattr(output, "logits", None)
-            if found is not None and found.shape[:2] == input_ids[batch].shape:
-                logits.append(found.cpu())
+            scores = getattr(output, "logits", None)
+            if scores is not None and scores.shape[:2] == input_ids[batch].shape:
+                logits.append(scores.cpu())
     joined = tuple(torch.cat(layer) for layer in zip(*states, strict=True))
     return Outputs(joined, torch.cat(logits) if logits else None)
 
@@ -138,9 +138,9 @@ def logits_of(model: Any, input_ids: Tensor) -> Tensor:
     """`(sequences, length, vocabulary)` on the model's device and in its dtype; refuses a model without logits."""
     logits = getattr(run(model, input_ids), "logits", None)
     if logits is None or logits.dim() != 3 or logits.shape[:2] != input_ids.shape:
-        found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        returned = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise UnsupportedError(
-            f"{type(model).__name__} returns {found} for {tuple(input_ids.shape)} tokens; the loss needs one row of "
+            f"{type(model).__name__} returns {returned} for {tuple(input_ids.shape)} tokens; the loss needs one row of "
             f"them per token. Load the model with AutoModelForCausalLM or AutoModelForMaskedLM."
         )
     return logits

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.statistics import wilson_interval
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.config import SchemeConfig
 
 HOW_TO_GET = (
@@ -95,8 +94,7 @@ def read_minimal_pairs(path: str | Path) -> MinimalPairsTask:
         raise MeasurementError(
             f"{file} has no list of examples, so that it is not a JSON task of BIG-bench. {HOW_TO_GET}"
         )
-    found = [_pair(example) for example in examples]
-    pairs = tuple(pair for pair in found if pair is not None)
+    pairs = tuple(pair for example in examples if (pair := _pair(example)) is not None)
     if not pairs:
         raise MeasurementError(
             f"None of the {len(examples)} examples of {file} is a minimal pair: that has an input and target_scores of "
@@ -161,7 +159,7 @@ def minimal_pairs_accuracy(
         model: a causal or masked language model, patched or not.
         tokenizer: its tokenizer.
         task: the path of a BIG-bench file (see `read_minimal_pairs`), or what was read from one.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         samples: score so many pairs, drawn without replacement; `None` scores all.
         seed: of that choice, which is the same for every scheme and model, and of new weights of a scheme.
 
@@ -192,22 +190,21 @@ def minimal_pairs_accuracy(
         with evaluation_mode(model):
             return _by_condition(pairs, score(model, tokenizer, tokens))
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, scoring = type(unwrapped(model)).__name__, "causal" if causal else "masked"
+    scoring = "causal" if causal else "masked"
     chosen = f"{len(pairs)} of {of} pairs, seed {seed}" if len(pairs) < of else f"{of} pairs"
     skipped = f"{task.skipped} examples of the file are no pair of a right and a wrong text, and were left out."
-    return Result(
-        task="minimal_pairs",
-        title=f"{name}, minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
-        quantities=(
+    return evaluation_result(
+        "minimal_pairs",
+        f", minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
+        model,
+        measure_schemes(model, schemes, measure, seed=seed),
+        (
             Quantity("pairs", "pairs", style="count"),
             Quantity("accuracy", "accuracy", "Chance is 0.5. Equally likely is not right.", style="fraction"),
             Quantity("ties", "ties", style="count"),
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("pairs", "accuracy", "ties"), rows=("condition",)),),
-        settings={"model": name, "task": task.name, "scoring": scoring, "pairs": len(pairs), "of": of, "seed": seed},
+        rows=("condition",),
+        settings={"task": task.name, "scoring": scoring, "pairs": len(pairs), "of": of, "seed": seed},
         remarks=(skipped,) if task.skipped else (),
     )
 
@@ -217,9 +214,9 @@ def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
     groups: dict[str, list[int]] = {ALL: list(range(len(pairs)))}
     # Congruent and incongruent come before the conditions that they are made of.
     named = [
-        (depth, one.conditions, name, index)
-        for index, one in enumerate(pairs)
-        for depth, name in enumerate(one.conditions)
+        (depth, pair.conditions, name, index)
+        for index, pair in enumerate(pairs)
+        for depth, name in enumerate(pair.conditions)
     ]
     for _, _, name, index in sorted(named):
         groups.setdefault(name, []).append(index)
@@ -348,7 +345,7 @@ def continues_word(tokenizer: Any, vocabulary: int) -> Tensor:
             for token in tokens
         ]
     flags = torch.zeros(vocabulary, dtype=torch.bool)
-    flags[: len(tokens)] = torch.tensor([one and index not in special for index, one in enumerate(marked)])
+    flags[: len(tokens)] = torch.tensor([mark and index not in special for index, mark in enumerate(marked)])
     return flags
 
 

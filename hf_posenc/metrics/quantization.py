@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import predicts_next_token
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import (
     TOKENS_PER_BATCH,
     check_batch,
@@ -35,7 +35,7 @@ from hf_posenc.patching.place.encoding import (
     stacks_in_part,
 )
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
@@ -195,12 +195,12 @@ def quantized(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
             return inner.with_children({place: wrapped(child) for place, child in inner.children().items()})
         return inner if isinstance(inner, NoneConfig) else dataclasses.replace(settings, inner=inner)
 
-    found = wrapped(config)
-    if found == config:
+    rounded_config = wrapped(config)
+    if rounded_config == config:
         raise UnsupportedError(
             f"Scheme {config.name!r} encodes no positions, so there is nothing to hold in low precision."
         )
-    return found
+    return rounded_config
 
 
 #: Where in the context the text stands.
@@ -239,7 +239,7 @@ def quantization_test(
         model: a causal or masked language model, patched or not; left as it was found.
         tokenizer: its tokenizer.
         texts: documents to read; by default a short English text.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         length: tokens per window.
         max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
         positions: where in the context each window stands.
@@ -262,19 +262,18 @@ def quantization_test(
     def measure(patched: Any) -> list[Record]:
         return quantized_positions(patched, *batch, causal=causal, **options)
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, sequences = type(model).__name__, windows.shape[0]
-    return Result(
-        task="quantized",
-        title=f"{name}: loss in nats with positional numbers held in low precision",
-        quantities=(
+    sequences = windows.shape[0]
+    return evaluation_result(
+        "quantized",
+        ": loss in nats with positional numbers held in low precision",
+        model,
+        measure_schemes(model, schemes, measure, seed=seed),
+        (
             Quantity("loss", "at {position}", style="loss"),
             Quantity("change", "change at {position}", style="signed"),
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("loss", "change"), rows=("held in",)),),
-        settings={"model": name, "causal": causal, "sequences": sequences, "length": length, "seed": seed},
+        rows=("held in",),
+        settings={"causal": causal, "sequences": sequences, "length": length, "seed": seed},
         remarks=(
             f"{sequences} sequences of {length} tokens, whose first token stands at the position above the column. "
             "Changes are from the loss in float32 at the same position.",
@@ -340,28 +339,25 @@ def quantized_positions(
         except SequenceLengthError as error:
             return [Record("", "loss", note=str(error))]
         loss = float(losses.double().nanmean())
-        return [
-            Record("", "loss", loss)
-            if math.isfinite(loss)
-            else Record("", "loss", note="The loss is not a finite number.")
-        ]
+        finite = math.isfinite(loss)
+        return [Record("", "loss", loss if finite else None, note="" if finite else "The loss is not a finite number.")]
 
     settings = {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
     places = [(name, start) for name in settings for start in sorted(set(positions))]
     placed = [quantized(config, dataclasses.replace(settings[name], offset=start)) for name, start in places]
-    subjects, found = measure_in_turn(model, placed, measure)
-    losses = {one.subject: one for one in found}
+    subjects, measured = measure_schemes(model, placed, measure)
+    losses = {record.subject: record for record in measured}
     records: list[Record] = []
     exact: dict[int, float | None] = {}
     for (name, start), subject in zip(places, subjects, strict=True):
         if subject.error and settings[name].keys is None:
             raise UnsupportedError(subject.error)
         # Without keys to round there is no loss; that is the scheme's own affair.
-        one = losses.get(subject.label, Record("", "loss", note=subject.error or ""))
-        at, before = {"held in": name, "position": start}, exact.setdefault(start, one.value)
-        records.append(dataclasses.replace(one, subject="", at=at))
+        record = losses.get(subject.label, Record("", "loss", note=subject.error or ""))
+        at, before = {"held in": name, "position": start}, exact.setdefault(start, record.value)
+        records.append(dataclasses.replace(record, subject="", at=at))
         if name != _EXACT:
-            change = None if one.value is None or before is None else one.value - before
+            change = None if record.value is None or before is None else record.value - before
             records.append(Record("", "change", change, at))
     return records
 
@@ -374,11 +370,11 @@ def _take_over(model: Any, learned: list[Tensor], part: str) -> None:
     """What the scheme has learned; around it nothing has parameters, so they come in the same order."""
     encoding = current_encoding(unwrapped(model))
     assert encoding is not None
-    own = _parameters_in(encoding, part)
-    if learned and [tensor.shape for tensor in own] != [tensor.shape for tensor in learned]:
+    fresh = _parameters_in(encoding, part)
+    if learned and [tensor.shape for tensor in fresh] != [tensor.shape for tensor in learned]:
         raise UnsupportedError(
             f"The parameters that scheme {scheme_label(encoding.config)!r} has learned do not fit a fresh copy of it."
         )
     with torch.no_grad():
-        for tensor, value in zip(own, learned, strict=False):
+        for tensor, value in zip(fresh, learned, strict=False):
             tensor.copy_(value)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_schemes
 from hf_posenc.metrics.forward import is_causal, outputs_of, rounding
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
 from hf_posenc.metrics.statistics import relative_changes, spread
@@ -68,7 +68,7 @@ def sensitivity_test(
     Args:
         model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         gaps: tokens from a word to its repetition; see `repeated_words`.
         context: tokens that are shuffled; see `permuted_context`.
         offsets: what is added to positions; see `shifted_positions`.
@@ -106,22 +106,20 @@ def sensitivity_test(
             *role_swaps(patched, tokens, causal=causal),
             *permuted_context(patched, tokens, causal=causal, context=context, seed=seed),
         ]
-        largest = max(one.value or 0.0 for one in order if not one.quantity.endswith("loss"))
+        largest = max(record.value or 0.0 for record in order if not record.quantity.endswith("loss"))
         sees_order = Record("", "sees_order", passed=None if causal else largest > tolerance)
         return [*order, *shifted_positions(patched, tokens, offsets=offsets), sees_order]
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, shown = type(model).__name__, {"gap": spread(sorted(set(gaps)), 4)}
-    shown["layer"] = [max((record.at["layer"] for record in records if "layer" in record.at), default=0)]
     styles = {"loss": "loss", "sees_order": "verdict"}
-    return Result(
-        task="sensitivity",
-        title=f"{name}: relative changes of states and outputs",
-        quantities=tuple(Quantity(one, heading, style=styles.get(one, "number")) for one, heading in _HEADINGS.items()),
-        subjects=subjects,
-        records=records,
-        views=(View(tuple(_HEADINGS)[:-1], shown=shown),),
-        settings={"model": name, "causal": causal, "tolerance": tolerance, "context": context, "seed": seed},
+    return evaluation_result(
+        "sensitivity",
+        ": relative changes of states and outputs",
+        model,
+        measure_schemes(model, schemes, measure, seed=seed),
+        [Quantity(name, heading, style=styles.get(name, "number")) for name, heading in _HEADINGS.items()],
+        views=(View(tuple(_HEADINGS)[:-1], shown={"gap": spread(sorted(set(gaps)), 4)}),),
+        layers=1,
+        settings={"causal": causal, "tolerance": tolerance, "context": context, "seed": seed},
         remarks=(_EXPLANATION, _CAUSAL_NOTE if causal else _ENCODER_NOTE),
     )
 
@@ -144,9 +142,8 @@ def repeated_words(model: Any, tokens: TokenizedMaterial, gaps: Sequence[int] = 
         except SequenceLengthError as error:
             records.append(Record("", "repeated", None, {"gap": gap}, note=f"gap {gap}: {error}"))
             continue
-        for layer, state in enumerate(states):
-            distance = float(relative_changes(state[:, first], state[:, first + gap]).mean())
-            records.append(Record("", "repeated", distance, {"gap": gap, "layer": layer}, count=len(tokens.nouns)))
+        occurrences = ((state[:, first], state[:, first + gap]) for state in states)
+        records += layer_distances("repeated", occurrences, {"gap": gap}, count=len(tokens.nouns))
     return records
 
 
@@ -186,14 +183,19 @@ def role_swaps(model: Any, tokens: TokenizedMaterial, *, causal: bool) -> list[R
     )
     start = len(tokens.frame.before)
     subject, target, last = start + 1, start + 4, start + 5
-    word_role, roles = [], []
-    for layer, (one, other) in enumerate(zip(here, there, strict=True)):
-        nouns = ((one[:, subject], other[:, target]), (one[:, target], other[:, subject]))
-        whole = (one[:, last], other[:, last]) if causal else (one.double().mean(dim=1), other.double().mean(dim=1))
-        of_word = float(torch.cat([relative_changes(*both) for both in nouns]).mean())
-        word_role.append(Record("", "word_role", of_word, {"layer": layer}, count=len(pairs)))
-        roles.append(Record("", "roles", float(relative_changes(*whole).mean()), {"layer": layer}, count=len(pairs)))
-    return word_role + roles
+    layers = list(zip(here, there, strict=True))
+    nouns = [
+        (torch.cat([state[:, subject], state[:, target]]), torch.cat([other[:, target], other[:, subject]]))
+        for state, other in layers
+    ]
+    whole = [
+        (state[:, last], other[:, last]) if causal else (state.double().mean(dim=1), other.double().mean(dim=1))
+        for state, other in layers
+    ]
+    return [
+        *layer_distances("word_role", nouns, count=len(pairs)),
+        *layer_distances("roles", whole, count=len(pairs)),
+    ]
 
 
 def permuted_context(
@@ -297,12 +299,12 @@ def shifted_positions(
     return [*records, Record("", "left_padding", change, {"tokens": padding})]
 
 
-def _first_position(model: Any, ids: Tensor, own: Tensor) -> int:
+def _first_position(model: Any, ids: Tensor, before: Tensor) -> int:
     """The position id that the model itself gives the first token: 0, or behind the padding row of its table."""
     origins = {table_origin(table.module) for stack in find_stacks(unwrapped(model)) for table in stack.tables}
     for first in sorted({0, *origins}):
         explicit = outputs_of(model, ids, position_ids=_counted(ids, first)).last
-        if float(relative_changes(own, explicit).max()) <= rounding(own.dtype):
+        if float(relative_changes(before, explicit).max()) <= rounding(before.dtype):
             return first
     raise UnsupportedError(f"{type(model).__name__} does not take position_ids that are counted from 0.")
 
@@ -341,21 +343,18 @@ def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
     Raises:
         MeasurementError: if too few of the words are one token.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    words: dict[str, Any] = {}
     for name, needed in _NEEDED.items():
         value = getattr(material, name)
         given = (value,) if isinstance(value, str) else value
         encoded = [tokenizer(" " + word, add_special_tokens=False)["input_ids"] for word in given]
-        known = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id]
-        found[name] = tuple(dict.fromkeys(known))
-        if len(found[name]) < needed:
+        known = tuple(dict.fromkeys(ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id))
+        if len(known) < needed:
             raise MeasurementError(
-                f"The tokenizer has {len(found[name])} of the {name} {value!r} as one token, and at least {needed} are "
+                f"The tokenizer has {len(known)} of the {name} {value!r} as one token, and at least {needed} are "
                 f"needed. Pass material=Material(...) with words of its language."
             )
-    words: dict[str, Any] = {
-        name: ids[0] if isinstance(getattr(material, name), str) else ids for name, ids in found.items()
-    }
+        words[name] = known[0] if isinstance(value, str) else known
     return TokenizedMaterial(
         **words,
         passage=token_stream(tokenizer, [material.passage]),
@@ -432,7 +431,7 @@ def order_sensitivity(
         swapped_ids[row, left], swapped_ids[row, right] = input_ids[row, right], input_ids[row, left]
     rows, last = torch.arange(len(real)), torch.tensor([slots[-1] for slots in real])
     outputs = [outputs_of(model, ids, attention_mask=mask) for ids in (input_ids, swapped_ids)]
-    before, after = (one.last[rows, last].double() for one in outputs)
+    before, after = (output.last[rows, last].double() for output in outputs)
     changes = ((after - before).norm(dim=-1) / before.norm(dim=-1)).tolist()
     changed_argmax = float((after.argmax(-1) != before.argmax(-1)).double().mean())
     return OrderSensitivity(

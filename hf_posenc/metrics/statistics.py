@@ -83,7 +83,7 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
 
 
 def spread(values: Sequence[T], most: int) -> list[T]:
-    """At most `most` of the values, evenly spread, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
+    """At most `most` of the values, evenly spread, the first and the last among them; of one alone, it is the last."""
+    if len(values) <= most or most == 1:
+        return list(values[-most:])
     return [values[round(step * (len(values) - 1) / (most - 1))] for step in range(most)]

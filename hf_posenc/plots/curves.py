@@ -39,14 +39,14 @@ def curves_of(result: Result, quantity: str, *x: str) -> dict[str, Curve]:
     Raises:
         ValueError: if there is none.
     """
-    found: dict[str, list[Record]] = {}
+    by_subject: dict[str, list[Record]] = {}
     for record in result.of(quantity=quantity):
-        found.setdefault(record.subject, []).append(record)
-    if not found:
+        by_subject.setdefault(record.subject, []).append(record)
+    if not by_subject:
         raise ValueError(f"Nothing to plot: none of the schemes could be measured on {result.settings['model']}.")
     return {
-        label: Curve([sum(one.at[key] for key in x) / len(x) for one in own], [one.value for one in own])
-        for label, own in found.items()
+        label: Curve([sum(row.at[key] for key in x) / len(x) for row in rows], [row.value for row in rows])
+        for label, rows in by_subject.items()
     }
 
 
@@ -68,7 +68,7 @@ def draw_curves(
     """
     heights = {label: np.maximum(np.array(curve.mean, dtype=float), floor) for label, curve in curves.items()}
     scaled = {label: _on_axis(axes, curve, floor, ceiling) for label, curve in curves.items()}
-    reach = np.concatenate([one[0] for one in scaled.values()])
+    reach = np.concatenate([heights[0] for heights in scaled.values()])
     reach = reach[np.isfinite(reach)]
     width = float(reach.max() - reach.min()) if len(reach) else 0.0
     apart = width * np.array([[_ALIKE], [_ALIKE_BAND], [_ALIKE_BAND]])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posenc.plots.curves import Curve, curves_of, draw_curves, name_lines, ticks_at
-from hf_posenc.plots.style import HIGHLIGHT, save, shade, styled
+from hf_posenc.plots.style import HIGHLIGHT, shade, titled_figure
 from hf_posenc.report.records import Result
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False)
         ValueError: if no scheme of the result could be applied.
     """
     settings, curves = result.settings, curves_of(result, "relative_l2", "layer")
-    with styled(dark):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.4, 0.6 + max(3.4, 0.25 * len(curves))))
+    title = f"\u201c{settings['sentence']}\u201d in {settings['model']} (shaded: no difference)"
+    with titled_figure(title, (6.4, _height(curves)), path, dark) as figure:
         ratios = [3, 1] if settings["causal"] else [1]
         both = figure.subplots(1, len(ratios), sharey=True, squeeze=False, width_ratios=ratios)[0]
         for axes in both:
@@ -48,11 +46,6 @@ def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False)
             draw_curves(both[1], probes, list(curves), FLOOR)
             both[1].set(xticks=[], xlabel="random attention,\nno mask")
         name_lines(both[-1])
-        figure.suptitle(
-            f"\u201c{settings['sentence']}\u201d in {settings['model']} (shaded: no difference)", fontsize=11
-        )
-        if path is not None:
-            save(figure, path)
     return figure
 
 
@@ -63,13 +56,12 @@ def plot_picture_dog(result: Result, path: str | Path | None = None, dark: bool 
     `picture_dog_test` returned.
     """
     settings, grid, curves = result.settings, result.settings["grid"], curves_of(result, "relative_l2", "layer")
-    with styled(dark):
-        from matplotlib.figure import Figure
+    title = f"Two equal dogs in {settings['model']} (shaded: no difference)"
+    with titled_figure(title, (8.4, _height(curves)), path, dark) as figure:
         from matplotlib.patches import Rectangle
 
         from hf_posenc.metrics.images.sensitivity import SIDE, picture_of_two_dogs
 
-        figure = Figure(figsize=(8.4, 0.6 + max(3.4, 0.25 * len(curves))))
         drawn, axes = figure.subplots(1, 2, width_ratios=[2, 3])
         picture = picture_of_two_dogs(grid, grid, tuple(settings["first"]), tuple(settings["second"]))
         drawn.imshow(picture, cmap="gray_r", vmin=0, vmax=1, extent=(0, grid, grid, 0), interpolation="nearest")
@@ -82,10 +74,11 @@ def plot_picture_dog(result: Result, path: str | Path | None = None, dark: bool 
         _draw_layers(axes, curves)
         axes.set(xlabel="layer (0: input of the first layer)", ylabel="distance between the two dogs")
         name_lines(axes)
-        figure.suptitle(f"Two equal dogs in {settings['model']} (shaded: no difference)", fontsize=11)
-        if path is not None:
-            save(figure, path)
     return figure
+
+
+def _height(curves: Mapping[str, Curve]) -> float:
+    return 0.6 + max(3.4, 0.25 * len(curves))
 
 
 def _set_up(axes: Axes, tolerance: float) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posenc.plots.curves import curves_of, draw_curves, name_lines, ticks_at
-from hf_posenc.plots.style import line_style, save, styled
+from hf_posenc.plots.style import line_style, titled_figure
 from hf_posenc.report.records import Result
 
 if TYPE_CHECKING:
@@ -22,19 +22,16 @@ def plot_losses(result: Result, path: str | Path | None = None, dark: bool = Fal
     lengths, curves = result.settings["lengths"], curves_of(result, "loss", "length")
     bins = curves_of(result, "position_loss", "start", "stop")
     labels = list(curves)
-    with styled(dark):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.4, 6.4))
+    with titled_figure(result.settings["model"], (6.4, 6.4), path, dark) as figure:
         by_length, by_position = figure.subplots(2, 1)
         by_length.set_xscale("log", base=2)
         ticks_at(by_length, lengths)
         for axes, drawn in ((by_length, curves), (by_position, bins)):
             draw_curves(axes, drawn, labels)
-        for one in result.of(quantity="sliding_loss"):
-            if one.value is not None:
-                color = line_style(one.subject, labels)["color"]
-                by_length.axhline(one.value, color=color, linestyle=(0, (4, 3)), linewidth=1.0)
+        for record in result.of(quantity="sliding_loss"):
+            if record.value is not None:
+                color = line_style(record.subject, labels)["color"]
+                by_length.axhline(record.value, color=color, linestyle=(0, (4, 3)), linewidth=1.0)
         name_lines(by_length)
         name_lines(by_position)
         predicted = "tokens" if result.settings["causal"] else "masked tokens"
@@ -42,7 +39,4 @@ def plot_losses(result: Result, path: str | Path | None = None, dark: bool = Fal
             xlabel="length in tokens (dashed: read in a sliding window)", ylabel=f"mean loss of {predicted} (nats)"
         )
         by_position.set(xlabel=f"position in pieces of {lengths[-1]} tokens", ylabel="loss (nats per token)")
-        figure.suptitle(result.settings["model"], fontsize=11)
-        if path is not None:
-            save(figure, path)
     return figure

@@ -60,6 +60,21 @@ def styled(dark: bool = False) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def titled_figure(
+    title: str, size: tuple[float, float], path: str | Path | None = None, dark: bool = False
+) -> Iterator[Figure]:
+    """Within this context a figure of that size in inches is drawn; at its end it is saved, if there is a path."""
+    with styled(dark):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size)
+        figure.suptitle(title, fontsize=11)
+        yield figure
+        if path is not None:
+            save(figure, path)
+
+
 def palette() -> list[str]:
     """The colours of lines on the page that is drawn for."""
     import matplotlib

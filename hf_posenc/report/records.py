@@ -100,11 +100,11 @@ def joined(parts: Iterable[tuple[Subject, Sequence[Record]]]) -> tuple[tuple[Sub
     counts: dict[str, int] = {}
     subjects: list[Subject] = []
     records: list[Record] = []
-    for subject, own in parts:
+    for subject, measured in parts:
         counts[subject.label] = counts.get(subject.label, 0) + 1
         label = subject.label if counts[subject.label] == 1 else f"{subject.label} #{counts[subject.label]}"
         subjects.append(replace(subject, label=label))
-        records += [replace(record, subject=label) for record in own]
+        records += [replace(record, subject=label) for record in measured]
     return tuple(subjects), tuple(records)
 
 
@@ -202,11 +202,11 @@ class Result:
         Raises:
             KeyError: if there is none, or several.
         """
-        found = list(self.of(scheme, quantity, **at))
-        if len(found) == 1:
-            return found[0]
+        matching = list(self.of(scheme, quantity, **at))
+        if len(matching) == 1:
+            return matching[0]
         known = [f"{record.quantity} {dict(record.at)}" for record in self.of(scheme)]
-        raise KeyError(f"{len(found)} records of {scheme!r} are {quantity!r} at {at}; it has {known}.")
+        raise KeyError(f"{len(matching)} records of {scheme!r} are {quantity!r} at {at}; it has {known}.")
 
     def value(self, scheme: str, quantity: str, **at: Any) -> float | None:
         """The value of `record`."""
@@ -252,17 +252,17 @@ class Result:
         Raises:
             ValueError: for another format.
         """
-        found = entry.get("format") if isinstance(entry, Mapping) else None
-        if found != FORMAT:
-            raise ValueError(f"Not a result of this version: 'format' is {found!r}, not {FORMAT}.")
+        version = entry.get("format") if isinstance(entry, Mapping) else None
+        if version != FORMAT:
+            raise ValueError(f"Not a result of this version: 'format' is {version!r}, not {FORMAT}.")
         return cls(
             task=entry["task"],
             title=entry["title"],
-            quantities=tuple(Quantity(**one) for one in entry["quantities"]),
-            subjects=tuple(Subject(**one | {"notes": tuple(one["notes"])}) for one in entry["subjects"]),
-            records=tuple(Record(**one) for one in entry["records"]),
+            quantities=tuple(Quantity(**fields) for fields in entry["quantities"]),
+            subjects=tuple(Subject(**fields | {"notes": tuple(fields["notes"])}) for fields in entry["subjects"]),
+            records=tuple(Record(**fields) for fields in entry["records"]),
             views=tuple(
-                View(**one | {key: tuple(one[key]) for key in ("quantities", "rows")}) for one in entry["views"]
+                View(**view | {key: tuple(view[key]) for key in ("quantities", "rows")}) for view in entry["views"]
             ),
             settings=entry["settings"],
             remarks=tuple(entry["remarks"]),
@@ -344,13 +344,13 @@ def _table(
     with_interval = {heading(record) for record in records if record.low is not None and not view.half_widths}
     rows = []
     for subject in _ordered(result.subjects, records, view):
-        own = [record for record in records if record.subject == subject.label]
+        measured = [record for record in records if record.subject == subject.label]
         error = f"cannot be measured: {subject.error}" if subject.error else ""
-        for here in dict.fromkeys(map(place, own)) or [(_MISSING,) * len(view.rows)]:
-            found = {heading(record): record for record in own if place(record) == here}
+        for here in dict.fromkeys(map(place, measured)) or [(_MISSING,) * len(view.rows)]:
+            by_column = {heading(record): record for record in measured if place(record) == here}
             cells = [marked(subject.label, (error, *subject.notes)), *map(str, here)]
             for column in columns:
-                record = found.get(column)
+                record = by_column.get(column)
                 cells.append(_MISSING)
                 if record is not None:
                     value = format_value(record, quantities[column[0]], half_width=view.half_widths)
@@ -369,8 +369,9 @@ def _ordered(subjects: Sequence[Subject], records: Sequence[Record], view: View)
     if not view.order:
         return subjects
     # The last column is the last of the records.
-    values = {one.subject: one.value for one in records if one.quantity == view.order and one.value is not None}
-    return sorted((one for one in subjects if one.label in values), key=lambda one: values[one.label])
+    values = {row.subject: row.value for row in records if row.quantity == view.order and row.value is not None}
+    measured = (subject for subject in subjects if subject.label in values)
+    return sorted(measured, key=lambda subject: values[subject.label])
 
 
 def format_value(record: Record, quantity: Quantity, *, half_width: bool = False) -> str:

@@ -109,7 +109,7 @@ def _blocks(columns: list[list[str]], width: int | None) -> list[list[list[str]]
     first, *others = columns
     blocks: list[list[list[str]]] = [[first]]
     for column in others:
-        if len(blocks[-1]) > 1 and _total([_least(found) for found in (*blocks[-1], column)]) > width:
+        if len(blocks[-1]) > 1 and _total([_least(beside) for beside in (*blocks[-1], column)]) > width:
             blocks.append([first])
         blocks[-1].append(column)
     return blocks

@@ -6,23 +6,27 @@ from typing import ClassVar
 import pytest
 import torch
 
-from hf_posenc.schemes import (
-    SchemeConfig,
-    registry,
-)
+from hf_posenc.schemes import SchemeConfig, registry
 from tests.models import tiny
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "dog", "chased", "another", "cat"]
 
-
-def save_tokenizer(folder):
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+def save_tokenizer(folder, words=("the", "dog", "chased", "another", "cat"), *, frame=False):
+    """One token per lower-case word; in a frame, texts stand between [CLS] and [SEP], and there is a [MASK]."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(["[MASK]"] if frame else [])]
+    vocabulary = {word: index for index, word in enumerate([*special, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    if frame:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

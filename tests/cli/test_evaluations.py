@@ -1,38 +1,30 @@
+"""`hf-posenc eval` and `hf-posenc report`: what is printed and drawn, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    ByT5Tokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import ByT5Tokenizer, ViTConfig, ViTForImageClassification
 
+import hf_posenc
+from hf_posenc import patch_model
 from hf_posenc.cli import main
+from hf_posenc.cli.catalogue import meanings_of
+from hf_posenc.evaluations import EVALUATIONS
+from hf_posenc.loading import load_model
+from hf_posenc.metrics import picture_dog_test
+from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.report import Result
 from tests.models import tiny
 
-TEXT = (
-    "the dog another a chases pig cat horse boy girl man woman and then with old small red house garden near over "
-    "teacher student doctor lawyer king queen sees follows helps calls likes hears knows walked field water road "
-    "today finds"
-)
-WORDS = TEXT.split()
+from .conftest import save_tokenizer
+from .running import refused
 
-
-def _save_tokenizer(folder, *, mask):
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocabulary = {token: index for index, token in enumerate([*special, *dict.fromkeys(WORDS)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    if mask:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
-        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+WORDS = [*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today", "chased"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,172 +34,253 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    """Models, each with its tokenizer; "bytes" is patched and reads bytes, and "words" is a tokenizer alone."""
+    torch.manual_seed(0)
     sizes = {"vocab_size": 64, "initializer_range": 0.2}
-    built = {}
-    for name, model_class in (("bert", "BertForMaskedLM"), ("headless", "BertModel"), ("llama", "LlamaForCausalLM")):
-        torch.manual_seed(0)
-        folder = tmp_path_factory.mktemp(name)
-        tiny(model_class, **sizes).save_pretrained(folder)
-        _save_tokenizer(folder, mask=name != "llama")
-        built[name] = str(folder)
-    return built
+    names = ("bert", "headless", "llama", "bytes", "vit", "words")
+    paths = {name: tmp_path_factory.mktemp(name) for name in names}
+    for name, kind in (("bert", "BertForMaskedLM"), ("headless", "BertModel"), ("llama", "LlamaForCausalLM")):
+        tiny(kind, **sizes).save_pretrained(paths[name])
+        save_tokenizer(paths[name], WORDS, frame=name != "llama")
+    save_tokenizer(paths["words"], WORDS)
+    byte_level = {"vocab_size": 384, "num_hidden_layers": 1, "eos_token_id": 1, "initializer_range": 0.2}
+    patch_model(tiny("LlamaForCausalLM", **byte_level), "alibi").save_pretrained(paths["bytes"])
+    ByT5Tokenizer().save_pretrained(paths["bytes"])
+    images = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = ViTConfig(**images, image_size=32, patch_size=4, num_labels=10, initializer_range=0.2)
+    ViTForImageClassification(config).save_pretrained(paths["vit"])
+    return {name: str(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
+def files(folders, tmp_path_factory):
+    """What `{name}` stands for in the words of a command."""
+    folder = tmp_path_factory.mktemp("files")
     generator = torch.Generator().manual_seed(0)
     words = [WORDS[index] for index in torch.randint(len(WORDS), (600,), generator=generator)]
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(words))
-    return str(path)
+    pairs = [{"input": f"{first} dog ", "target_scores": {"sees": 1, "near": 0}} for first in ("the", "another")]
+    contents = {
+        "text": " ".join(words), "short": "the dog", "empty": "", "pairs": json.dumps({"name": "x", "examples": pairs})
+    }  # fmt: skip
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+    return folders | {name: str(folder / name) for name in contents} | {"folder": str(folder)}
 
 
-def _result(capsys, arguments):
-    assert main([*arguments, "--json"]) == 0, capsys.readouterr().err
-    return Result.from_dict(json.loads(capsys.readouterr().out))
+@pytest.fixture
+def printed(files, capsys):
+    """Runs an evaluation and returns what it prints."""
+
+    def run(words: str, *more: str) -> str:
+        capsys.readouterr()
+        assert main(["eval", *words.format(**files).split(), *more]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
-    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--max-windows", "4"]
-    words += ["--sliding-window", "16", "--schemes", "native,none", "alibi"]
-    result = _result(capsys, [*words, "--plot", str(tmp_path / "loss.png")])
-    assert (tmp_path / "loss.png").stat().st_size > 0
-    assert [subject.scheme for subject in result.subjects] == ["native", "none", "alibi"]
-    assert result.settings["causal"]
-    assert result.settings["special_tokens"] == 0
-    for label in result.labels:
+@pytest.fixture
+def result(printed):
+    return lambda words, *more: Result.from_dict(json.loads(printed(words, *more, "--json")))
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_every_parameter_is_an_option_with_its_meaning(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", name, "--help"])
+    assert caught.value.code == 0
+    page = " ".join(capsys.readouterr().out.split())
+    evaluation = EVALUATIONS[name]
+    function = evaluation.measure()
+    meanings = meanings_of(inspect.getdoc(function))
+    parameters = set(inspect.signature(function).parameters)
+    assert "schemes" in parameters
+    for option in parameters - {"model", "tokenizer", "schemes", "material"}:
+        assert ("--text" if option in ("text", "texts") else "--" + option.replace("_", "-")) in page
+        assert meanings[option].replace("`", "") in page
+    assert ("--plot" in page) == (evaluation.plot is not None)
+    if evaluation.plot is not None:
+        assert list(inspect.signature(evaluation.draw()).parameters) == ["result", "path", "dark"]
+    assert (Path(__file__).resolve().parents[2] / "eval" / f"{name.replace('-', '_')}.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generalization model --task copy --samples many", "invalid int value: 'many'"),
+        ("generalization model --task copy --method guess", "invalid choice: 'guess'"),
+        ("generalization model", "--task"),
+    ],
+)
+def test_types_of_values_are_those_of_the_function(words, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", *words.split()])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "verdicts"),
+    [
+        ("dog {bert} --schemes native none alibi", {"native": "yes", "none": "no", "alibi": "yes"}),
+        ("image-sensitivity {vit} --schemes none rope_nd --steps 2 --images 2", {"none": "no", "rope_nd": "yes"}),
+    ],
+)
+def test_verdicts_stand_at_the_end_of_a_row(printed, words, verdicts):
+    rows = {line.split()[0]: line.split()[-1] for line in printed(words).splitlines() if line}
+    assert {name: rows[name] for name in verdicts} == verdicts
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("generalization {bytes} --task copy --lengths 2 30 --samples 3 --method generate",
+         ["task 'copy' (generate, seed 0)", "alibi"]),
+        ("generalization {bytes} --task copy --lengths 2 30 --schemes native learned:num_positions=20 --markdown",
+         ["| native (rope", "learned(num_positions=20)", "length 30: "]),
+        ("minimal-pairs {llama} --task {pairs} --samples 1", ["1 of 2 pairs"]),
+        ("minimal-pairs {llama} --task {pairs}", ["scoring, 2 pairs"]),
+        ("resolution {vit} --resolutions 24 48 --max-pictures 20", ["48 pixels (%)"]),
+        ("sensitivity {bert} --schemes none --gaps 2 --offsets 1 --context 16 --text {text} --markdown", ["| gap 2 |"]),
+        ("quantized {bert} --text {text} --length 16 --max-windows 2 --positions 0 4000 --variants encodings~int8 "
+         "--schemes native,none --markdown", ["| encodings int8", "64 positions", "cannot be measured"]),
+        ("properties --schemes none, rope:theta=500000 --markdown", ["| none ", "rope(theta=500000)"]),
+        ("loss {llama} --text {text} --lengths 16 --schemes alibi --markdown", ["| alibi", "Perplexity"]),
+        ("loss {bert} --text {text} --lengths 32 128 --max-windows 4 --schemes native forget_gate",
+         ["length 128: Position 127 lies past the 64 positions", "[2] cannot be measured"]),
+        ("dog {llama} --tokenizer {words}", ["the mask alone"]),
+    ],
+)  # fmt: skip
+def test_what_is_printed(files, capsys, words, shown):
+    assert main(["eval", *(word.format(**files).replace("~", " ") for word in words.split())]) == 0
+    out = capsys.readouterr().out
+    assert [text for text in shown if text not in out] == []
+
+
+def test_all_schemes(result, third_party):
+    names = [subject.scheme for subject in result("dog {bert} --schemes all").subjects]
+    assert names[0] == "native"
+    assert set(hf_posenc.list_schemes()) - set(names) == {"third_party"}
+
+
+def test_loss_by_length_of_a_causal_model(result):
+    words = "loss {llama} --text {text} --lengths 16 32 --max-windows 4 --sliding-window 16 --schemes native,none alibi"
+    found = result(words)
+    assert [subject.scheme for subject in found.subjects] == ["native", "none", "alibi"]
+    assert (found.settings["causal"], found.settings["special_tokens"]) == (True, 0)
+    for label in found.labels:
         # 4 windows of 32 tokens: the first of each piece has no context.
-        counts = {record.at["length"]: record.count for record in result.of(label, "loss")}
+        counts = {record.at["length"]: record.count for record in found.of(label, "loss")}
         assert counts == {16: 4 * 2 * 15, 32: 4 * 31}
-        assert result.value(label, "sliding_loss", window=16) is not None
-    assert result.value("native", "loss", length=32) != result.value("none", "loss", length=32)
-    assert main([*words, "--markdown"]) == 0
-    page = capsys.readouterr().out
-    assert "| alibi" in page
-    assert "Perplexity" in page
+        assert found.value(label, "sliding_loss", window=16) is not None
+    assert found.value("native", "loss", length=32) != found.value("none", "loss", length=32)
 
 
-def test_a_result_is_shown_again_from_its_file(folders, text, capsys, tmp_path):
-    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--max-windows", "2"]
-    result, file = _result(capsys, words), tmp_path / "loss.json"
-    result.save(file)
+def test_an_option_may_be_none(result):
+    words = "loss {llama} --text {text} --lengths 32 --max-windows "
+    some, whole = (result(words + count).settings["windows"] for count in ("4", "none"))
+    assert some == 4 < whole
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dog {bert}",
+        "loss {llama} --text {text} --lengths 16 32 --max-windows 2",
+        "picture-dog {vit} --schemes native none alibi:axes=2 rope_nd",
+    ],
+)
+def test_a_result_is_drawn_and_is_shown_again_from_its_file(printed, result, capsys, tmp_path, words):
+    pytest.importorskip("matplotlib")
+    found, file, figure = result(words, "--plot", str(tmp_path / "x.png")), tmp_path / "x.json", tmp_path / "again.svg"
+    assert (tmp_path / "x.png").stat().st_size > 0
+    found.save(file)
     for form in ([], ["--markdown"]):
-        assert main([*words, *form]) == main(["report", str(file), *form]) == 0
-        first, _, second = capsys.readouterr().out.partition(result.title)[2].partition(result.title)
-        assert first == second
-    assert main(["report", str(file), "--html", "--plot", str(tmp_path / "loss.svg")]) == 0
-    assert f"<h1>{result.title}</h1>" in (page := capsys.readouterr().out)
-    assert f"<td>{result.value('native', 'loss', length=32):.4g}</td>" in page
-    assert (tmp_path / "loss.svg").stat().st_size > 0
+        expected = printed(words, *form)
+        assert main(["report", str(file), *form]) == 0
+        assert capsys.readouterr().out == expected
+    assert main(["report", str(file), "--html", "--plot", str(figure), "--dark"]) == 0
+    assert f"<title>{found.title.split(':')[0]}" in capsys.readouterr().out
+    assert figure.read_text().lstrip().startswith("<?xml")
+
+
+def test_the_web_page_has_the_numbers(result, capsys, tmp_path):
+    found = result("loss {llama} --text {text} --lengths 32 --max-windows 2")
+    found.save(tmp_path / "loss.json")
+    assert main(["report", str(tmp_path / "loss.json"), "--html"]) == 0
+    page = capsys.readouterr().out
+    assert f"<h1>{found.title}</h1>" in page
+    assert f"<td>{found.value('native', 'loss', length=32):.4g}</td>" in page
+
+
+def test_the_figure_of_a_picture_has_the_dogs_and_a_line_for_each_scheme(folders):
+    pytest.importorskip("matplotlib")
+    from hf_posenc.plots.dog import plot_picture_dog
+
+    found = picture_dog_test(load_model(folders["vit"]), ["none", "rope_nd"], first=(0, 0), second=(6, 2))
+    picture, lines = plot_picture_dog(found).axes
+    assert [patch.get_xy() for patch in picture.patches] == [(0, 0), (2, 6)]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in lines.get_lines()}
+    assert drawn["rope_nd"][1:] == [record.value for record in found.of("rope_nd", "relative_l2")][1:]
+    assert max(drawn["none"]) < found.settings["tolerance"]
+    nothing = Result.from_dict(found.to_dict() | {"records": []})
+    with pytest.raises(ValueError, match="Nothing to plot"):
+        plot_picture_dog(nothing)
 
 
 def test_what_is_no_result_is_said(capsys, tmp_path):
     file = tmp_path / "result.json"
     for content in ("{", "{}", "[]"):
         file.write_text(content)
-        assert main(["report", str(file)]) == 2
-        assert "holds no result" in capsys.readouterr().err
+        assert "holds no result" in refused(capsys, "report", str(file))
     Result("properties", "x", (), (), (), ()).save(file)
-    assert main(["report", str(file), "--plot", str(tmp_path / "x.png")]) == 2
-    assert "there is one of dog, loss" in capsys.readouterr().err
+    assert "there is one of dog, loss" in refused(capsys, "report", str(file), "--plot", str(tmp_path / "x.png"))
 
 
-def test_an_option_may_be_none(folders, text, capsys):
-    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "32", "--max-windows"]
-    some, whole = (_result(capsys, [*words, count]).settings["windows"] for count in ("4", "none"))
-    assert some == 4 < whole
-
-
-def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_for(folders, text, capsys):
-    words = ["eval", "loss", folders["bert"], "--text", text, "--lengths", "32", "128", "--max-windows", "4"]
-    result = _result(capsys, [*words, "--schemes", "native", "none", "forget_gate"])
-    assert not result.settings["causal"]
-    assert result.settings["special_tokens"] == 2
-    too_long = result.record("native", "loss", length=128)
-    assert too_long.value is None
-    assert "64 positions" in too_long.note
-    assert all(record.value is not None for record in result.of("none", "loss"))
-    assert list(result.of("forget_gate")) == []
-    assert "bidirectional" in result.subject("forget_gate").error
-    assert main([*words, "--schemes", "native", "forget_gate"]) == 0
-    table = capsys.readouterr().out
-    assert "length 128: Position 127 lies past the 64 positions" in table
-    assert "[2] cannot be measured" in table
+LOSS = "loss {llama} --text {text} --lengths 16 "
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--text", "nowhere.txt"], "nowhere.txt"),
-        (["--text", "{text}", "--lengths", "5000"], "Give more text"),
-        (["--text", "{text}", "--lengths", "16", "--stride", "4"], "sliding_window too"),
-        (["--text", "{text}", "--lengths", "16", "--sliding-window", "8", "--stride", "9"], "leaves tokens out"),
-        (["--text", "{text}", "--lengths", "16", "--plot", "nowhere/x.png"], "does not exist"),
-        (["--text", "{text}", "--lengths", "16", "--plot", "x.xyz"], "figures end in"),
-        (["--text", "{text}", "--lengths", "16", "--dark"], "name its file with --plot"),
-        (["--text", "{text}", "--lengths", "16", "--mask-probability", "0.5"], "for masked models"),
-        (["--text", "{empty}", "--lengths", "16"], "nothing to predict"),
-        (["--text", "{text}", "--lengths", "16", "--tokenizer", "{bytes}"], "it is that of another model"),
-        (["--text", "{text}", "--lengths", "16", "--schemes", "ropee"], "Did you mean 'rope'"),
-        (["--text", "{text}", "--lengths", "16", "--device", "nodevice"], "--device nodevice"),
+        ("dog {bert} --schemes alibbi", "Did you mean 'alibi'"),
+        ("dog {bert} --sentence one~dog~only", "twice"),
+        ("dog {words}", "cannot load"),
+        ("loss {llama} --text nowhere.txt", "nowhere.txt"),
+        ("loss {llama} --text {text} --lengths 5000", "Give more text"),
+        ("loss {llama} --text {empty} --lengths 16", "nothing to predict"),
+        (LOSS + "--stride 4", "sliding_window too"),
+        (LOSS + "--sliding-window 8 --stride 9", "leaves tokens out"),
+        (LOSS + "--plot nowhere/x.png", "does not exist"),
+        (LOSS + "--plot x.xyz", "figures end in"),
+        (LOSS + "--dark", "name its file with --plot"),
+        (LOSS + "--mask-probability 0.5", "for masked models"),
+        (LOSS + "--tokenizer {bytes}", "it is that of another model"),
+        (LOSS + "--device nodevice", "--device nodevice"),
+        ("loss {headless} --text {text} --lengths 16", "AutoModelForMaskedLM"),
+        ("loss {bert} --text {text} --lengths 16 --tokenizer {llama}", "has no mask token"),
+        ("sensitivity {bert} --text {short} --gaps 2 --schemes none", "3 tokens, and one window alone needs 50"),
+        ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
+        ("generalization {bytes} --task party", "Did you mean 'parity'"),
+        ("generalization {bytes} --task copy --lengths 0", "whole number from 1"),
+        ("generalization {bert} --tokenizer {bytes} --task copy", "knows 64: it is that of another model"),
+        ("minimal-pairs {llama} --task {folder}/missing.json", "pip download"),
+        ("minimal-pairs {llama} --task {pairs} --samples -1", "samples is -1"),
+        ("minimal-pairs {bert} --tokenizer {llama} --task {pairs}", "no mask token"),
+        ("resolution {vit} --resolutions 30", "not a whole number of patches"),
+        ("resolution {vit} --resolutions 32 --dataset {folder}/none", "Cannot load the pictures"),
+        ("picture-dog {vit} --first 1 1 --second 1 2", "overlap"),
+        *((words, f"reads 'pixel_values'.*{instead}")
+          for words in ("dog {vit}", "loss {vit} --text {text}")
+          for instead in ("picture-dog", "image-sensitivity", "resolution")),
     ],
-)
-def test_loss_with_impossible_options_says_why(folders, text, tmp_path, capsys, words, message):
-    ByT5Tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "empty.txt").write_text("")
-    files = {"text": text, "empty": tmp_path / "empty.txt", "bytes": tmp_path}
-    assert main(["eval", "loss", folders["llama"], *(word.format(**files) for word in words)]) == 2
-    assert message in capsys.readouterr().err
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(files, capsys, words, message):
+    said = refused(capsys, "eval", *(word.format(**files).replace("~", " ") for word in words.split()))
+    *parts, last = message.split(".*")
+    assert all(part in said for part in (*parts, last))
 
 
-def test_loss_needs_a_language_model_and_a_mask_token(folders, text, capsys):
-    words = ["--text", text, "--lengths", "16"]
-    assert main(["eval", "loss", folders["headless"], *words]) == 2
-    assert "AutoModelForMaskedLM" in capsys.readouterr().err
-    assert main(["eval", "loss", folders["bert"], "--tokenizer", folders["llama"], *words]) == 2
-    assert "has no mask token" in capsys.readouterr().err
-
-
-def test_sensitivity_under_several_schemes(folders, text, capsys):
-    words = ["eval", "sensitivity", folders["bert"], "--schemes", "native,none", "--gaps", "2", "8", "--offsets", "1"]
-    words += ["--context", "16", "--text", text]
-    result = _result(capsys, words)
-    last = {scheme: [*result.of(scheme, "repeated", gap=2)][-1].value for scheme in ("native", "none")}
-    assert last["native"] > 1e-3
-    assert last["none"] <= 1e-5
-    assert {record.at["gap"] for record in result.of("none", "repeated")} == {2, 8}
-    assert [record.at["offset"] for record in result.of("none", "shift")] == [1]
-    assert result.settings["context"] == 16
-    assert main([*words, "--markdown"]) == 0
-    assert "| gap 2 |" in capsys.readouterr().out
-
-
-def test_sensitivity_with_a_text_that_is_too_short_says_so(folders, capsys, tmp_path):
-    (tmp_path / "short.txt").write_text("the dog")
-    words = ["--text", str(tmp_path / "short.txt"), "--gaps", "2", "--schemes", "none"]
-    assert main(["eval", "sensitivity", folders["bert"], *words]) == 2
-    assert "3 tokens, and one window alone needs 50" in capsys.readouterr().err
-
-
-def test_quantised_positions_of_a_causal_and_of_a_masked_model(folders, text, capsys):
-    words = ["--text", text, "--length", "16", "--max-windows", "2", "--variants", "ids bfloat16", "encodings int8"]
-    words += ["--positions", "0", "4000"]
-    result = _result(capsys, ["eval", "quantized", folders["llama"], *words])
-    assert {record.at["held in"] for record in result.of("native", "loss")} == {
-        "float32", "ids bfloat16", "encodings int8",
-    }  # fmt: skip
-    changes = [record for record in result.of("native", "change") if record.at["held in"] == "ids bfloat16"]
-    assert [record.at["position"] for record in changes] == [0, 4000]
-    assert changes[0].value == 0
-    assert changes[1].value != 0
-    assert main(["eval", "quantized", folders["bert"], *words, "--schemes", "native,none", "--markdown"]) == 0
-    page = capsys.readouterr().out
-    assert "| encodings int8" in page
-    assert "64 positions" in page
-    assert "cannot be measured" in page
-
-
-def test_an_unknown_variant_is_refused(folders, text, capsys):
-    words = ["--text", text, "--length", "16", "--variants", "ids int3"]
-    assert main(["eval", "quantized", folders["llama"], *words]) == 2
-    assert "ids bfloat16" in capsys.readouterr().err
+def test_a_model_without_a_tokenizer(capsys, llama):
+    message = refused(capsys, "eval", "dog", llama)
+    assert "name one with --tokenizer" in message
+    assert "AutoTokenizer cannot load" in message

@@ -1,9 +1,13 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from tests.models import tiny
 
 WORDS = ("the", "dog", "chased", "another", "cat", "ran", "after", "a")
 
@@ -53,53 +57,61 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return build_word_tokenizer()
 
 
-@pytest.fixture(scope="session")
-def tokenizer_of() -> Callable[[tuple[str, ...]], PreTrainedTokenizerFast]:
-    return build_word_tokenizer
-
-
 @pytest.fixture
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     return build_byte_tokenizer()
 
 
+SIZES = {"vocab_size": 80, "num_hidden_layers": 3, "intermediate_size": 64, "initializer_range": 0.2}
+
+
+def build(name: str, **options: object) -> torch.nn.Module:
+    """A model with the same weights every time, large enough that its positions are seen."""
+    torch.manual_seed(0)
+    return tiny(name, **SIZES | options).eval()
+
+
 @pytest.fixture
 def tiny_bert() -> Callable[..., torch.nn.Module]:
-    from transformers import BertConfig, BertModel
-
-    def build(**options: object) -> torch.nn.Module:
-        torch.manual_seed(0)
-        config = BertConfig(
-            vocab_size=80,
-            hidden_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=64,
-            max_position_embeddings=64,
-            initializer_range=0.2,
-            **options,
-        )
-        return BertModel(config).eval()
-
-    return build
+    return partial(build, "BertModel")
 
 
 @pytest.fixture
 def tiny_llama() -> Callable[..., torch.nn.Module]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return partial(build, "LlamaForCausalLM")
 
-    def build(**options: object) -> torch.nn.Module:
-        torch.manual_seed(0)
-        settings: dict = {
-            "vocab_size": 80,
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 64,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.2,
-        }
-        return LlamaForCausalLM(LlamaConfig(**settings | options)).eval()
 
-    return build
+def train(model: torch.nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> torch.nn.Module:
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=3e-3)
+    model.train()
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def fingerprint(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list, list, str]:
+    """Everything that a measurement must leave alone."""
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [(name, module.training) for name, module in model.named_modules()],
+        [(name, parameter.requires_grad, parameter.dtype) for name, parameter in model.named_parameters()],
+        model.config.to_json_string(),
+    )
+
+
+def assert_same(before: tuple, after: tuple) -> None:
+    assert before[1:] == after[1:]
+    assert before[0].keys() == after[0].keys()
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
+    """`evaluate.load` of an evaluation, offline and with caches of its own."""
+    import evaluate
+
+    monkeypatch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", True)
+    module = Path(__file__).parents[2] / "eval" / "position_encoding"
+    return lambda name: evaluate.load(str(module), name, cache_dir=str(tmp_path / "cache"))

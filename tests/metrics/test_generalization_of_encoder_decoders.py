@@ -1,33 +1,18 @@
 """Exact match of encoder-decoders, whose encoder reads the prompt."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertLMHeadModel,
-    BertModel,
-    ByT5Tokenizer,
-    EncoderDecoderModel,
-    MarianConfig,
-    MarianMTModel,
-    T5Config,
-    T5ForConditionalGeneration,
-    T5Model,
-)
+from transformers import ByT5Tokenizer, EncoderDecoderModel
 
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.metrics import MeasurementError
-from hf_posenc.metrics.generalization import (
-    IGNORED,
-    EncoderDecoderCollator,
-    SyntheticExamples,
-    exact_match,
-)
+from hf_posenc.metrics.generalization import IGNORED, EncoderDecoderCollator, SyntheticExamples, exact_match
+from tests.metrics.conftest import train
+from tests.models import tiny
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +24,14 @@ def tokenizer():
 def marian(tokenizer):
     """An encoder-decoder that is right on some examples and wrong on others."""
     torch.manual_seed(0)
-    layers = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "ffn_dim")}
-    heads = {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
-    sizes = layers | heads | {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "init_std": 0.2}
+    one_layer = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    widths = {f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")}
     ids = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
-    config = MarianConfig(vocab_size=len(tokenizer), **sizes, **ids, max_position_embeddings=64, dropout=0.0)
-    model = patch_model(MarianMTModel(config), "rope")
+    sizes = {"vocab_size": len(tokenizer), "init_std": 0.2, **one_layer, **widths}
+    model = patch_model(tiny("MarianMTModel", **sizes, **ids), "rope")
     examples = SyntheticExamples("repeated_copy", range(1, 7), 0, tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(examples, batch_size=32, collate_fn=EncoderDecoderCollator(0, 0))
-    for _, batch in zip(range(250), loader, strict=False):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()
+    return train(model, itertools.islice(loader, 250))
 
 
 class TestEncoderDecoders:
@@ -111,27 +90,22 @@ class TestEncoderDecoders:
         assert "31" in exact_match(model, tokenizer, "copy", [31], samples=4).row(31).reason
 
     def test_the_stock_table_of_the_decoder_ends(self, tokenizer):
-        torch.manual_seed(0)
-        sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16}
-        bart = BartForConditionalGeneration(BartConfig(vocab_size=len(tokenizer), **sizes, **heads)).eval()
+        bart = tiny("BartForConditionalGeneration", vocab_size=len(tokenizer), max_position_embeddings=16).eval()
         result = exact_match(bart, tokenizer, "copy", [3, 30], samples=4)
         assert result.row(3).exact_match is not None
         assert "Position 30 lies past the 16 positions" in result.row(30).reason
 
     def test_models_that_write_no_answer(self, tokenizer):
-        sizes = {"vocab_size": len(tokenizer), "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1}
         with pytest.raises(UnsupportedError, match="returns no logits"):
-            exact_match(T5Model(T5Config(**sizes, decoder_start_token_id=0)).eval(), tokenizer, "copy", [3], samples=4)
-        model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
+            exact_match(tiny("T5Model", vocab_size=len(tokenizer)).eval(), tokenizer, "copy", [3], samples=4)
+        model = tiny("T5ForConditionalGeneration", vocab_size=len(tokenizer)).eval()
         model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
         with pytest.raises(MeasurementError, match="no decoder_start_token_id"):
             exact_match(model, tokenizer, "copy", [3], samples=4)
 
     def test_the_decoder_has_to_know_the_tokens_too(self, tokenizer):
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        encoder = BertModel(BertConfig(vocab_size=len(tokenizer), **sizes))
-        decoder = BertLMHeadModel(BertConfig(vocab_size=50, is_decoder=True, add_cross_attention=True, **sizes))
+        encoder = tiny("BertModel", vocab_size=len(tokenizer))
+        decoder = tiny("BertLMHeadModel", vocab_size=50, is_decoder=True, add_cross_attention=True)
         model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
         with pytest.raises(MeasurementError, match="has 50 embeddings"):
             exact_match(model, tokenizer, "copy", [3], samples=4)

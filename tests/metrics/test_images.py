@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_posenc import patch_model
-from hf_posenc.errors import UnknownNameError, UnsupportedError, UsageError
+from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.metrics import (
     MeasurementError,
     accuracy_by_resolution,
@@ -29,7 +29,6 @@ from hf_posenc.metrics.images.patches import PatchSize, cut, drawn_images, joine
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, as_tensor, load_pictures, resized
 from hf_posenc.metrics.images.sensitivity import SIDE, picture_of_two_dogs
 from hf_posenc.schemes import AlibiConfig, RopeNdConfig, SinusoidalConfig
-from tests.metrics.test_dog import assert_same, fingerprint
 from tests.patching.composites.models import COMPOSITES
 
 SIZES = {
@@ -48,10 +47,7 @@ def vit() -> ViTForImageClassification:
 
 @pytest.fixture(scope="module")
 def sensitivity(vit):
-    before = fingerprint(vit)
-    result = image_sensitivity_test(vit, SCHEMES)
-    assert_same(before, fingerprint(vit))
-    return result
+    return image_sensitivity_test(vit, SCHEMES)
 
 
 def test_without_positions_equal_patches_are_equal_and_shuffled_ones_keep_their_states(sensitivity):
@@ -105,9 +101,7 @@ def test_the_two_dogs_have_the_same_pixels(vit):
 
 
 def test_the_dog_test_of_pictures(vit):
-    before = fingerprint(vit)
     result = picture_dog_test(vit, SCHEMES)
-    assert_same(before, fingerprint(vit))
     for subject in result.subjects:
         told_apart = result.record(subject.label, "told_apart").passed
         assert told_apart == (subject.scheme != "none")
@@ -128,12 +122,6 @@ def test_dogs_that_overlap_or_leave_the_picture_are_refused(vit, places):
         picture_dog_test(vit, first=places[0], second=places[1])
     with pytest.raises(MeasurementError, match="a row and a column"):
         picture_dog_test(vit, first=(1, 2, 3))
-
-
-def test_an_unknown_scheme_is_refused_before_anything_is_measured(vit):
-    for measure in (image_sensitivity_test, picture_dog_test):
-        with pytest.raises(UnknownNameError):
-            measure(vit, ["alibbi"])
 
 
 def test_class_and_register_tokens_are_no_patches():

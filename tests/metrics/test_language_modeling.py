@@ -1,11 +1,9 @@
 import dataclasses
 import itertools
-import json
 import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from hf_posenc import SequenceLengthError, UnsupportedError, patch_model
 from hf_posenc.metrics import MeasurementError
@@ -23,7 +21,8 @@ from hf_posenc.metrics.language_modeling import (
 from hf_posenc.metrics.language_modeling.by_length import scored_spans
 from hf_posenc.metrics.language_modeling.token_losses import special_frame
 from hf_posenc.plots.losses import plot_losses
-from hf_posenc.report import Result
+from tests.metrics.conftest import build
+from tests.models import tiny
 
 IGNORED = -100
 
@@ -35,11 +34,8 @@ def _text(windows=3, length=48, vocabulary=80):
 @pytest.fixture
 def masked_model():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=80, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=32, initializer_range=0.2,
-    )  # fmt: skip
-    return BertForMaskedLM(config).train()
+    sizes = {"vocab_size": 80, "max_position_embeddings": 32, "initializer_range": 0.2}
+    return tiny("BertForMaskedLM", hidden_dropout_prob=0.1, **sizes).train()
 
 
 def _masked(ids, every=4, mask=1):
@@ -107,12 +103,13 @@ def test_every_length_reads_the_same_tokens_and_ends_on_the_same_targets(tiny_ll
     )
 
 
-def test_a_length_that_does_not_divide_the_window_reads_its_start_as_a_shorter_piece(tiny_llama):
-    model, ids = tiny_llama(), _text(2, 48)
-    row = loss_by_length(model, ids, ids, [20], tail=8).row(20)
-    expected = torch.cat(
-        [_plain_losses(model, ids[:, :8]), _plain_losses(model, ids[:, 8:28]), _plain_losses(model, ids[:, 28:])], dim=1
-    )
+@pytest.mark.parametrize(("window", "length", "ends"), [(48, 20, (8, 28, 48)), (49, 24, (1, 25, 49))])
+def test_a_length_that_does_not_divide_the_window_reads_its_start_as_a_shorter_piece(tiny_llama, window, length, ends):
+    """One token that is left over has no target."""
+    model, ids = tiny_llama(), _text(2, window)
+    row = loss_by_length(model, ids, ids, [length], tail=8).row(length)
+    pieces = [ids[:, start:stop] for start, stop in itertools.pairwise((0, *ends))]
+    expected = torch.cat([_plain_losses(model, piece) for piece in pieces], dim=1)
     assert row.loss == pytest.approx(float(expected.nanmean()), abs=1e-5)
     assert row.tail_loss == pytest.approx(float(expected[:, -8:].mean()), abs=1e-5)
 
@@ -122,12 +119,6 @@ def test_short_lengths_need_no_tail_to_be_given(tiny_llama):
     rows = loss_by_length(model, ids, ids, [32, 64]).rows
     assert rows == loss_by_length(model, ids, ids, [32, 64], tail=16).rows
     assert loss_by_length(model, ids, ids, [64]).rows == loss_by_length(model, ids, ids, [64], tail=32).rows
-
-
-def test_one_token_that_is_left_over_is_no_piece(tiny_llama):
-    ids = _text(2, 49)
-    row = loss_by_length(tiny_llama(), ids, ids, [24], tail=8).row(24)
-    assert row.loss == pytest.approx(float(_plain_losses(tiny_llama(), ids[:, 1:].reshape(-1, 24)).nanmean()), abs=1e-5)
 
 
 def test_special_tokens_stand_around_every_piece_and_are_no_targets(tiny_llama):
@@ -143,24 +134,20 @@ def test_special_tokens_stand_around_every_piece_and_are_no_targets(tiny_llama):
     assert result.row(24).loss == pytest.approx(float(expected.mean()), abs=1e-5)
 
 
-@pytest.mark.parametrize("patched", [False, True])
-def test_a_length_without_positions_has_its_reason_and_the_others_their_loss(masked_model, patched):
-    if patched:
-        patch_model(masked_model, "learned", num_positions=32)
+@pytest.mark.parametrize("scheme", ["native", "learned", "alibi"])
+def test_a_length_without_positions_has_its_reason_and_the_others_their_loss(masked_model, scheme):
+    if scheme != "native":
+        patch_model(masked_model, scheme)
     shown, labels = _masked(_text(2, 64))
     result = loss_by_length(masked_model, shown, labels, [16, 32, 64], tail=8, position_bin=16, sliding_window=32)
-    assert [row.loss is None for row in result.rows] == [False, False, True]
-    assert "32 positions" in result.row(64).reason
-    assert [loss is None for loss in result.position_loss] == [False, False, True, True]
     assert result.sliding.loss is not None
-    with pytest.raises(SequenceLengthError, match="32 positions"):
-        token_losses(masked_model, shown, labels)
-
-
-def test_a_patched_model_reads_past_its_table(masked_model):
-    patch_model(masked_model, "alibi")
-    shown, labels = _masked(_text(2, 64))
-    assert loss_by_length(masked_model, shown, labels, [64], tail=8).row(64).loss is not None
+    ends = scheme != "alibi"
+    assert [row.loss is None for row in result.rows] == [False, False, ends]
+    assert [loss is None for loss in result.position_loss] == [False, False, ends, ends]
+    if ends:
+        assert "32 positions" in result.row(64).reason
+        with pytest.raises(SequenceLengthError, match="32 positions"):
+            token_losses(masked_model, shown, labels)
 
 
 def _guide_loss(model, ids, window, stride):
@@ -198,9 +185,7 @@ def test_sliding_windows_score_every_target_once(length, window, stride, causal)
         assert last <= start + window <= length
         if causal and first:
             assert first - start >= window - stride
-
-
-def test_a_model_of_both_sides_is_scored_around_the_middle_of_a_window():
+    # A model of both sides is scored around the middle of a window.
     assert scored_spans(32, 16, 8, causal=False) == [(0, 0, 12), (8, 12, 20), (16, 20, 32)]
 
 
@@ -236,21 +221,22 @@ def test_what_cannot_be_measured_is_refused(tiny_llama, options, message):
         loss_by_length(tiny_llama(), ids, ids, **options)
 
 
-def test_input_that_is_no_text_of_this_model_is_refused(tiny_llama, tiny_bert):
-    model, ids = tiny_llama(), _text()
-    with pytest.raises(MeasurementError, match="no target"):
-        token_losses(model, ids, torch.full_like(ids, IGNORED))
-    with pytest.raises(MeasurementError, match="80 embeddings, for 0 to 79"):
-        token_losses(model, ids + 60, ids)
-    with pytest.raises(MeasurementError, match="same"):
-        token_losses(model, ids, ids[:, :4])
-    with pytest.raises(UnsupportedError, match="AutoModelForMaskedLM"):
-        token_losses(tiny_bert(), ids, ids)
-    encoder_decoder = T5ForConditionalGeneration(
-        T5Config(vocab_size=80, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
-    )
-    with pytest.raises(UnsupportedError, match="encoder-decoder"):
-        token_losses(encoder_decoder, ids, ids)
+IDS = _text()
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "labels", "error", "message"),
+    [
+        ("LlamaForCausalLM", IDS, torch.full_like(IDS, IGNORED), MeasurementError, "no target"),
+        ("LlamaForCausalLM", IDS + 60, IDS, MeasurementError, "80 embeddings, for 0 to 79"),
+        ("LlamaForCausalLM", IDS, IDS[:, :4], MeasurementError, "same"),
+        ("BertModel", IDS, IDS, UnsupportedError, "AutoModelForMaskedLM"),
+        ("T5ForConditionalGeneration", IDS, IDS, UnsupportedError, "encoder-decoder"),
+    ],
+)
+def test_input_that_is_no_text_of_this_model_is_refused(model, ids, labels, error, message):
+    with pytest.raises(error, match=message):
+        token_losses(build(model), ids, labels)
 
 
 def test_masks_are_fixed_by_the_seed_and_shown_as_the_mask_token():
@@ -279,35 +265,25 @@ def test_windows_are_spread_over_the_stream_and_do_not_overlap():
         stream_windows(stream, 101)
 
 
-def test_documents_are_closed_by_the_end_token(word_tokenizer):
+def test_documents_are_closed_by_the_end_token_and_pieces_framed_by_special_ones(word_tokenizer, byte_tokenizer):
+    assert special_frame(word_tokenizer, causal=False) == Frame((2,), (3,))
+    assert special_frame(word_tokenizer, causal=True) == Frame((2,), ())
+    assert special_frame(byte_tokenizer, causal=True) == Frame()
     word_tokenizer.eos_token = "[SEP]"
     assert token_stream(word_tokenizer, ["the dog", "a cat"]).tolist() == [4, 5, 3, 11, 8, 3]
 
 
-def test_special_tokens_are_those_of_the_tokenizer(word_tokenizer, byte_tokenizer):
-    assert special_frame(word_tokenizer, causal=False) == Frame((2,), (3,))
-    assert special_frame(word_tokenizer, causal=True) == Frame((2,), ())
-    assert special_frame(byte_tokenizer, causal=True) == Frame()
-
-
-def test_schemes_are_measured_in_turn_and_the_model_is_left_as_it_was(tiny_llama, word_tokenizer):
+def test_native_is_the_stock_model_and_no_scheme_is_the_one_in_force(tiny_llama, word_tokenizer):
     model = patch_model(tiny_llama(), "t5")
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     text = ["the dog chased another cat after a dog ran " * 20]
     result = text_losses(model, word_tokenizer, text, [16, 32], ["native", "none", "learned"], special_tokens=False)
-    assert model.position_encoding.config.name == "t5"
-    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-    assert [subject.scheme for subject in result.subjects] == ["native", "none", "learned"]
     stock = text_losses(tiny_llama(), word_tokenizer, text, [16, 32], special_tokens=False)
     assert list(result.of("native")) == list(stock.of("native"))
-    losses = {scheme: result.value(scheme, "loss", length=32) for scheme in ("native", "none", "learned")}
-    assert losses["none"] != losses["native"]
     as_found = text_losses(model, word_tokenizer, text, [16, 32], special_tokens=False)
     assert as_found.labels == ["t5"]
-    assert as_found.value("t5", "loss", length=32) not in losses.values()
+    losses = [result.value(label, "loss", length=32) for label in result.labels]
+    losses.append(as_found.value("t5", "loss", length=32))
+    assert len(set(losses)) == 4
 
 
 def test_a_length_without_positions_is_a_footnote(masked_model, word_tokenizer):
@@ -318,7 +294,6 @@ def test_a_length_without_positions_is_a_footnote(masked_model, word_tokenizer):
     record = result.record("learned(num_positions=32)", "loss", length=64)
     assert record.value is None
     assert record.note in result.table()
-    assert Result.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
 
 
 def test_the_figure_needs_something_to_draw(tiny_llama, word_tokenizer, tmp_path):

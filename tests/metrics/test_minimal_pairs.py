@@ -3,17 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    ByT5Tokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import ByT5Tokenizer
 
-from hf_posenc import UnknownNameError, UnsupportedError, patch_model
+from hf_posenc import UnsupportedError
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.minimal_pairs import (
     ALL,
@@ -26,8 +18,8 @@ from hf_posenc.metrics.minimal_pairs import (
     minimal_pairs_accuracy,
     read_minimal_pairs,
 )
-from hf_posenc.report import Result
-from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
+from tests.metrics.conftest import build, build_byte_tokenizer, build_word_tokenizer, train
+from tests.models import tiny
 
 WORDS = ("the", "cat", "cats", "near", "dog", "dogs", "sees", "see", "it", "approve")
 
@@ -49,17 +41,7 @@ def masked_tokenizer():
 
 
 def build_bert(tokenizer):
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        initializer_range=0.3,
-    )
-    return BertForMaskedLM(config).eval()
+    return build("BertForMaskedLM", vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +178,8 @@ class TestCausalScores:
         tokenizer = ByT5Tokenizer()
         model = tiny_llama(vocab_size=len(tokenizer))
         s = tokenizer("s", add_special_tokens=False)["input_ids"][0]
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         ids = torch.tensor([tokenizer("a cat sees it")["input_ids"]])
-        for _ in range(60):
-            model(ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, [{"input_ids": ids, "labels": ids}] * 60)
         with torch.no_grad():
             scores = causal_scores(model, tokenizer, encode_pairs(tokenizer, [("a cat sees", "a cat see")]))
             after_see = model(ids[:, :9]).logits[0, -1].softmax(-1)
@@ -276,11 +254,7 @@ class TestAccuracy:
                 plural = pair.texts[0].split()[4 if nearest else 1].endswith("s")
                 sentences.append(pair.prefix + ("see" if plural else "sees"))
             ids = torch.tensor([tokenizer(sentence)["input_ids"] for sentence in sentences])
-            optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-            for _ in range(60):
-                model(ids, labels=ids).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, [{"input_ids": ids, "labels": ids}] * 60)
             result = minimal_pairs_accuracy(model, tokenizer, pairs)
             (scheme,) = result.labels
             assert result.value(scheme, "accuracy", condition="congruent") == 1
@@ -305,19 +279,6 @@ class TestAccuracy:
         assert result.value("none", "accuracy", condition=ALL) == 0.5
         assert [subject.scheme for subject in result.subjects] == ["none", "sinusoidal", "native"]
 
-    def test_the_model_is_left_as_it_was(self, pairs):
-        tokenizer = masked_tokenizer()
-        model = patch_model(build_bert(tokenizer), "alibi").train()
-        before = model.position_encoding
-        state = torch.get_rng_state()
-        result = minimal_pairs_accuracy(model, tokenizer, pairs, ["none", "rope"])
-        assert model.position_encoding is before
-        assert model.training
-        assert torch.equal(torch.get_rng_state(), state)
-        assert minimal_pairs_accuracy(model, tokenizer, pairs).labels == ["alibi"]
-        assert "2 examples of the file" in result.table(markdown=True)
-        assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
-
     def test_a_choice_of_pairs_depends_on_the_seed_alone(self, pairs):
         tokenizer = masked_tokenizer()
         model = build_bert(tokenizer)
@@ -327,6 +288,7 @@ class TestAccuracy:
         kinds = {tuple(conditions(result)) for result in chosen}
         assert len(kinds) > 1
         assert "2 of 4 pairs, seed 1" in chosen[0].table()
+        assert "2 examples of the file" in chosen[0].table()
 
     def test_equally_likely_is_a_tie_and_not_right(self, pairs):
         tokenizer = masked_tokenizer()
@@ -337,19 +299,9 @@ class TestAccuracy:
         assert result.value("native", "ties", condition=ALL) == 4
         assert result.value("native", "accuracy", condition=ALL) == 0
 
-    def test_a_scheme_that_cannot_be_applied_has_its_reason(self, pairs):
-        tokenizer = masked_tokenizer()
-        model = build_bert(tokenizer)
-        result = minimal_pairs_accuracy(model, tokenizer, pairs, ["forget_gate", "none"])
-        assert list(result.of("forget_gate")) == []
-        assert "[1] cannot be measured" in result.table()
-        with pytest.raises(KeyError):
-            result.value("forget_gate", "accuracy", condition=ALL)
-
     def test_a_text_past_the_stock_table_has_its_reason(self):
         tokenizer = ByT5Tokenizer()
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=1, n_head=2))
+        model = tiny("GPT2LMHeadModel", vocab_size=len(tokenizer), n_positions=16)
         task = MinimalPairsTask("long", (MinimalPair("a cat near a dog", "sees", "see"),))
         result = minimal_pairs_accuracy(model.eval(), tokenizer, task, ["native", "alibi"])
         assert "past the 16 positions" in result.subject("native").error
@@ -358,8 +310,6 @@ class TestAccuracy:
     def test_what_cannot_be_measured(self, tiny_llama, pairs):
         tokenizer = masked_tokenizer()
         model = build_bert(tokenizer)
-        with pytest.raises(UnknownNameError):
-            minimal_pairs_accuracy(model, tokenizer, pairs, ["ropes"])
         with pytest.raises(MeasurementError, match="samples is 0"):
             minimal_pairs_accuracy(model, tokenizer, pairs, samples=0)
         with pytest.raises(MeasurementError, match="the same tokens"):
@@ -370,6 +320,5 @@ class TestAccuracy:
         broken.cls.predictions.decoder.bias.data[0] = float("nan")
         with pytest.raises(MeasurementError, match="no"):
             minimal_pairs_accuracy(broken, tokenizer, pairs)
-        both = T5ForConditionalGeneration(T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=32, num_layers=1))
         with pytest.raises(UnsupportedError, match="encoder-decoder"):
-            minimal_pairs_accuracy(both.eval(), ByT5Tokenizer(), pairs)
+            minimal_pairs_accuracy(tiny("T5ForConditionalGeneration").eval(), ByT5Tokenizer(), pairs)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_posenc.cli.catalogue import REQUIRED, defaults_of
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
 from hf_posenc.schemes import (
@@ -23,18 +24,6 @@ from tests.schemes.table import TABLE
 # "[CLS] the dog chased another dog [SEP]"
 IDS = torch.tensor([2, 4, 5, 6, 7, 5, 3])
 FIRST, SECOND = (2,), (5,)
-
-
-def default_schemes() -> list[str]:
-    """Registered schemes that need no options."""
-    return [
-        name
-        for name in list_schemes()
-        if all(
-            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-            for field in dataclasses.fields(get_scheme(name))
-        )
-    ]
 
 
 def sentence(hidden: int = 32, seed: int = 0) -> torch.Tensor:
@@ -95,45 +84,42 @@ def test_weights_have_the_published_spread():
 #: In a bidirectional model of short sentences a temperature is the same for all tokens.
 SCALES = ("ssmax", "log_n_scale", "llama4_scale")
 CAUSAL = tuple(name for name, row in TABLE.items() if row.causal_only)
-TELLING = [name for name in default_schemes() if name not in ("none", *SCALES, *CAUSAL)]
+TELLING = [
+    name
+    for name in list_schemes()
+    if REQUIRED not in defaults_of(get_scheme(name)).values() and name not in ("none", *SCALES, *CAUSAL)
+]
 
 
-@pytest.mark.parametrize("name", SCALES)
-def test_a_temperature_alone_tells_no_dogs_apart(name):
-    options = {"training_length": 1024} if name == "log_n_scale" else {}
-    config = get_scheme(name).from_options(options)
-    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, config) == 0.0
+def distance(config: SchemeConfig | None, hidden: int = 32) -> float:
+    return probe_distance(AttentionProbe(hidden), sentence(hidden), FIRST, SECOND, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, get_scheme("none")(), PRopeConfig(fraction=0.0), get_scheme("log_n_scale")(training_length=1024),
+     get_scheme("ssmax")(), get_scheme("llama4_scale")()],
+    ids=str,
+)  # fmt: skip
+def test_no_positions_no_strength_and_a_temperature_alone_tell_no_dogs_apart(config):
+    assert distance(config) == 0.0
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_bidirectional_probe_refuses_causal_schemes(name):
     with pytest.raises(UnsupportedError, match="bidirectional"):
-        probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, get_scheme(name)())
+        distance(get_scheme(name)())
 
 
 @pytest.mark.parametrize("name", TELLING)
 @pytest.mark.parametrize("hidden", [32, 384])
 def test_every_scheme_tells_the_dogs_apart(name, hidden):
     # There is no LayerNorm in the probe, so that integer positions act here too.
-    distance = probe_distance(AttentionProbe(hidden), sentence(hidden), FIRST, SECOND, get_scheme(name)())
-    assert 1e-5 < distance <= 2
-
-
-def test_the_scheme_none_is_the_probe_without_positions():
-    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, get_scheme("none")()) == 0.0
-    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND) == 0.0
-
-
-def test_a_scheme_without_strength_leaves_the_dogs_identical():
-    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, PRopeConfig(fraction=0.0)) == 0.0
+    assert 1e-5 < distance(get_scheme(name)(), hidden) <= 2
 
 
 def test_stronger_positions_set_the_dogs_further_apart():
-    probe = AttentionProbe(32)
-    weak, strong = (
-        probe_distance(probe, sentence(), FIRST, SECOND, IntegerConfig(scale=scale)) for scale in (0.001, 0.1)
-    )
-    assert 0 < weak < strong
+    assert 0 < distance(IntegerConfig(scale=0.001)) < distance(IntegerConfig(scale=0.1))
 
 
 class _RecordingBias(DistanceBias):

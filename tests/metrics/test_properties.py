@@ -1,12 +1,8 @@
 """The expected marks of every scheme, specimens, and the table in all forms."""
 
-import json
-
 import pytest
 import torch
 
-from hf_posenc.cli import main
-from hf_posenc.errors import UnknownNameError
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.properties import (
     build_specimen,
@@ -17,19 +13,9 @@ from hf_posenc.metrics.properties import (
     uniqueness,
 )
 from hf_posenc.metrics.properties.table import PROPERTIES
-from hf_posenc.report import Result
-from hf_posenc.schemes import (
-    AlibiConfig,
-    FireConfig,
-    LearnedConfig,
-    RopeConfig,
-    get_scheme,
-    list_schemes,
-)
+from hf_posenc.schemes import AlibiConfig, FireConfig, LearnedConfig, RopeConfig, get_scheme, list_schemes
 from tests.schemes.table import TABLE
 from tests.thinning import mostly_slow
-
-torch.set_num_threads(1)
 
 MARKS = {True: "+", False: "-", None: "."}
 
@@ -94,14 +80,11 @@ def test_a_causal_model_is_measured_by_itself_where_it_has_another_function():
 def test_the_table_in_all_forms():
     too_wide = RopeConfig(rotary_dim=128)
     result = properties_table(["none", "learned", too_wide])
-    assert Result.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))).to_dict() == result.to_dict()
     assert [subject.scheme for subject in result.subjects] == ["none", "learned", "rope"]
     assert "would rotate 128 of 64 dimensions" in result.subjects[2].error
     refused = result.record("learned", "relativity").details["refused"]
     assert any("moved by 30000" in reason for reason in refused)
     assert result.record("none", "relativity").passed is True
-    with pytest.raises(KeyError, match="alibi"):
-        result.subject("alibi")
     for text in (result.table(), result.table(markdown=True)):
         assert "defined past training length" in text
         assert "rope(rotary_dim=128)" in text
@@ -120,21 +103,7 @@ def test_a_table_too_short_for_any_property_has_a_row_of_refusals():
 
 
 def test_schemes_that_cannot_be_named_are_refused():
-    with pytest.raises(UnknownNameError, match="alibi"):
-        properties_table(["none", "alibbi"])
     with pytest.raises(MeasurementError, match="Pass a config"):
         build_specimen("composed")
     with pytest.raises(MeasurementError, match="would rotate 128"):
         build_specimen(RopeConfig(rotary_dim=128))
-
-
-def test_command_line(capsys):
-    assert main(["eval", "properties", "--schemes", "none,", "rope:theta=500000", "--json"]) == 0
-    entry = json.loads(capsys.readouterr().out)
-    assert [subject["label"] for subject in entry["subjects"]] == ["none", "rope(theta=500000)"]
-    assert main(["eval", "properties", "--schemes", "none", "--markdown"]) == 0
-    assert "| none " in capsys.readouterr().out
-    assert main(["eval", "properties", "--schemes", "none"]) == 0
-    assert "scheme" in capsys.readouterr().out
-    assert main(["eval", "properties", "--schemes", "nonne"]) == 2
-    assert "none" in capsys.readouterr().err

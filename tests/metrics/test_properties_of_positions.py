@@ -31,8 +31,6 @@ from hf_posenc.schemes import (
     T5Config,
 )
 
-torch.set_num_threads(1)
-
 
 def test_uniqueness_of_a_sinusoidal_table_is_the_distance_of_neighbours():
     # By hand: |PE(p) - PE(p + 1)|^2 = sum over pairs of 2 - 2 cos(w), whatever p is; 1.4718 for a width of 64.

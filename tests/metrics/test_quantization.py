@@ -1,8 +1,5 @@
-import json
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import AlibiConfig, ComposedConfig, RopeConfig, UnsupportedError, list_schemes, patch_model
 from hf_posenc.metrics import MeasurementError
@@ -15,10 +12,10 @@ from hf_posenc.metrics.quantization import (
     rounded,
     rounded_ids,
 )
-from hf_posenc.report import Result
 from hf_posenc.schemes import InterleavedConfig, NoneConfig
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from tests.models import tiny
 
 #: Rounding of float32 in the mean of a loss.
 ROUNDING = 1e-5
@@ -27,11 +24,8 @@ ROUNDING = 1e-5
 @pytest.fixture
 def llama():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=80, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=8192, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 80, "hidden_size": 64, "max_position_embeddings": 8192, "initializer_range": 0.3}
+    return tiny("LlamaForCausalLM", **sizes).eval()
 
 
 @pytest.fixture
@@ -191,11 +185,7 @@ def test_what_has_no_keys_to_round_or_no_positions_left_says_so(llama, word_toke
     assert in_float32[0].value is not None
     assert "8192 positions" in in_float32[9000].note
     assert "encodes no positions" in result.subject("none").error
-    table = result.table(markdown=True)
-    assert "| ids bfloat16" in table
-    assert "change at 9000" in table
-    assert "cannot be measured" in table
-    assert Result.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
+    assert "change at 9000" in result.table(markdown=True)
     assert result.value("native", "change", position=0, **{"held in": "ids bfloat16"}) == 0
     assert "position_encoding" not in dict(llama.named_modules())
 

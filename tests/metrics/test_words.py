@@ -25,28 +25,23 @@ def any_speed(request):
     return (lambda tokenizer: tokenizer) if request.param == "fast" else SlowTokenizer
 
 
-def test_one_token_per_word(word_tokenizer, any_speed):
-    pair = tokenize_pair(any_speed(word_tokenizer), SENTENCE, "dog")
-    assert pair.tokens == ("[CLS]", "the", "dog", "chased", "another", "dog", "[SEP]")
-    assert (pair.first, pair.second) == ((2,), (5,))
-    assert pair.input_ids.shape == (1, 7)
-
-
-def test_words_of_several_tokens(word_tokenizer, any_speed):
-    pair = tokenize_pair(any_speed(word_tokenizer), "The fox chased another fox", "fox")
-    assert pair.tokens[2:5] == ("f", "##o", "##x")
-    assert (pair.first, pair.second) == ((2, 3, 4), (7, 8, 9))
-
-
-def test_a_tokenizer_without_case_takes_a_capital_for_the_same(word_tokenizer, any_speed):
-    pair = tokenize_pair(any_speed(word_tokenizer), "Dog chased another dog", "dog")
-    assert (pair.first, pair.second) == ((1,), (4,))
-
-
-def test_the_space_before_a_word_may_be_part_of_its_token(byte_tokenizer, any_speed):
-    pair = tokenize_pair(any_speed(byte_tokenizer), SENTENCE, "dog")
-    assert [pair.tokens[index] for index in (*pair.first, *pair.second)] == ["Ġdog", "Ġdog"]
-    assert pair.first != pair.second
+@pytest.mark.parametrize(
+    ("tokenizer", "sentence", "word", "tokens", "places"),
+    [
+        ("word", SENTENCE, "dog", ("dog",), ((2,), (5,))),
+        ("word", "The fox chased another fox", "fox", ("f", "##o", "##x"), ((2, 3, 4), (7, 8, 9))),
+        # A tokenizer without case takes a capital for the same.
+        ("word", "Dog chased another dog", "dog", ("dog",), ((1,), (4,))),
+        # The space before a word may be part of its token.
+        ("byte", SENTENCE, "dog", ("Ġdog",), None),
+    ],
+)
+def test_both_occurrences_are_found(request, any_speed, tokenizer, sentence, word, tokens, places):
+    pair = tokenize_pair(any_speed(request.getfixturevalue(f"{tokenizer}_tokenizer")), sentence, word)
+    assert pair.input_ids.shape == (1, len(pair.tokens))
+    for occurrence in (pair.first, pair.second):
+        assert tuple(pair.tokens[index] for index in occurrence) == tokens
+    assert (pair.first, pair.second) == places if places else pair.first < pair.second
 
 
 @pytest.mark.parametrize("sentence", ["dog chased another dog", "The Dog chased another dog"])
@@ -67,12 +62,15 @@ def test_scripts_without_spaces(byte_tokenizer):
     assert pair.first[0] < pair.second[0]
 
 
-@pytest.mark.parametrize("sentence", ["The dog chased another cat", "", "The dogs chased another dog"])
-def test_a_sentence_without_the_word_twice_is_refused(word_tokenizer, sentence):
-    with pytest.raises(MeasurementError, match="The word 'dog' must occur twice"):
-        tokenize_pair(word_tokenizer, sentence, "dog")
-
-
-def test_an_empty_word_is_refused(word_tokenizer):
-    with pytest.raises(MeasurementError, match="empty"):
-        tokenize_pair(word_tokenizer, SENTENCE, " ")
+@pytest.mark.parametrize(
+    ("sentence", "word", "message"),
+    [
+        ("The dog chased another cat", "dog", "The word 'dog' must occur twice"),
+        ("", "dog", "The word 'dog' must occur twice"),
+        ("The dogs chased another dog", "dog", "The word 'dog' must occur twice"),
+        (SENTENCE, " ", "empty"),
+    ],
+)
+def test_a_sentence_without_the_word_twice_is_refused(word_tokenizer, sentence, word, message):
+    with pytest.raises(MeasurementError, match=message):
+        tokenize_pair(word_tokenizer, sentence, word)

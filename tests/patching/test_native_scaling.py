@@ -20,7 +20,7 @@ from hf_posenc import (
     patch_model,
 )
 from hf_posenc.cli.catalogue import parse_scheme
-from hf_posenc.metrics.in_turn import measure_in_turn
+from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.recipes import SchemePhases
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.labels import scheme_label
@@ -180,7 +180,7 @@ def test_a_rotation_whose_buffers_were_cast_is_refused() -> None:
 
 def test_an_evaluation_records_the_options_of_the_model() -> None:
     model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e4, "rope_type": "default"})
-    (subject,), _ = measure_in_turn(model, [NativeConfig(YARN)], lambda patched: [])
+    (subject,), _ = measure_schemes(model, [NativeConfig(YARN)], lambda patched: [])
     assert (subject.label, subject.scheme) == ("native(yarn x4)", "rope")
     assert subject.config is not None
     assert subject.config["theta"] == 5e4

@@ -18,11 +18,10 @@ from PIL import Image
 
 from hf_posenc.cli import main
 from hf_posenc.errors import UnknownNameError, UnsupportedError
-from hf_posenc.metrics.properties.decay import envelope
 from hf_posenc.plots.schemes import KINDS, applicable_kinds, draw_kind, kind_named, plot_scheme, subject_of
 from hf_posenc.plots.schemes.drawing import color_scale
 from hf_posenc.plots.schemes.rotations import turning_pairs
-from hf_posenc.plots.schemes.subject import TINY, bias_matrix, equal_query_key_logits, turning_frequencies
+from hf_posenc.plots.schemes.subject import bias_matrix, equal_query_key_logits, turning_frequencies
 from hf_posenc.plots.style import line_style, styled
 from hf_posenc.schemes import (
     AdditiveEncoding,
@@ -226,21 +225,6 @@ def test_frequencies_that_follow_the_length_are_drawn_for_several_lengths():
     assert {"at 4096 tokens", "at 32768 tokens"} <= set(drawn)
 
 
-def test_the_envelope_is_that_of_roformer():
-    """At base 10000 and 64 dimensions: 16.5, 15.95, 8.81 at distances 0, 1, 10, summed by hand in plain Python."""
-    frequencies = [10000.0 ** (-2 * pair / 64) for pair in range(32)]
-    for distance in (0, 1, 10, 100):
-        total = 0.0
-        cosine = sine = 0.0
-        for frequency in frequencies:
-            cosine += math.cos(distance * frequency)
-            sine += math.sin(distance * frequency)
-            total += math.hypot(cosine, sine)
-        found = envelope(torch.tensor(frequencies), torch.tensor([distance]))
-        assert float(found) == pytest.approx(total / 32, rel=1e-5)
-    assert float(envelope(torch.tensor(frequencies), torch.tensor([0]))) == pytest.approx(16.5)
-
-
 def test_decay_starts_at_the_mean_squared_length_of_the_vectors():
     subject = subject_of(NoneConfig())
     logits = equal_query_key_logits(subject, subject.positions(16), 8)
@@ -251,17 +235,11 @@ def test_decay_starts_at_the_mean_squared_length_of_the_vectors():
     assert numpy.ptp(flat) < 1e-4
 
 
-def test_rotations_have_the_envelope_beside_the_decay_and_others_do_not():
-    assert len(draw_kind(kind_named("decay"), subject_of(RopeConfig())).axes) == 2
-    assert len(draw_kind(kind_named("decay"), subject_of(SinusoidalConfig())).axes) == 1
-
-
-@pytest.mark.parametrize("name", ["xpos", "fope", "rerope"])
-def test_what_is_more_than_a_rotation_has_no_envelope(name):
+@pytest.mark.parametrize("name", ["rope", "sinusoidal", "xpos", "fope", "rerope"])
+def test_only_what_is_a_rotation_has_its_envelope_beside_the_decay(name):
     subject = subject_of(get_scheme(name)())
-    assert turning_frequencies(subject, 16) is not None
-    assert len(draw_kind(kind_named("decay"), subject).axes) == 1
-    assert len(draw_kind(kind_named("decay"), subject_of(RopeConfig())).axes) == 2
+    assert (turning_frequencies(subject, 16) is None) == (name == "sinusoidal")
+    assert len(draw_kind(kind_named("decay"), subject).axes) == (2 if name == "rope" else 1)
 
 
 def test_the_difference_figure_holds_one_token_at_three_positions_and_what_changed():
@@ -288,21 +266,24 @@ def test_figures_of_one_style_hold_on_light_and_dark_pages(tmp_path):
         assert max(image.convert("RGB").getpixel((0, 0))) < 50
 
 
-def test_small_tables_are_drawn_larger_and_the_caption_says_so():
-    subject = subject_of(T5Config())
-    assert subject.enlarged == ("weight",)
-    assert float(next(subject.parts.logit_bias.parameters()).std()) > 0.2
-    assert "drawn larger" in subject.note
-    assert "seed 0" in subject.note
-    assert "untrained" in subject.title
-
-
-def test_parameters_with_values_of_their_own_stay_as_they_are():
-    subject = subject_of(AlibiConfig(learnable=True))
-    assert subject.enlarged == ()
-    assert torch.allclose(bias_matrix(subject, 8), bias_matrix(subject_of(AlibiConfig()), 8), rtol=1e-5)
-    assert "before any training" in subject.note
-    assert TINY > 0.02
+@pytest.mark.parametrize(
+    ("config", "enlarged", "note"),
+    [
+        (T5Config(), ("weight",), "drawn larger, to show something: `weight`"),
+        # Parameters with values of their own stay as they are.
+        (AlibiConfig(learnable=True), (), "before any training (seed 0)"),
+        (AlibiConfig(), (), ""),
+    ],
+)
+def test_small_tables_are_drawn_larger_and_the_caption_says_so(config, enlarged, note):
+    subject = subject_of(config)
+    assert subject.enlarged == enlarged
+    assert note in subject.note if note else subject.note == ""
+    assert ("untrained" in subject.title) == bool(enlarged)
+    if enlarged:
+        assert float(bias_matrix(subject, 8).std()) > 0.2
+    else:
+        assert torch.allclose(bias_matrix(subject, 8), bias_matrix(subject_of(AlibiConfig()), 8), rtol=1e-5)
 
 
 def test_what_is_drawn_does_not_depend_on_the_global_seed():

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_as_is, measure_schemes
 from hf_posenc.metrics.forward import (
     check_capacity,
     check_vocabulary,
@@ -22,12 +23,11 @@ from hf_posenc.metrics.forward import (
 )
 from hf_posenc.metrics.generalization.examples import IGNORED, encode_example, end_token, held_out_examples, is_split
 from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, tested_lengths
-from hf_posenc.metrics.in_turn import measure_in_turn, subject_in_force
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.place.encoding import current_encoding, is_length_dependent
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.report.records import Quantity, Record, Result, View, joined
+from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.report.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -60,9 +60,9 @@ class GeneralizationRow:
     length: int
     samples: int
     held_out: bool
-    exact_match: float | None
-    interval: tuple[float, float] | None
-    token_accuracy: float | None
+    exact_match: float | None = None
+    interval: tuple[float, float] | None = None
+    token_accuracy: float | None = None
     reason: str | None = None
 
 
@@ -84,16 +84,16 @@ class GeneralizationResult:
 
     def records(self) -> list[Record]:
         """The same as records without a subject."""
-        found = []
+        records = []
         for row in self.rows:
             at, note = {"length": row.length}, f"length {row.length}: {row.reason}" if row.reason else self.note
             low, high = row.interval or (None, None)
-            found.append(Record("", "exact_match", row.exact_match, at, low, high, row.samples, note=note))
+            records.append(Record("", "exact_match", row.exact_match, at, low, high, row.samples, note=note))
             if row.token_accuracy is not None:
-                found.append(Record("", "token_accuracy", row.token_accuracy, at))
-            found.append(Record("", "examples", row.samples, at))
-            found.append(Record("", "held_out", None, at, passed=row.held_out))
-        return found
+                records.append(Record("", "token_accuracy", row.token_accuracy, at))
+            records.append(Record("", "examples", row.samples, at))
+            records.append(Record("", "held_out", None, at, passed=row.held_out))
+        return records
 
 
 def compare_generalization(
@@ -115,7 +115,7 @@ def compare_generalization(
         tokenizer: the one that it was trained with.
         task: see `exact_match`, as are the options that follow `schemes`.
         lengths: the lengths to test.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         samples: examples per length.
         seed: of the examples, and of new weights of a scheme.
         method: `"teacher_forced"` or `"generate"`.
@@ -133,31 +133,24 @@ def compare_generalization(
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
 
-    def measure(model: Any) -> list[Record]:
+    def measure(patched: Any) -> list[Record]:
         options: dict[str, Any] = {"samples": samples, "seed": seed, "method": method, "batch_size": batch_size}
-        return exact_match(model, tokenizer, task, lengths, **options).records()
+        return exact_match(patched, tokenizer, task, lengths, **options).records()
 
-    if schemes is None:
-        # Not in turn: what the model cannot do is then an error, not a row.
-        subjects, records = joined([(subject_in_force(model), measure(model))])
-    else:
-        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name = type(unwrapped(model)).__name__
-    quantities = (
-        Quantity("exact_match", "exact match", style="fraction"),
-        Quantity("token_accuracy", "token accuracy", style="fraction"),
-        Quantity("examples", "examples", style="count"),
-        Quantity("held_out", "held out", style="verdict"),
-    )
-    return Result(
-        task="generalization",
-        title=f"{name}, task {task.name!r} ({method}, seed {seed}): exact match by length",
-        quantities=quantities,
-        subjects=subjects,
-        records=records,
-        views=(View(tuple(quantity.name for quantity in quantities), rows=("length",)),),
+    measured = measure_as_is(model, measure) if schemes is None else measure_schemes(model, schemes, measure, seed=seed)
+    return evaluation_result(
+        "generalization",
+        f", task {task.name!r} ({method}, seed {seed}): exact match by length",
+        model,
+        measured,
+        (
+            Quantity("exact_match", "exact match", style="fraction"),
+            Quantity("token_accuracy", "token accuracy", style="fraction"),
+            Quantity("examples", "examples", style="count"),
+            Quantity("held_out", "held out", style="verdict"),
+        ),
+        rows=("length",),
         settings={
-            "model": name,
             "task": task.name,
             "lengths": list(lengths),
             "method": method,
@@ -253,7 +246,7 @@ def _measure(
                 right_tokens += int(hits.sum())
                 tokens += hits.numel()
     except (SequenceLengthError, FloatingPointError) as error:
-        return GeneralizationRow(length, len(rows), held_out, None, None, None, str(error))
+        return GeneralizationRow(length, len(rows), held_out, reason=str(error))
     accuracy = right_tokens / tokens if tokens else None
     interval = wilson_interval(right, len(rows))
     return GeneralizationRow(length, len(rows), held_out, right / len(rows), interval, accuracy)
@@ -303,16 +296,16 @@ def _generated(model: Any, tokenizer: Any, prompts: Tensor, answers: Tensor) -> 
 def _greedy(model: Any, end: int, length: int) -> Iterator[None]:
     """Lets a model write the most likely tokens, whatever its own generation config says, and restores that config."""
     target = unwrapped(model)
-    own = target.generation_config
+    before = target.generation_config
     plain = GenerationConfig(max_new_tokens=length, do_sample=False, num_beams=1, eos_token_id=end, pad_token_id=end)
-    plain.use_cache, plain.cache_implementation = own.use_cache, own.cache_implementation
+    plain.use_cache, plain.cache_implementation = before.use_cache, before.cache_implementation
     if is_encoder_decoder(model):
         plain.decoder_start_token_id = _decoder_start(model)
     target.generation_config = plain
     try:
         yield
     finally:
-        target.generation_config = own
+        target.generation_config = before
 
 
 def _longest_sequence(model: Any, ids: list[int], labels: list[int]) -> int:

@@ -170,15 +170,15 @@ def held_out_examples(task: SyntheticTask, length: int, samples: int, seed: int)
     split = is_split(task, length)
     wanted = samples if split else min(samples, task.prompt_count(length))
     generator = np.random.default_rng([seed, _TEST, length])
-    found: dict[str, Example] = {}
+    drawn: dict[str, Example] = {}
     # A small set of prompts may hold fewer than are wanted: after so many draws nearly all of it has been seen.
     for _ in range(wanted * HELD_OUT_SHARE * 8):
         example = task.example(length, generator)
         if not split or is_held_out(task, length, example):
-            found.setdefault(example.prompt, example)
-            if len(found) == wanted:
+            drawn.setdefault(example.prompt, example)
+            if len(drawn) == wanted:
                 break
-    return list(found.values())
+    return list(drawn.values())
 
 
 def is_split(task: SyntheticTask, length: int) -> bool:

@@ -54,9 +54,9 @@ class PatchSize:
 def _reads_images_alone(module: nn.Module) -> bool:
     """Whether the forward of a module runs on `pixel_values` and has no argument for token ids."""
     accepted = inspect.signature(module.forward).parameters
-    named = [one for one in accepted.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    required = [one.name for one in named if one.default is inspect.Parameter.empty]
-    return "pixel_values" in accepted and "input_ids" not in accepted and set(required) <= {"pixel_values"}
+    named = [argument for argument in accepted.values() if not argument.kind.name.startswith("VAR_")]
+    required = {argument.name for argument in named if argument.default is argument.empty}
+    return "pixel_values" in accepted and "input_ids" not in accepted and required <= {"pixel_values"}
 
 
 def _remedy(model: PreTrainedModel) -> str:
@@ -134,12 +134,12 @@ def patch_outputs(model: Any, pixel_values: Tensor) -> PatchOutputs:
     rows, columns = pixel_values.shape[-2] // size.height, pixel_values.shape[-1] // size.width
     with evaluation_mode(model):
         output = run_images(model, pixel_values, output_hidden_states=True, return_dict=True)
-    found = getattr(output, "hidden_states", None)
+    hidden_states = getattr(output, "hidden_states", None)
     name = type(unwrapped(model)).__name__
-    if not found or found[0] is None:
+    if not hidden_states or hidden_states[0] is None:
         raise UnsupportedError(f"{name} returns no hidden states, which are compared here.")
     states = []
-    for layer, state in enumerate(found):
+    for layer, state in enumerate(hidden_states):
         extra = state.shape[1] - rows * columns if state.dim() == 3 else -1
         if extra < 0:
             raise UnsupportedError(
@@ -149,8 +149,8 @@ def patch_outputs(model: Any, pixel_values: Tensor) -> PatchOutputs:
         states.append(state[:, extra:].unflatten(1, (rows, columns)).cpu())
     whole = getattr(output, "logits", None)
     whole = getattr(output, "pooler_output", None) if whole is None else whole
-    if whole is None and found[-1].shape[1] > rows * columns:
-        whole = found[-1][:, 0]
+    if whole is None and hidden_states[-1].shape[1] > rows * columns:
+        whole = hidden_states[-1][:, 0]
     if whole is not None and whole.dim() != 2:
         whole = None
     return PatchOutputs(tuple(states), None if whole is None else whole.cpu())

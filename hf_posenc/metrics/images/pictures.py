@@ -116,23 +116,23 @@ def load_pictures(
             "dataset on the hub."
         ) from error
     columns = dataset.column_names
-    found = {}
+    chosen = {}
     for kind, given, usual in (("image", image_column, IMAGE_COLUMNS), ("label", label_column, LABEL_COLUMNS)):
-        wanted = [one for one in ((given,) if given else usual) if one in columns]
+        wanted = [name for name in ((given,) if given else usual) if name in columns]
         if not wanted:
             raise UsageError(
                 f"{name!r} has no column {given or ' or '.join(usual)} with the {kind}s; its columns: "
                 f"{', '.join(columns)}. Name one with --{kind}_column; a folder needs one folder per class."
             )
-        found[kind] = wanted[0]
-    labels, feature = dataset[found["label"]], dataset.features[found["label"]]
+        chosen[kind] = wanted[0]
+    labels, feature = dataset[chosen["label"]], dataset.features[chosen["label"]]
     if isinstance(feature, ClassLabel):
         names = tuple(feature.names)
         numbers = tuple(int(label) for label in labels)
     else:
         names = tuple(sorted({str(label) for label in labels}))
         numbers = tuple(names.index(str(label)) for label in labels)
-    return Pictures(path.name if path.is_dir() else str(name), _Column(dataset, found["image"]), numbers, names)
+    return Pictures(path.name if path.is_dir() else str(name), _Column(dataset, chosen["image"]), numbers, names)
 
 
 def _digits() -> Pictures:
@@ -143,10 +143,10 @@ def _digits() -> Pictures:
             f"The handwritten digits install with scikit-learn, which cannot be imported ({error}): pip install "
             "'hf-posenc[images]', or name a folder of pictures."
         ) from error
-    found = load_digits()
-    pictures = torch.from_numpy(found.images).float()[:, None] / 16
-    classes = tuple(str(number) for number in found.target_names)
-    return Pictures("scikit-learn's digits", list(pictures), tuple(int(label) for label in found.target), classes)
+    digits = load_digits()
+    pictures = torch.from_numpy(digits.images).float()[:, None] / 16
+    classes = tuple(str(number) for number in digits.target_names)
+    return Pictures("scikit-learn's digits", list(pictures), tuple(int(label) for label in digits.target), classes)
 
 
 def resized(picture: Tensor, resolution: int, channels: int) -> Tensor:

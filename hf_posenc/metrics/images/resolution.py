@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.evaluation import Measured, evaluation_result, measure_as_is, measure_schemes
 from hf_posenc.metrics.images.patches import PatchSize, run_images
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
-from hf_posenc.metrics.in_turn import check_schemes, measure_in_turn, subject_in_force
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
+from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
 
@@ -131,7 +131,7 @@ def resolution_test(
 
     Args:
         model: an image classifier, patched or not; left as it was found.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         resolutions: pixels along each side of the pictures.
         dataset: "digits" for scikit-learn's, a folder with one folder per class, or a dataset on the hub.
         split: which split of the dataset.
@@ -149,7 +149,6 @@ def resolution_test(
         UnsupportedError: if the model is no classifier of images.
         UsageError: if the pictures cannot be loaded.
     """
-    check_schemes(schemes)
     check_resolutions(PatchSize.of(model), resolutions)
     pictures = load_pictures(dataset, split=split)
     if max_pictures is not None and max_pictures < len(pictures):
@@ -164,12 +163,12 @@ def resolution_test(
     def measure(patched: Any) -> list[Record]:
         return _records(accuracy_by_resolution(patched, pictures, resolutions, batch_size=batch_size))
 
-    return _result(model, pictures, measure_in_turn(model, schemes, measure, seed=seed), seed=seed)
+    return _result(model, pictures, measure_schemes(model, schemes, measure, seed=seed), seed=seed)
 
 
 def resolution_result(model: Any, pictures: Pictures, rows: Sequence[ResolutionRow]) -> Result:
     """The result of one model as it is, from what `accuracy_by_resolution` returned."""
-    return _result(model, pictures, joined([(subject_in_force(model), _records(rows))]))
+    return _result(model, pictures, measure_as_is(model, lambda _: _records(rows)))
 
 
 def _records(rows: Sequence[ResolutionRow]) -> list[Record]:
@@ -182,26 +181,19 @@ def _records(rows: Sequence[ResolutionRow]) -> list[Record]:
     return records
 
 
-def _result(
-    model: Any, pictures: Pictures, measured: tuple[tuple[Subject, ...], tuple[Record, ...]], **settings: Any
-) -> Result:
-    (subjects, records), name = measured, type(unwrapped(model)).__name__
-    return Result(
-        task="resolution",
-        title=f"{name}: {pictures.source}, right answers by resolution",
-        quantities=(
+def _result(model: Any, pictures: Pictures, measured: Measured, **settings: Any) -> Result:
+    _, records = measured
+    resolutions = list(dict.fromkeys(record.at["resolution"] for record in records))
+    return evaluation_result(
+        "resolution",
+        f": {pictures.source}, right answers by resolution",
+        model,
+        measured,
+        (
             Quantity("accuracy", "{resolution} pixels (%)", style="percent_tenths"),
             Quantity("loss", "loss at {resolution}", style="loss"),
         ),
-        subjects=subjects,
-        records=records,
         views=(View(("accuracy",)), View(("loss",))),
-        settings={
-            "model": name,
-            "pictures": pictures.source,
-            "count": len(pictures),
-            "resolutions": list(dict.fromkeys(record.at["resolution"] for record in records)),
-            **settings,
-        },
+        settings={"pictures": pictures.source, "count": len(pictures), "resolutions": resolutions, **settings},
         remarks=("Intervals are 95 % Wilson intervals over the pictures.",),
     )

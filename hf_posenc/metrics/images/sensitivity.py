@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.dog import differences_by_layer, shown_layers
+from hf_posenc.metrics.dog import SHOWN_LAYERS, distance_quantities, distances_by_layer
+from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_schemes
 from hf_posenc.metrics.forward import rounding
 from hf_posenc.metrics.images.patches import PatchSize, cut, drawn_images, joined_patches, patch_outputs
-from hf_posenc.metrics.in_turn import check_schemes, measure_in_turn
 from hf_posenc.metrics.statistics import relative_changes
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
@@ -47,7 +47,7 @@ def image_sensitivity_test(
 
     Args:
         model: a transformers model of images alone, patched or not.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         grid: patches in a row and in a column of the image.
         steps: distances of the two equal patches, in patches.
         images: number of images that the means are over.
@@ -69,7 +69,6 @@ def image_sensitivity_test(
         MeasurementError: if the grid is too small for the steps.
         UnsupportedError: if the model is not one of images alone, or merges its patches.
     """
-    check_schemes(schemes)
     if images < 1 or not steps or min(steps) < 1 or max(steps) >= grid:
         raise MeasurementError(
             f"Two patches of a grid of {grid} are 1 to {grid - 1} patches apart, in at least one image; got "
@@ -87,38 +86,35 @@ def image_sensitivity_test(
             for name, (row, column) in (("right", (0, step)), ("down", (step, 0))):
                 pair = drawn.clone()
                 pair[:, row, column] = pair[:, 0, 0]
-                for layer, state in enumerate(patch_outputs(patched, joined_patches(pair)).states):
-                    distances = relative_changes(state[:, 0, 0], state[:, row, column])
-                    at = {"step": step, "layer": layer}
-                    records.append(Record("", name, float(distances.mean()), at, count=images))
-        before, after = (patch_outputs(patched, joined_patches(one)) for one in (drawn, shuffled))
-        for layer, (state, moved) in enumerate(zip(before.states, after.states, strict=True)):
-            same = state.flatten(1, 2)[:, order]
-            distances = relative_changes(same.flatten(0, 1), moved.flatten(1, 2).flatten(0, 1))
-            records.append(Record("", "shuffled", float(distances.mean()), {"layer": layer}, count=images))
+                states = patch_outputs(patched, joined_patches(pair)).states
+                same = ((state[:, 0, 0], state[:, row, column]) for state in states)
+                records += layer_distances(name, same, {"step": step}, count=images)
+        before, after = (patch_outputs(patched, joined_patches(patches)) for patches in (drawn, shuffled))
+        moved = (
+            (state.flatten(1, 2)[:, order].flatten(0, 1), other.flatten(1, 2).flatten(0, 1))
+            for state, other in zip(before.states, after.states, strict=True)
+        )
+        records += layer_distances("shuffled", moved, count=images)
         if before.whole is not None and after.whole is not None:
             distance = float(relative_changes(before.whole, after.whole).mean())
             records.append(Record("", "whole", distance, count=images))
-        largest = max(one.value or 0.0 for one in records)
+        largest = max(record.value or 0.0 for record in records)
         return [*records, Record("", "sees_places", passed=largest > tolerance)]
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    last = max((record.at["layer"] for record in records if "layer" in record.at), default=0)
-    return Result(
-        task="image_sensitivity",
-        title=f"{type(model).__name__}: relative distances of patches, {grid} x {grid} in an image",
-        quantities=(
+    return evaluation_result(
+        "image_sensitivity",
+        f": relative distances of patches, {grid} x {grid} in an image",
+        model,
+        measure_schemes(model, schemes, measure, seed=seed),
+        (
             Quantity("right", "{step} right"),
             Quantity("down", "{step} down"),
             Quantity("shuffled", "shuffled"),
             Quantity("whole", "whole"),
             Quantity("sees_places", "sees places", style="verdict"),
         ),
-        subjects=subjects,
-        records=records,
-        views=(View(("right", "down", "shuffled", "whole", "sees_places"), shown={"layer": [last]}),),
+        layers=1,
         settings={
-            "model": type(model).__name__,
             "grid": grid,
             "patch": [size.height, size.width],
             "images": images,
@@ -191,8 +187,8 @@ def picture_of_two_dogs(rows: int, columns: int, first: tuple[int, int], second:
     return picture
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return all(abs(here - there) < SIDE for here, there in zip(one, other, strict=True))
+def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    return all(abs(here - there) < SIDE for here, there in zip(first, second, strict=True))
 
 
 def picture_dog_test(
@@ -215,7 +211,7 @@ def picture_dog_test(
 
     Args:
         model: a transformers model of images alone, patched or not.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         grid: patches in a row and in a column of the picture.
         first: row and column of the first dog's upper left patch; a dog takes two rows and two columns.
         second: the same of the second dog.
@@ -235,7 +231,6 @@ def picture_dog_test(
         MeasurementError: if a dog leaves the picture, or the dogs overlap.
         UnsupportedError: if the model is not one of images alone, or merges its patches.
     """
-    check_schemes(schemes)
     for place in (first, second):
         if len(place) != 2:
             raise MeasurementError(f"A place is a row and a column; got {list(place)}.")
@@ -249,29 +244,19 @@ def picture_dog_test(
     def measure(patched: Any) -> list[Record]:
         dog, other = ((0, slice(row, row + SIDE), slice(column, column + SIDE)) for row, column in (first, second))
         states = patch_outputs(patched, pixel_values).states
-        records, largest = differences_by_layer([(state[dog], state[other]) for state in states])
+        records, largest = distances_by_layer([(state[dog], state[other]) for state in states])
         return [*records, Record("", "told_apart", passed=largest > tolerance)]
 
     tolerance = rounding(next(model.parameters()).dtype)
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    return Result(
-        task="picture_dog",
-        title=f"{type(model).__name__}: how different two equal dogs in one picture are",
-        quantities=(
-            Quantity(
-                "relative_l2",
-                "layer {layer}",
-                "layer: distance between the model's states of the two dogs, as a share of their length; layer 0 is "
-                "the input of the first layer.",
-            ),
-            Quantity("cosine", "layer {layer}, cosine"),
-            Quantity("told_apart", "apart", "apart: whether positions tell the two dogs apart.", style="verdict"),
-        ),
-        subjects=subjects,
-        records=records,
-        views=(View(("relative_l2", "told_apart"), shown={"layer": shown_layers(records)}),),
+    return evaluation_result(
+        "picture_dog",
+        ": how different two equal dogs in one picture are",
+        model,
+        measure_schemes(model, schemes, measure, seed=seed),
+        distance_quantities("the two dogs", "states", "the input of the first layer"),
+        views=(View(("relative_l2", "told_apart")),),
+        layers=SHOWN_LAYERS,
         settings={
-            "model": type(model).__name__,
             "grid": grid,
             "patch": [size.height, size.width],
             "first": list(first),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError
+from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import predicts_next_token
-from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import (
     IGNORED,
     TOKENS_PER_BATCH,
@@ -235,8 +235,8 @@ def sliding_window_loss(
             span, scored = slice(start, start + content), slice(first - start, last - start)
             targets = torch.full_like(labels[:, span], IGNORED)
             targets[:, scored] = labels[:, first:last]
-            found = _framed_losses(model, input_ids[:, span], targets, causal, frame, tokens_per_batch)
-            losses[:, first:last] = found[:, scored]
+            read = _framed_losses(model, input_ids[:, span], targets, causal, frame, tokens_per_batch)
+            losses[:, first:last] = read[:, scored]
     except SequenceLengthError as error:
         return LengthRow(window, None, None, 0, str(error), stride)
     return _row(window, losses, tail, stride)
@@ -325,7 +325,7 @@ def text_losses(
         tokenizer: its tokenizer.
         texts: held-out documents.
         lengths: in tokens; windows of text are as long as the longest.
-        schemes: what is measured, one after the other; see `measure_in_turn`.
+        schemes: what is measured, one after the other; see `measure_schemes`.
         max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
         sliding_window: length of the sliding window; `None` leaves it out.
         stride: of the sliding window; by default half of it.
@@ -374,37 +374,35 @@ def text_losses(
     }
 
     def measure(patched: Any) -> list[Record]:
-        found = loss_by_length(patched, *batch, lengths, **options)
-        records = [one for row in found.rows for one in _records(row, "", {"length": row.length})]
-        if found.sliding is not None:
-            at = {"window": found.sliding.length, "stride": found.sliding.stride}
-            records += _records(found.sliding, "sliding_", at)
-        bins = itertools.pairwise(found.position_edges)
+        measured = loss_by_length(patched, *batch, lengths, **options)
+        records = [record for row in measured.rows for record in _records(row, "", {"length": row.length})]
+        if measured.sliding is not None:
+            at = {"window": measured.sliding.length, "stride": measured.sliding.stride}
+            records += _records(measured.sliding, "sliding_", at)
+        bins = itertools.pairwise(measured.position_edges)
         return records + [
             Record("", "position_loss", loss, {"start": start, "stop": stop})
-            for (start, stop), loss in zip(bins, found.position_loss, strict=True)
+            for (start, stop), loss in zip(bins, measured.position_loss, strict=True)
         ]
 
-    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
-    name, count, kind = type(model).__name__, windows.shape[0], "the next token" if causal else "masked tokens"
+    count, kind = windows.shape[0], "the next token" if causal else "masked tokens"
     titles = {
         "loss": "Mean loss",
         "perplexity": "Perplexity" if causal else "Pseudo-perplexity (of masked tokens)",
         "tail_loss": f"Loss of the last {options['tail']} tokens of each window",
     }
-    return Result(
-        task="loss",
-        title=f"{name}: loss of {kind} in nats, over the same {count} x {windows.shape[1]} tokens at every length.",
-        quantities=(
+    return evaluation_result(
+        "loss",
+        f": loss of {kind} in nats, over the same {count} x {windows.shape[1]} tokens at every length.",
+        model,
+        measure_schemes(model, schemes, measure, seed=seed),
+        (
             *(Quantity(quantity, "{length}", style="loss") for quantity in titles),
             *(Quantity(f"sliding_{quantity}", "sliding {window}/{stride}", style="loss") for quantity in titles),
             Quantity("position_loss", "{start} to {stop}", style="loss"),
         ),
-        subjects=subjects,
-        records=records,
-        views=tuple(View((quantity, f"sliding_{quantity}"), title) for quantity, title in titles.items()),
+        views=[View((quantity, f"sliding_{quantity}"), title) for quantity, title in titles.items()],
         settings={
-            "model": name,
             "causal": causal,
             "lengths": list(lengths),
             "windows": count,

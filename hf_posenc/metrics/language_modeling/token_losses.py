@@ -73,7 +73,7 @@ def check_batch(model: Any, input_ids: Tensor, labels: Tensor, tokens_per_batch:
     targets = labels[labels != IGNORED]
     if targets.numel() == 0:
         raise MeasurementError(f"labels holds no target: every label is {IGNORED}.")
-    check_vocabulary(model, *(int(one) for ids in (input_ids, targets) for one in (ids.min(), ids.max())))
+    check_vocabulary(model, *(int(end) for ids in (input_ids, targets) for end in (ids.min(), ids.max())))
 
 
 def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
@@ -90,8 +90,8 @@ def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
         for row, place in (indices.unbind(-1) for indices in rows)
     ]
     # NaN says that a token is no target. A model whose logits are none gives no probability to any.
-    found = torch.cat(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    (losses[:, 1:] if causal else losses)[wanted] = found
+    finite = torch.cat(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    (losses[:, 1:] if causal else losses)[wanted] = finite
     return losses.cpu()
 
 

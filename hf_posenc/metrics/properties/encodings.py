@@ -153,8 +153,8 @@ def length_consistency(specimen: Specimen, refusals: Refusals, *, length: int = 
             by_length[total] = difference
             if specimen.parts.logit_scale is not None:
                 factors = [
-                    specimen.parts.logit_scale(positions_at(ids, lengths=torch.tensor([[one]])))
-                    for one in (length, total)
+                    specimen.parts.logit_scale(positions_at(ids, lengths=torch.tensor([[shown]])))
+                    for shown in (length, total)
                 ]
                 by_length[total] = max(difference, float((factors[0] - factors[1]).abs().max()))
     return None if refusals else (max(by_length.values()), {"length": length, "by_length": by_length})
@@ -215,7 +215,7 @@ def low_precision(specimen: Specimen, refusals: Refusals, dtype: torch.dtype, *,
             first = rounded_ids(ids, form).clamp(max=count - 1).unique()
             exact = unique_rows(cast_rows(specimen, ids, torch.float32))
             cast, cast_first = (
-                unique_rows(cast_rows(specimen, *one)) for one in ((ids, dtype), (first, torch.float32))
+                unique_rows(cast_rows(specimen, *cut)) for cut in ((ids, dtype), (first, torch.float32))
             )
             break
     if cast is None:
@@ -249,7 +249,7 @@ def logit_defect(scheme: str | SchemeConfig | Specimen, position: int, dtype: to
     their rounding grows with their size.
     """
     specimen = build_specimen(scheme)
-    query_weight, key_weight = (one.to(dtype).float() for one in (specimen.query_weight, specimen.key_weight))
+    query_weight, key_weight = (weight.to(dtype).float() for weight in (specimen.query_weight, specimen.key_weight))
     rounded = dataclasses.replace(specimen, query_weight=query_weight, key_weight=key_weight)
     contents = random_contents(4, 16).to(dtype).float()
     positions, visible = positions_at(torch.arange(position, position + 16)), specimen.visible(16)

@@ -57,11 +57,11 @@ def linearity(
     for count in (length, TRAINING_LENGTH):
         with refusals.at(f"positions up to {count - 1}"):
             for shift in shifts:
-                found = {} if parts.additive is None else _vector_residuals(specimen, count, shift)
+                residuals = {} if parts.additive is None else _vector_residuals(specimen, count, shift)
                 if parts.query_key_map is not None:
-                    found["map"] = _map_residual(specimen, parts.query_key_map, min(count, MAPS_UP_TO), shift)
-                by_shift[shift] = max(found.pop(name) for name in ("fitted", "map") if name in found)
-                largest |= {name: max(value, largest.get(name, 0.0)) for name, value in found.items()}
+                    residuals["map"] = _map_residual(specimen, parts.query_key_map, min(count, MAPS_UP_TO), shift)
+                by_shift[shift] = max(residuals.pop(name) for name in ("fitted", "map") if name in residuals)
+                largest |= {name: max(value, largest.get(name, 0.0)) for name, value in residuals.items()}
             break
     return (max(by_shift.values()), {"length": count, "by_shift": by_shift, **largest}) if by_shift else None
 
@@ -112,9 +112,9 @@ def fitted_residual(source: Tensor, target: Tensor, fitted: Tensor) -> float:
     return _relative_residual(source[~fitted] @ solution, target[~fitted])
 
 
-def _relative_residual(found: Tensor, expected: Tensor) -> float:
+def _relative_residual(actual: Tensor, expected: Tensor) -> float:
     smallest = torch.finfo(torch.float32).tiny
-    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=smallest)).max())
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=smallest)).max())
 
 
 def _vector_residuals(specimen: Specimen, length: int, shift: int) -> dict[str, float]:
@@ -125,14 +125,14 @@ def _vector_residuals(specimen: Specimen, length: int, shift: int) -> dict[str, 
     source, target = (specimen.additive(positions_at(ids, lengths=lengths))[0] for ids in (starts, starts + shift))
     first_half = starts < (length - shift) // 2
     constant = torch.ones(source.shape[0], 1)
-    found = {
+    residuals = {
         "fitted": fitted_residual(source, target, first_half),
         "affine": fitted_residual(torch.cat((source, constant), dim=-1), target, first_half),
     }
     if isinstance(specimen.config, SinusoidalConfig):
         matrix = sinusoidal_shift(specimen.config, source.shape[-1], shift)
-        found["explicit"] = _relative_residual(source.double() @ matrix.T, target.double())
-    return found
+        residuals["explicit"] = _relative_residual(source.double() @ matrix.T, target.double())
+    return residuals
 
 
 def _map_residual(specimen: Specimen, query_key_map: QueryKeyMap, length: int, shift: int) -> float:
@@ -154,6 +154,6 @@ def _map_residual(specimen: Specimen, query_key_map: QueryKeyMap, length: int, s
         if bool((torch.linalg.matrix_rank(origin) < origin.shape[-1]).any()):
             return float("inf")
         move = step @ torch.linalg.inv(origin)
-        found, expected = move.unsqueeze(1) @ start.double(), end.double()
-        residuals.append(float(((found - expected).norm(dim=(-1, -2)) / expected.norm(dim=(-1, -2))).max()))
+        moved, expected = move.unsqueeze(1) @ start.double(), end.double()
+        residuals.append(float(((moved - expected).norm(dim=(-1, -2)) / expected.norm(dim=(-1, -2))).max()))
     return max(residuals)

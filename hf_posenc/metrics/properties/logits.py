@@ -208,10 +208,10 @@ def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, 
     def reads(axes: int) -> bool:
         """A scheme of another number of axes refuses these, or does not see them."""
         try:
-            one, other = (logits(_grid(axes, seed, _STEPS)) for seed in (0, 1))
+            first, second = (logits(_grid(axes, seed, _STEPS)) for seed in (0, 1))
         except (PositionEncodingError, ValueError):
             return False
-        return logit_change(specimen, other, one) > SEEN_ABOVE
+        return logit_change(specimen, second, first) > SEEN_ABOVE
 
     axes = 2 if segment_length is not None else next((count for count in (2, 3, 4) if reads(count)), None)
     if axes is None:

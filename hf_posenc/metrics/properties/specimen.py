@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, PositionEncodingError
-from hf_posenc.metrics.in_turn import resolve_scheme
+from hf_posenc.metrics.evaluation import resolve_scheme
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
@@ -253,17 +253,17 @@ def measured(threshold: float) -> Callable[[Callable[..., Found | None]], Callab
         @functools.wraps(function)
         @torch.no_grad()
         def measure(scheme: str | SchemeConfig | Specimen, *arguments: Any, **options: Any) -> Measurement:
-            specimen, refusals, found = build_specimen(scheme), Refusals(), None
+            specimen, refusals, measurement = build_specimen(scheme), Refusals(), None
             try:
                 with refusals.at("everything asked for"):
-                    found = function(specimen, refusals, *arguments, **options)
+                    measurement = function(specimen, refusals, *arguments, **options)
             except DoesNotApplyError as reason:
                 return Measurement(None, reason=str(reason))
-            if found is None:
+            if measurement is None:
                 why = "the scheme refuses all positions that were asked for"
                 return Measurement(None, refused=tuple(refusals), reason=why)
-            within = found[0] is not None and found[0] <= threshold
-            value, details, passed, shown = found if len(found) == 4 else (*found, within, None)
+            within = measurement[0] is not None and measurement[0] <= threshold
+            value, details, passed, shown = measurement if len(measurement) == 4 else (*measurement, within, None)
             return Measurement(passed, value, threshold, details, tuple(refusals), shown=shown)
 
         return measure

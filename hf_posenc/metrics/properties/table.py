@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.in_turn import resolve_scheme
+from hf_posenc.metrics.evaluation import resolve_scheme
 from hf_posenc.metrics.properties.decay import long_term_decay
 from hf_posenc.metrics.properties.encodings import DTYPES, length_consistency, low_precision, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity
@@ -136,20 +136,20 @@ def _records(label: str, specimen: Specimen) -> Iterator[Record]:
         (parts.logit_scale, "scale"),
     )
     yield Record("", "acts_on", shown=" + ".join(kind for part, kind in kinds if part is not None) or "-")
-    found = {name: measure(specimen) for name, (measure, _, _) in PROPERTIES.items()}
+    measurements = {name: measure(specimen) for name, (measure, _, _) in PROPERTIES.items()}
     # One reason stands for all: a scheme that ends somewhere says the same of every position past it.
-    refused = next((one.refused[0] for one in found.values() if one.refused), "")
+    refused = next((row.refused[0] for row in measurements.values() if row.refused), "")
     note = f"{label}: not all positions could be evaluated. {refused.partition(': ')[2]}"
-    for name, one in found.items():
-        details = {"threshold": one.threshold, "details": one.details, "refused": one.refused, "reason": one.reason}
-        finite = one.value is not None and math.isfinite(one.value)
+    for name, row in measurements.items():
+        details = {"threshold": row.threshold, "details": row.details, "refused": row.refused, "reason": row.reason}
+        finite = row.value is not None and math.isfinite(row.value)
         yield Record(
             "",
             name,
-            value=one.value if finite else None,
-            passed=one.passed,
-            note=note if one.refused else "",
-            shown=one.shown or ("" if finite or one.value is None else str(one.value)),
+            value=row.value if finite else None,
+            passed=row.passed,
+            note=note if row.refused else "",
+            shown=row.shown or ("" if finite or row.value is None else str(row.value)),
             details={key: item for key, item in _json_ready(details).items() if item not in (None, [], {})},
         )
 

@@ -67,8 +67,8 @@ def position_map(subject: Subject) -> Figure:
 
 
 def _far_positions(subject: Subject) -> FarPositionsConfig | None:
-    found = (getattr(module, "far", None) for part in subject.parts for module in part.modules())
-    return next((far for far in found if isinstance(far, FarPositionsConfig)), None)
+    candidates = (getattr(module, "far", None) for part in subject.parts for module in part.modules())
+    return next((far for far in candidates if isinstance(far, FarPositionsConfig)), None)
 
 
 @figure_kind(

@@ -153,5 +153,5 @@ def by_head(values: Tensor, compared: Tensor | None = None) -> dict[str, Tensor]
 def untangled(lines: dict[str, Tensor]) -> dict[str, Tensor]:
     """The lines, or the first alone where they cross so often that none could be followed."""
     pairs = itertools.combinations(lines.values(), 2)
-    crossings = sum(int(((one - other).sign().diff().abs() > 1).sum()) for one, other in pairs)
+    crossings = sum(int(((line - other).sign().diff().abs() > 1).sum()) for line, other in pairs)
     return lines if crossings <= _CROSSINGS else dict([*lines.items()][:1])

@@ -43,7 +43,7 @@ def turning_pairs(subject: Subject) -> list[tuple[float, tuple[int, int]]]:
     pairs = [(2 * pair, 2 * pair + 1) if interleaved else (pair, pair + count) for pair in range(count)]
     vectors = mapped_vectors(subject, random_query(subject), _LENGTH).double()
     speeds = [_speed(vectors[:, list(pair)]) for pair in pairs]
-    return sorted(((s, pair) for s, pair in zip(speeds, pairs, strict=True) if s), key=lambda one: (-one[0], one[1]))
+    return sorted(((s, pair) for s, pair in zip(speeds, pairs, strict=True) if s), key=lambda turn: (-turn[0], turn[1]))
 
 
 def _speed(pair: Tensor) -> float:
@@ -109,13 +109,13 @@ def changed_spectra(subject: Subject) -> dict[str, Tensor]:
     part = subject.parts.query_key_map
     row_word = "axis" if part is not None and part.reads_coordinates else "head"
     for length in _LENGTHS:
-        found = turning_frequencies(subject, length)
-        assert found is not None
-        for row in spread(range(found.shape[0]), 3):
-            if not any(torch.allclose(found[row], spectrum, rtol=1e-4, atol=1e-9) for spectrum in known):
-                name = "this scheme" if found.shape[0] == 1 else f"{row_word} {row + 1} of {found.shape[0]}"
-                known.append(found[row])
-                spectra[name if length == _LENGTHS[0] else f"at {length} tokens"] = found[row]
+        rates = turning_frequencies(subject, length)
+        assert rates is not None
+        for row in spread(range(rates.shape[0]), 3):
+            if not any(torch.allclose(rates[row], spectrum, rtol=1e-4, atol=1e-9) for spectrum in known):
+                name = "this scheme" if rates.shape[0] == 1 else f"{row_word} {row + 1} of {rates.shape[0]}"
+                known.append(rates[row])
+                spectra[name if length == _LENGTHS[0] else f"at {length} tokens"] = rates[row]
     return dict(list(spectra.items())[:4])
 
 

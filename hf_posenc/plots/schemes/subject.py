@@ -203,9 +203,9 @@ def equal_query_key_logits(subject: Subject, positions: Positions, samples: int)
     generator = torch.Generator().manual_seed(INPUT_SEED)
     vectors = torch.randn(samples, 1, 1, width, generator=generator)
     results = []
-    for one in vectors.expand(samples, heads, length, width).split(1):
+    for vector in vectors.expand(samples, heads, length, width).split(1):
         hidden = torch.randn(1, length, subject.context.hidden_size, generator=generator)
-        results.append(positional_logits(subject.parts, one, one, positions, hidden))
+        results.append(positional_logits(subject.parts, vector, vector, positions, hidden))
     return torch.cat(results)
 
 

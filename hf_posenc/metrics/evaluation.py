@@ -1,19 +1,22 @@
-"""One measurement under several schemes, one after the other, on one model."""
+"""An evaluation: one measurement under several schemes, one after the other, and the result that its records make."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.statistics import relative_changes, spread
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import isolated_rng
-from hf_posenc.report.records import Record, Subject, joined
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.arrangement.native import names_native
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
@@ -22,12 +25,64 @@ from hf_posenc.schemes.registry import get_scheme
 NATIVE = "native"
 
 Measure = Callable[[Any], Sequence[Record]]
+#: What was measured, and the records.
+Measured = tuple[tuple[Subject, ...], tuple[Record, ...]]
 _Part = tuple[Subject, Sequence[Record]]
 
 
-def measure_in_turn(
+def evaluation_result(
+    task: str,
+    title: str,
+    model: Any,
+    measured: Measured,
+    quantities: Sequence[Quantity],
+    *,
+    views: Sequence[View] = (),
+    rows: tuple[str, ...] = (),
+    layers: int | None = None,
+    settings: Mapping[str, Any],
+    remarks: Sequence[str] = (),
+) -> Result:
+    """The result of an evaluation, whose title follows the class of the model.
+
+    Without `views` there is one table of all quantities, with `rows` as in a `View`. Tables show so many `layers`,
+    evenly spread up to the last; all of them if it is `None`.
+    """
+    (subjects, records), name = measured, type(unwrapped(model)).__name__
+    views = views or (View(tuple(quantity.name for quantity in quantities), rows=rows),)
+    if layers is not None:
+        shown = {"layer": spread(sorted({record.at["layer"] for record in records if "layer" in record.at}), layers)}
+        views = [dataclasses.replace(view, shown={**view.shown, **shown}) for view in views]
+    return Result(
+        task=task,
+        title=name + title,
+        quantities=tuple(quantities),
+        subjects=subjects,
+        records=records,
+        views=tuple(views),
+        settings={"model": name, **settings},
+        remarks=tuple(remarks),
+    )
+
+
+def layer_distances(
+    quantity: str, pairs: Iterable[tuple[Tensor, Tensor]], at: Mapping[str, Any] | None = None, count: int | None = None
+) -> list[Record]:
+    """The mean relative distance of two batches of states in each layer, a pair of `(batch, ...)` per layer."""
+    return [
+        Record("", quantity, float(relative_changes(*pair).mean()), {**(at or {}), "layer": layer}, count=count)
+        for layer, pair in enumerate(pairs)
+    ]
+
+
+def measure_as_is(model: Any, measure: Measure) -> Measured:
+    """Measures the scheme that a model has; what it cannot do is an error, not a row."""
+    return joined([(subject_in_force(model), measure(model))])
+
+
+def measure_schemes(
     model: Any, schemes: Sequence[str | SchemeConfig] | None, measure: Measure, *, seed: int = 0
-) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
+) -> Measured:
     """Patches each scheme into the stock model, measures, and takes it out again.
 
     The model is left as it was found, also after an error: its own scheme is put back with all it has learned. A scheme
@@ -47,18 +102,19 @@ def measure_in_turn(
         UnknownNameError: for an unknown scheme, before the model is touched.
         MeasurementError: if a scheme given by name needs options.
     """
-    if schemes is None:
-        return joined([_measured(model, subject_in_force(model), measure)])
     wanted: list[SchemeConfig | None] = []
     for config in check_schemes(schemes):
         wanted += [] if config in wanted else [config]
-    with Transaction(model).suspended():
-        return joined(
-            _measured(model, subject_in_force(model), measure)
-            if config is None
-            else _patched(model, config, measure, seed)
-            for config in wanted
-        )
+    with isolated_rng(seed):
+        if schemes is None:
+            return joined([_measured(model, subject_in_force(model), measure)])
+        with Transaction(model).suspended():
+            return joined(
+                _measured(model, subject_in_force(model), measure)
+                if config is None
+                else _patched(model, config, measure, seed)
+                for config in wanted
+            )
 
 
 def check_schemes(schemes: Sequence[str | SchemeConfig] | None) -> list[SchemeConfig | None]:
