@@ -17,11 +17,12 @@ import pytest
 import torch
 from filelock import FileLock
 
+from docs.study import archive
 from tests.thinning import mostly_slow
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
-from training.study import archive, outputs, run, workers
+from training.study import outputs, run, workers
 from training.study.folder import LOCK
 
 STRETCHED = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}, "theta": 500.0}}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from docs.study import frequencies, kept_models, low_precision, moved_positions
+from docs.study.frequencies import frequency_usage
+from docs.study.low_precision import precision_rows
+from docs.study.moved_positions import divergence_by_position
 from hf_posenc import UnsupportedError, patch_model
 from tests.fixtures.make import CHECKPOINTS
-from training.study import frequencies, kept_models, low_precision, moved_positions
-from training.study.frequencies import frequency_usage
-from training.study.low_precision import precision_rows
-from training.study.moved_positions import divergence_by_position
 
 TOKENS = torch.arange(3, 67).repeat(2, 1)
 

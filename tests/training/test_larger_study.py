@@ -18,7 +18,7 @@ from training.study.models import new_model
 from training.study.results import Task
 from training.study.settings import parse_study
 
-STUDY = Path(__file__).resolve().parents[2] / "training" / "studies" / "reference_gpu.yaml"
+STUDY = Path(__file__).resolve().parents[2] / "docs" / "study" / "settings" / "reference_gpu.yaml"
 
 
 @pytest.fixture(scope="module")

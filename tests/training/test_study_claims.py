@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from docs.study import archive, claims
+from docs.study.claims import CLAIMS, LENGTH, Outcome, outcomes, verdict_of
 from training.files import write_json
-from training.study import archive, claims
-from training.study.claims import CLAIMS, LENGTH, Outcome, outcomes, verdict_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH]

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from training.errors import SettingsError
-from training.study.significance import (
+from docs.study.significance import (
     difference_over_texts,
     holm,
     mean_difference,
@@ -18,6 +17,7 @@ from training.study.significance import (
     prediction,
     share,
 )
+from training.errors import SettingsError
 
 
 def test_seeds_are_paired_and_those_of_one_scheme_are_left_out() -> None:

@@ -1,7 +1,7 @@
 """The trainings of a study in one Parquet file: to read with pandas, and to go on with a study elsewhere.
 
-    python training/study/archive.py pack outputs/compare runs.parquet
-    python training/study/archive.py unpack runs.parquet outputs/compare
+    python docs/study/archive.py pack outputs/compare runs.parquet
+    python docs/study/archive.py unpack runs.parquet outputs/compare
 
 `pandas.read_parquet` gives one row per training that has ended. Figures are columns of lists and named values, as in
 `results.json`; what differs from scheme to scheme (`config`, `training`, `settings`, ...) is JSON text.

@@ -1,7 +1,7 @@
 """Writes the tables and figures of docs/study from the packed trainings in docs/study/runs.
 
-python docs/generate/study.py             # tables and figures
-python docs/generate/study.py --no-draw   # tables only
+python docs/study/make_pages.py             # tables and figures
+python docs/study/make_pages.py --no-draw   # tables only
 
 A table stands in a page between `<!-- table: NAME -->` and `<!-- end -->`. The text around it is written by hand.
 """
@@ -19,9 +19,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from docs.generate.study_leaderboard import leaderboard, one_seed_leaderboard
-from docs.generate.study_models import frequencies_table, moved_table, precision_table
-from docs.generate.study_numbers import (
+from docs.study.archive import study_in, trainings
+from docs.study.claims import (
+    CLAIMS,
+    LENGTH,
+    NEIGHBOURS,
+    REACHED,
+    Measure,
+    Outcome,
+    outcomes,
+    read_runs,
+    verdict_of,
+)
+from docs.study.leaderboard import leaderboard, one_seed_leaderboard
+from docs.study.measured import frequencies_table, moved_table, precision_table
+from docs.study.quoted import MASKED, quoted_table
+from docs.study.rates import other_rate_table, rates_table
+from docs.study.repeats import repeats_table
+from docs.study.significance import difference_over_texts, mean_difference, paired, prediction
+from docs.study.swaps import heal_table, pretrained_heal_table
+from docs.study.table_numbers import (
     LENGTHS,
     NOT_RUN,
     SCALINGS,
@@ -38,26 +55,9 @@ from docs.generate.study_numbers import (
     tail,
     tail_by_seed,
 )
-from docs.generate.study_quoted import MASKED, quoted_table
-from docs.generate.study_rates import other_rate_table, rates_table
-from docs.generate.study_repeats import repeats_table
-from docs.generate.study_swaps import heal_table, pretrained_heal_table
 from training.errors import SettingsError
-from training.study.archive import study_in, trainings
-from training.study.claims import (
-    CLAIMS,
-    LENGTH,
-    NEIGHBOURS,
-    REACHED,
-    Measure,
-    Outcome,
-    outcomes,
-    read_runs,
-    verdict_of,
-)
-from training.study.significance import difference_over_texts, mean_difference, paired, prediction
 
-FOLDER = Path(__file__).resolve().parents[1] / "study"
+FOLDER = Path(__file__).resolve().parent
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
 PAGES = ("results.md", "leaderboard.md")

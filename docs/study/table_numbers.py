@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from training.study.claims import LENGTH
-from training.study.significance import Interval, mean_difference, share
+from docs.study.claims import LENGTH
+from docs.study.significance import Interval, mean_difference, share
 
 LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
 #: Labels that start from a trained RoPE.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from docs.generate.study_numbers import NOT_RUN, Runs, finished, markdown, mean_of, mean_paired, ranged, shown
-from training.study.claims import Measure
+from docs.study.claims import Measure
+from docs.study.table_numbers import NOT_RUN, Runs, finished, markdown, mean_of, mean_paired, ranged, shown
 
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50

@@ -1,6 +1,6 @@
 """How much the trained models of a study change their predictions if all positions move by one.
 
-python training/study/moved_positions.py outputs/reference --output docs/study/moved_positions.csv
+python docs/study/moved_positions.py outputs/reference --output docs/study/moved_positions.csv
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from docs.study.kept_models import write_measurement
 from hf_posenc.metrics.forward import run
 from hf_posenc.preserve import evaluation_mode
-from training.study.kept_models import write_measurement
 
 
 def divergence_by_position(model: PreTrainedModel, tokens: Tensor) -> Tensor:

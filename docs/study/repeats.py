@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from docs.generate.study_numbers import NOT_RUN, Runs, markdown, ranged
-from training.study.claims import CLAIMS, Comparison
-from training.study.significance import mean_difference
+from docs.study.claims import CLAIMS, Comparison
+from docs.study.significance import mean_difference
+from docs.study.table_numbers import NOT_RUN, Runs, markdown, ranged
 
 _MAIN = "reference"
 #: What each study is called in the head of the table.

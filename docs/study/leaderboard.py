@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from docs.generate.study_numbers import (
+from docs.study.rates import above_rope_at_better_rates
+from docs.study.significance import Interval
+from docs.study.swaps import above_control
+from docs.study.table_numbers import (
     LENGTHS,
     NOT_RUN,
     SCALINGS,
@@ -25,9 +28,6 @@ from docs.generate.study_numbers import (
     tail,
     tail_by_seed,
 )
-from docs.generate.study_rates import above_rope_at_better_rates
-from docs.generate.study_swaps import above_control
-from training.study.significance import Interval
 
 #: Trainings of RoPE beside those of the main study: on another processor, and with half of the rate there.
 _OTHER_ROPE = ("reference_control", "reference_half_rate")

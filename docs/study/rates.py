@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from docs.generate.study_numbers import (
+from docs.study.table_numbers import (
     LENGTH,
     NOT_RUN,
     Run,

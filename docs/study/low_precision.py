@@ -1,6 +1,6 @@
 """What the trained models of a study lose if they, or their positional numbers alone, are held in low precision.
 
-python training/study/low_precision.py outputs/reference --output docs/study/low_precision.csv
+python docs/study/low_precision.py outputs/reference --output docs/study/low_precision.csv
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from docs.study.kept_models import write_measurement
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.language_modeling.token_losses import token_losses
 from hf_posenc.metrics.quantization import quantized_positions
-from training.study.kept_models import write_measurement
 
 #: Where the text stands. From the second position on, bfloat16 has one integer in four.
 POSITIONS = (0, 512)

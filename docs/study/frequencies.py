@@ -1,6 +1,6 @@
 """Which frequencies of a rotation the trained models of a study use.
 
-python training/study/frequencies.py outputs/reference --schemes rope --output docs/study/frequencies.csv
+python docs/study/frequencies.py outputs/reference --schemes rope --output docs/study/frequencies.csv
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from docs.study.kept_models import write_measurement
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes.initialization.logits import layers_of, recorded_heads
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from training.study.kept_models import write_measurement
 
 
 def frequency_usage(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from docs.generate.study_numbers import NOT_RUN, Runs, markdown, mean_of, ranged, shown
+from docs.study.table_numbers import NOT_RUN, Runs, markdown, mean_of, ranged, shown
 from hf_posenc import get_scheme
 
-FOLDER = Path(__file__).resolve().parents[1] / "study"
+FOLDER = Path(__file__).resolve().parent
 #: Losses in float32 this close are the same: the scheme does not depend on where a text stands.
 _SAME = 1e-3
 #: What is held in low precision, by the heading of its column.

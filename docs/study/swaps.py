@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from docs.generate.study_numbers import (
+from docs.study.significance import Interval
+from docs.study.table_numbers import (
     LENGTH,
     NOT_RUN,
     Run,
@@ -21,7 +22,6 @@ from docs.generate.study_numbers import (
     shown,
     tail,
 )
-from training.study.significance import Interval
 
 #: The two learning rates, in the labels of the study: 0.001 and 0.004.
 SPEEDS = ("slow", "fast")

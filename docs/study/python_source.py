@@ -1,6 +1,6 @@
 """Writes the source of this Python's standard library as a dataset: a corpus that is not prose and needs no download.
 
-python training/data/python_source.py outputs/python_source.jsonl
+python docs/study/python_source.py outputs/python_source.jsonl
 """
 
 from __future__ import annotations

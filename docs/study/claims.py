@@ -1,6 +1,6 @@
 """The claims of docs/study/protocol.md, each with its test on the packed trainings of the study.
 
-python training/study/claims.py docs/study/runs
+python docs/study/claims.py docs/study/runs
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from training.errors import SettingsError
-from training.study.archive import study_in, trainings
-from training.study.cells import DIVERGED, FINISHED
-from training.study.significance import (
+from docs.study.archive import study_in, trainings
+from docs.study.significance import (
     Interval,
     difference_over_texts,
     holm,
@@ -29,6 +27,8 @@ from training.study.significance import (
     p_less,
     paired,
 )
+from training.errors import SettingsError
+from training.study.cells import DIVERGED, FINISHED
 
 #: Level of a verdict, after Holm's correction over all tests.
 LEVEL = 0.05
@@ -358,7 +358,7 @@ def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """
     found = {file.stem: list(_results(file)) for file in sorted(folder.glob("*.parquet"))}
     if not found:
-        raise SettingsError(f"{folder} has no archive of a study (*.parquet); see training/study/archive.py.")
+        raise SettingsError(f"{folder} has no archive of a study (*.parquet); see docs/study/archive.py.")
     return found
 
 
