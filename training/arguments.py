@@ -196,8 +196,12 @@ class RunArguments:
     )
 
 
-def check_trainer_arguments(arguments: TrainingArguments) -> None:
+def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False) -> None:
     """Refuses arguments that these scripts would otherwise ignore, or that would break their promises.
+
+    Args:
+        arguments: of the Trainer.
+        lora: whether adapters are trained.
 
     Raises:
         SettingsError: naming the argument and the reason.
@@ -220,4 +224,9 @@ def check_trainer_arguments(arguments: TrainingArguments) -> None:
         raise SettingsError(
             f"--train_sampling_strategy {arguments.train_sampling_strategy}: all rows have the same length, so "
             "there is nothing to group. Use random or sequential."
+        )
+    if lora and arguments.push_to_hub and arguments.hub_strategy != "end":
+        raise SettingsError(
+            f"--hub_strategy {arguments.hub_strategy} would upload adapters while training, and beside an adapter the "
+            "merged model of the end could not be loaded. With --lora give --hub_strategy end."
         )

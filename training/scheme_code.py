@@ -6,7 +6,6 @@ import ast
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -27,19 +26,6 @@ def scheme_code(config: SchemeConfig | None) -> str | None:
     found = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
     code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in found]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if code else None
-
-
-def note_scheme_code(settings: dict[str, Any], model: Any) -> None:
-    """Adds the digest of a patched model's scheme to the settings that a resumed run is compared with, if it has one.
-
-    Args:
-        settings: changed in place.
-        model: patched or not.
-    """
-    encoding = getattr(model, "position_encoding", None)
-    code = scheme_code(None if encoding is None else encoding.config)
-    if code is not None:
-        settings["code of the scheme"] = code
 
 
 def _modules(config: SchemeConfig | None) -> set[str]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainingArguments
 
 from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDistillation, Swap, swap_scheme
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS
 from hf_posenc.recipes.perturbed_positions import SHIFTS
 from hf_posenc.recipes.swap import INITIALIZATIONS
+from training.arguments import ModelArguments, SchemeArguments
 from training.errors import SettingsError
 from training.trainer import LossHook
 
@@ -104,6 +105,28 @@ class HealingArguments:
                 "language models: run_clm.py, or the task 'causal' of a study."
             )
 
+    def check_start(self, scheme: SchemeArguments, model: ModelArguments) -> None:
+        """Raises `SettingsError` if there is nothing to swap, or nothing to learn from."""
+        if self.swaps and (scheme.scheme is None or scheme.scheme_layers is not None):
+            raise SettingsError(
+                "--initialization and --gradual_steps are about a new scheme: give --scheme, for some layers only as "
+                '\'{"scheme": "schedule", "layers": [...]}\' without --scheme_layers.'
+            )
+        if (self.swaps or self.distill) and model.model_name_or_path is None:
+            raise SettingsError(
+                "--initialization, --gradual_steps and --distill take over what a model has learned: give "
+                "--model_name_or_path."
+            )
+
+    def check_run(self, arguments: TrainingArguments, steps: int, lora: bool) -> None:
+        """As `check_training`, for a run with these arguments of the Trainer."""
+        self.check_training(steps, lora)
+        try:
+            for callback in self.callbacks():
+                callback.check_training(arguments, steps)
+        except ValueError as error:
+            raise SettingsError(f"--gradual_steps {self.gradual_steps}: {error}") from error
+
     def check_training(self, steps: int, lora: bool) -> None:
         """Raises `SettingsError` if the training ends before the old scheme is gone, or cannot follow the change."""
         if self.gradual_steps and lora:
@@ -129,7 +152,11 @@ class HealingArguments:
             **options,
         )
 
-    def callbacks(self) -> list[TrainerCallback]:
+    def settings(self) -> dict[str, Any]:
+        """What a resumed run is compared with."""
+        return {"healing": asdict(self)} if self.swaps or self.teaches else {}
+
+    def callbacks(self) -> list[GradualSwapCallback]:
         """For the Trainer: what raises the new scheme's share."""
         return [GradualSwapCallback(self.gradual_steps)] if self.gradual_steps else []
 

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from docs.study import python_source
 from training import compare, train_tokenizer
-from training.data import python_source
 from training.study import outputs
 from training.study.cells import study_cells
 from training.study.models import new_model

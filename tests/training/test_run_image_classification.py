@@ -17,8 +17,8 @@ from hf_posenc.metrics.images.pictures import Pictures, load_pictures
 from hf_posenc.report import Result
 from tests.training.run_cases import curve, results
 from training import run_image_classification
-from training.images.arguments import ImageArguments
-from training.images.rows import Augmentation, PictureRows, split_pictures
+from training.data.pictures import Augmentation, PictureRows, split_pictures
+from training.run_image_classification import ImageArguments
 from training.trainer import SettingsError
 
 SIZES = {

@@ -95,7 +95,7 @@ def test_a_wrong_scheme_is_noticed_before_text_and_model(
 ) -> None:
     """The default Llama has 6.7 billion parameters."""
     for function in ("load_rows", "build_model"):
-        monkeypatch.setattr(f"training.language_modeling.{function}", lambda *_: pytest.fail("too late"))
+        monkeypatch.setattr(f"training.run_clm.{function}", lambda *_: pytest.fail("too late"))
     assert run(words(texts, tmp_path / "out", **changes)) == 2
     assert "Unknown " in capsys.readouterr().err
 

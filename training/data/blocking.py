@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_posenc import PositionEncodingError
 from hf_posenc.preserve import evaluation_mode
+from training.arguments import DataArguments
 from training.errors import SettingsError
 
 #: Differences between a packed row and its documents alone, as a share of the difference that packing without any
@@ -67,6 +68,22 @@ class Batches:
         batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels", "places")}
         places = batch.pop("places")
         return batch | ({} if self.blocking is None else self.blocking.arguments(places))
+
+
+def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: int) -> Batches:
+    """The collator of packed rows for a model, which is tried out first.
+
+    Args:
+        model: as it will be trained.
+        data: how rows are packed.
+        causal: whether the model is trained to predict the next token.
+        vocabulary: number of tokens to draw from.
+
+    Raises:
+        SettingsError: if the model cannot read such rows, or keep the documents in a row apart.
+    """
+    check_reads(model, data.block_size, causal, vocabulary)
+    return Batches(find_blocking(model, data.block_size, causal, vocabulary) if data.packing == "documents" else None)
 
 
 def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) -> Blocking:

@@ -24,8 +24,8 @@ from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pict
 from training.data.blocking import Batches
 from training.data.masking import RowMasking
 from training.data.packing import CONCATENATE, PackedRows
+from training.data.pictures import Augmentation, PictureRows, first_pictures, split_pictures
 from training.errors import SettingsError
-from training.images.rows import Augmentation, PictureRows, first_pictures, split_pictures
 from training.objectives import IGNORED
 from training.study.cells import IMAGES, Cell
 from training.study.corpus import Corpus

@@ -16,9 +16,9 @@ from hf_posenc.metrics.images.pictures import Normalization
 from hf_posenc.patching.place.context_length import update_tokenizer_length
 from training.checkpoints import latest_complete_checkpoint
 from training.data.order import RowsByEpoch
+from training.data.pictures import image_processor
 from training.errors import SettingsError
 from training.files import write_json
-from training.images.rows import image_processor
 from training.launched import launched_on_cpu
 from training.processor import processor_name
 from training.starting_model import add_lora

@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import ViTImageProcessorPil
 
-from hf_posenc.errors import UsageError
-from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
 from training.data.order import EpochRow, RowsByEpoch
 from training.errors import SettingsError
-from training.images.arguments import ImageArguments
 
 #: Of Pillow.
 _BICUBIC = 3
@@ -147,36 +145,6 @@ def split_pictures(pictures: Pictures, shares: Sequence[float], seed: int) -> li
             "on."
         )
     return [pictures.select(order[start:]), *parts]
-
-
-def training_pictures(given: ImageArguments) -> tuple[Pictures, Pictures]:
-    """The pictures to train on, and those to validate on.
-
-    Raises:
-        SettingsError: if they cannot be loaded, or the two have other classes.
-    """
-
-    def load(split: str) -> Pictures:
-        try:
-            return load_pictures(
-                given.dataset_name, given.dataset_config_name, split,
-                image_column=given.image_column, label_column=given.label_column,
-            )  # fmt: skip
-        except UsageError as error:
-            raise SettingsError(f"--dataset_name: {error}") from error
-
-    if given.validation_split is None:
-        train, validation = split_pictures(
-            load(given.dataset_split), [given.validation_split_percentage / 100], given.split_seed
-        )
-    else:
-        train, validation = load(given.dataset_split), load(given.validation_split)
-        if train.classes != validation.classes:
-            raise SettingsError(
-                f"--validation_split {given.validation_split} has other classes ({', '.join(validation.classes[:5])}, "
-                f"...) than --dataset_split {given.dataset_split} ({', '.join(train.classes[:5])}, ...)."
-            )
-    return first_pictures(train, given.max_train_samples), first_pictures(validation, given.max_eval_samples)
 
 
 def first_pictures(pictures: Pictures, most: int | None) -> Pictures:
