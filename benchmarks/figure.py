@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.levels import LEVELS
 from benchmarks.lineup import CONTROL
 from hf_posenc.plots.style import palette, save, shade, styled
 from hf_posenc.report import Result
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEVELS = {
-    "attention": "one attention call", "model": "a small Llama", "encoder": "a small BERT", "vit": "a small ViT",
-    "vit_base": "the shape of ViT-B/16",
-}  # fmt: skip
 _PHASES = {"forward": "forward", "train": "training step", "decode": "one more token"}
 _KINDS = ("this library and stock models", "other libraries and other ways")
 #: The most important ones first.
@@ -62,7 +59,8 @@ def _rows(result: Result) -> _Rows:
         level, phase = record.at["level"], record.at["phase"]
         shown = record.quantity == "to_bare" or (record.quantity == "peer" and "," in record.subject)
         if shown and record.subject != CONTROL and record.value is not None:
-            phases = rows.setdefault(_LEVELS.get(level, level), {})
+            title = LEVELS[level].title.partition(",")[0]
+            phases = rows.setdefault(title[0].lower() + title[1:], {})
             found = phases.setdefault(_PHASES.get(phase, phase), {})
             row = found.setdefault(record.subject, _Row([], [], record.quantity == "peer"))
             row.lengths.append(record.at["T"])

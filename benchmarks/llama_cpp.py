@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine, machine_line
-from benchmarks.rounds import PHASES, measure, ratios
+from benchmarks.rounds import PHASES, measure, ratios, spread
 from hf_posenc.export.gguf.run import complete
+from hf_posenc.report.tables import markdown_table
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,11 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     times = measure(lambda name: timed(files[name], tokens, found.steps), list(files), found.rounds)
     print(machine_line(describe_machine("cpu")))
     print(f"\nA prompt of {found.prompt} tokens and {found.steps} new tokens, {found.rounds} rounds.\n")
-    print(f"| file | reading, ms per token | over {first} | writing, ms per token | over {first} |")
-    print("| --- | --- | --- | --- | --- |")
-    for name, own in times.items():
-        cells = [cell for phase in PHASES for cell in _cells(own[phase], times[first][phase])]
-        print(f"| {name} | {' | '.join(cells)} |")
+    rows = [
+        (name, *(cell for phase in PHASES for cell in _cells(own[phase], times[first][phase])))
+        for name, own in times.items()
+    ]
+    heads = [head for phase in PHASES for head in (f"{phase}, ms per token", f"over {first}")]
+    print(markdown_table(("file", *heads), rows))
     return 0
 
 
@@ -67,8 +69,7 @@ def _named_file(word: str) -> tuple[str, Path]:
 
 def _cells(own: list[float], first: list[float]) -> list[str]:
     """The median time, and the median of the ratios with their quartiles."""
-    middle, low, high = ratios(own, first)
-    return [f"{statistics.median(own):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+    return [f"{statistics.median(own):.2f}", spread(*ratios(own, first))]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from typing import Any
 from benchmarks.arguments import parse_options, subjects_of
 from benchmarks.errors import BenchmarkError
 from benchmarks.figure import draw_price
-from benchmarks.lineup import DECODERS, build_lineup
+from benchmarks.levels import DECODERS
+from benchmarks.lineup import build_lineup
 from benchmarks.machine import describe_machine, subnormal_ratio
 from benchmarks.memory import memory_requests, peak_memory
 from benchmarks.subjects import BARE, DECODING

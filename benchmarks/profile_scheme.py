@@ -11,9 +11,10 @@ import sys
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.arguments import add_device, length_of, parse_with_device, scheme_name, whole_number
-from benchmarks.lineup import DECODERS, LEVELS, build_lineup
+from benchmarks.levels import DECODERS, DEFAULT_LEVELS, SMOLLM2_LEVEL
+from benchmarks.lineup import build_lineup
 from benchmarks.machine import synchronize
-from benchmarks.subjects import BARE, PHASES, SMOLLM2_LEVEL, Setting, Subject
+from benchmarks.subjects import BARE, PHASES, Setting, Subject
 from hf_posenc.report.tables import format_table
 
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("scheme", type=scheme_name)
     parser.add_argument("--length", type=length_of, default=2048, help="tokens")
     parser.add_argument("--phase", choices=PHASES, default="train")
-    parser.add_argument("--level", choices=(*LEVELS, SMOLLM2_LEVEL), default="model")
+    parser.add_argument("--level", choices=(*DEFAULT_LEVELS, SMOLLM2_LEVEL), default="model")
     add_device(parser)
     parser.add_argument("--calls", type=whole_number(1), default=3, help="of each model, in turn")
     parser.add_argument("--rows", type=int, default=20, help="operators that are shown")

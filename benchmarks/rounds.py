@@ -45,3 +45,8 @@ def ratios(own: Sequence[float], first: Sequence[float]) -> tuple[float, float, 
         return found[0], found[0], found[0]
     low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
     return middle, low, high
+
+
+def spread(middle: float, low: float, high: float) -> str:
+    """A ratio with its quartiles, as in "1.07 (1.06 to 1.10)"."""
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"

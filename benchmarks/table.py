@@ -6,32 +6,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.levels import LEVELS, SMOLLM2_LEVEL, has_smollm2_shape
 from benchmarks.lineup import CONTROL
 from benchmarks.machine import machine_line, subnormal_line
-from benchmarks.subjects import (
-    BARE,
-    NARROW,
-    NARROW_LEVEL,
-    SMOLLM2_LEVEL,
-    STOCK,
-    VIT_BASE,
-    VIT_BASE_LEVEL,
-    VIT_LEVEL,
-    has_smollm2_shape,
-)
+from benchmarks.subjects import BARE, STOCK
 from benchmarks.targets import verdicts
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.report.tables import format_table
 
-_LEVELS = {
-    "attention": "One attention call",
-    "model": "A small Llama",
-    SMOLLM2_LEVEL: "The shape of SmolLM2-135M",
-    NARROW_LEVEL: "A Llama of 16 layers that are 64 wide",
-    "encoder": "A small BERT",
-    VIT_LEVEL: "A small ViT, T patches of one image",
-    VIT_BASE_LEVEL: "The shape of ViT-B/16, T patches of one image",
-}
 _PHASES = {
     "forward": "forward",
     "train": "forward and backward",
@@ -75,10 +57,12 @@ def write_tables(content: dict[str, Any]) -> str:
     """
     settings = content["settings"]
     shapes = [f"{name} {settings[name]}" for name in ("sizes", SMOLLM2_LEVEL) if name in settings]
-    if any(cell["level"] == VIT_BASE_LEVEL for cell in content["cells"].values()):
-        shapes.append(f"{VIT_BASE_LEVEL} {asdict(VIT_BASE)}")
-    if any(cell["level"] == NARROW_LEVEL for cell in content["cells"].values()):
-        shapes.append(f"{NARROW_LEVEL} {asdict(NARROW)}")
+    measured = {cell["level"] for cell in content["cells"].values()}
+    shapes += [
+        f"{name} {asdict(level.sizes)}"
+        for name, level in LEVELS.items()
+        if name in measured and level.sizes is not None and name != SMOLLM2_LEVEL
+    ]
     introduction = f"""# What position encoding costs
 
 Time over that of the same model with no position at all (`{BARE}`), measured side by side. In every round each subject
@@ -118,7 +102,8 @@ def price_result(content: dict[str, Any]) -> Result:
     """
     records = sorted([*_times(content), *_peaks(content)], key=lambda record: record.at["T"])
     found = {(one.quantity, one.at["level"], one.at["phase"]) for one in records}
-    levels = _LEVELS | ({} if has_smollm2_shape(content["settings"]) else {SMOLLM2_LEVEL: "A tiny Llama"})
+    titles = {name: level.title for name, level in LEVELS.items()}
+    titles |= {} if has_smollm2_shape(content["settings"]) else {SMOLLM2_LEVEL: "A tiny Llama"}
     views = [
         View(
             names,
@@ -127,7 +112,7 @@ def price_result(content: dict[str, Any]) -> Result:
             shown={"level": (level,), "phase": (phase,)},
             order=names[0],
         )
-        for level, title in levels.items()
+        for level, title in titles.items()
         for phase in _PHASES
         for names in _TABLES
         if (names[0], level, phase) in found
@@ -159,7 +144,7 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
                     yield Record(name, "peer_own", row["ratio"]["median"], at)
             else:
                 # Beside the bare model, only the shape of a real one is compared with stock.
-                others = ("to_bare", "to_stock") if cell["level"] in (SMOLLM2_LEVEL, NARROW_LEVEL) else ("to_bare",)
+                others = ("to_bare", "to_stock") if LEVELS[cell["level"]].to_stock else ("to_bare",)
                 for over in others:
                     if over in row and name != over.removeprefix("to_"):
                         yield Record(name, over, row[over]["median"], at, shown=spread(row[over]), details=row[over])

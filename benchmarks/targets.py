@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.subjects import BARE, NARROW_LEVEL, SMOLLM2_LEVEL, has_smollm2_shape
+from benchmarks.levels import NARROW_LEVEL, SMOLLM2_LEVEL, has_smollm2_shape
+from benchmarks.subjects import BARE
 
 _LONG = 16384
 #: Whom a target is about: schemes by the family of their rows, or by name.

@@ -107,9 +107,9 @@ def time_subjects(
                 left_out[subject.name] = f"what it is measured against, {subject.baseline!r}, could not be run"
 
     def first(call: Call) -> float:
-        seconds = _timed(call, device)
+        seconds = timed(call, device)
         # On a GPU the first call may have compiled its kernels.
-        return _timed(call, device) if seconds < _SLOW or device == "cuda" else seconds
+        return timed(call, device) if seconds < _SLOW or device == "cuda" else seconds
 
     with within_free_memory(device):
         for subject in subjects:
@@ -192,10 +192,11 @@ def _mean(call: Call, calls: int, warm: bool, device: str) -> float:
     """The mean seconds of some calls."""
     if warm:
         call.once()
-    return sum(_timed(call, device) for _ in range(calls)) / calls
+    return sum(timed(call, device) for _ in range(calls)) / calls
 
 
-def _timed(call: Call, device: str) -> float:
+def timed(call: Call, device: str) -> float:
+    """The seconds of one call."""
     synchronize(device)
     start = time.perf_counter()
     call.run()

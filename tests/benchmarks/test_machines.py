@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from benchmarks import timing
 from benchmarks.arguments import parse_options, subjects_of
+from benchmarks.levels import SMOLLM2
 from benchmarks.lineup import build_lineup
 from benchmarks.machine import subnormal_line, subnormal_ratio
 from benchmarks.peers import peer_subjects
-from benchmarks.subjects import SMOLLM2, Call
+from benchmarks.subjects import Call
 from benchmarks.table import figure_tables
 from benchmarks.targets import verdicts
 from benchmarks.timing import Pace, time_subjects

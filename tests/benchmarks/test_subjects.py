@@ -6,7 +6,8 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks.arguments import parse_options
 from benchmarks.bare import without_rotation
-from benchmarks.lineup import REFERENCES, USUAL_SCHEMES, build_lineup
+from benchmarks.levels import LEVELS
+from benchmarks.lineup import REFERENCES, build_lineup
 from benchmarks.peers import PEER_GROUPS
 from benchmarks.subjects import AttentionCall, LanguageModel
 from hf_posenc import list_schemes
@@ -134,7 +135,7 @@ def test_every_scheme_is_measured_or_refused_with_the_reason():
         if level != "encoder":
             assert not left_out
         else:
-            assert set(USUAL_SCHEMES["encoder"]) <= found
+            assert set(LEVELS["encoder"].usual) <= found
 
 
 def test_families_are_those_of_the_targets():

@@ -30,7 +30,7 @@ TOP = 4096
 REFERENCE, CONTROL = "transformers with the plugin", "transformers, stock positions instead"
 PLAIN = "transformers without the plugin"
 #: What onnxruntime runs, by the name of the program.
-_ONNX = {"onnxruntime": "model.onnx", "onnxruntime, int8": "model_quantized.onnx"}
+ONNX = {"onnxruntime": "model.onnx", "onnxruntime, int8": "model_quantized.onnx"}
 
 
 class Reference:
@@ -118,7 +118,7 @@ def run_everywhere(
         measured(PLAIN, lambda: _script("in_transformers.py", stock, variant, PLAIN, expected))
     if (onnx := places["onnx"]) is not None:
         ends = _ends(onnx)
-        for program, file in _ONNX.items():
+        for program, file in ONNX.items():
             extra = {"kind": "predict", "tokenizer": str(onnx / "tokenizer.json"), "ends": ends}
             run = partial(_script, "in_onnxruntime.py", onnx / file, variant, program, expected, **extra)
             measured(program, run)
@@ -143,16 +143,11 @@ def _ends(folder: Path) -> list[int]:
 
 
 def _llama(file: Path, variant: Variant, program: str, expected: Reference) -> list[Record]:
-    task = expected.task
-    found = predict_windows(file, task, precise=True)
-    difference, best = compare_sparse(expected.arrays["logprobs"], found)
-    count = best.size
-    at = {"program": program}
-    agreement = int((best == expected.arrays["logprobs"].argmax(-1)).sum())
+    task, logprobs = expected.task, expected.arrays["logprobs"]
+    gap, best = compare_sparse(logprobs, predict_windows(file, task, precise=True))
     completions = complete(file, task["prompts"], task["greedy"], context=task["greedy"] + 64, precise=True)
     return [
-        Record(variant.name, "probability", difference, at, count=count),
-        Record(variant.name, "agreement", agreement / count, at, count=count, shown=f"{agreement} of {count}"),
+        *compared(variant, {"program": program}, gap, best == logprobs.argmax(-1)),
         *_texts(variant, program, expected, [one.text for one in completions]),
     ]
 
@@ -184,17 +179,39 @@ def compare_sparse(expected: np.ndarray, found: Sequence[Sequence[Prediction]]) 
     return max(gaps), np.array([[step.ids[0] for step in predictions] for predictions in found])
 
 
+def compare_dense(expected: np.ndarray, found: np.ndarray) -> float:
+    """The largest difference of a probability, of log-probabilities of all tokens."""
+    return float(np.abs(np.exp(found) - np.exp(expected)).max())
+
+
+def compared(
+    variant: Variant, at: Mapping[str, Any], gap: float, equal: np.ndarray, places: int | None = None
+) -> list[Record]:
+    """How far probabilities are from those of the reference, and how often the most probable token is the same.
+
+    Args:
+        variant: which it is.
+        at: of the records.
+        gap: the largest difference of a probability.
+        equal: by place, whether the most probable token is the same.
+        places: of the probabilities, if they are fewer.
+    """
+    shown = f"{int(equal.sum())} of {equal.size}"
+    return [
+        Record(variant.name, "probability", gap, at, count=equal.size if places is None else places),
+        Record(variant.name, "agreement", float(equal.mean()), at, count=equal.size, shown=shown),
+    ]
+
+
 def _predictions(variant: Variant, program: str, expected: Reference, arrays: Mapping[str, np.ndarray]) -> list[Record]:
     """The largest difference of a probability at the places; the best tokens and the perplexity everywhere."""
     at = {"program": program}
-    gap = float(np.abs(np.exp(arrays["logprobs"]) - np.exp(expected.arrays["logprobs"])).max())
+    gap = compare_dense(expected.arrays["logprobs"], arrays["logprobs"])
     equal = arrays["best"] == expected.arrays["best"]
     places = int(np.prod(arrays["logprobs"].shape[:2]))
     perplexity = math.exp(-float(arrays["next"].mean()))
-    shown = f"{int(equal.sum())} of {equal.size}"
     return [
-        Record(variant.name, "probability", gap, at, count=places),
-        Record(variant.name, "agreement", float(equal.mean()), at, count=equal.size, shown=shown),
+        *compared(variant, at, gap, equal, places),
         Record(variant.name, "perplexity", perplexity, at, count=equal.size, shown=f"{perplexity:.2f}"),
     ]
 

@@ -13,13 +13,11 @@ from transformers import AutoTokenizer
 import hf_posenc
 from hf_posenc.report import Record
 from tests.kits.everywhere import text
+from tests.kits.everywhere.decoders import CONTROL, ONNX
 from tests.kits.everywhere.launch import run_script
 from tests.kits.everywhere.models import loaded, slug
 from tests.kits.everywhere.plan import Plan, Variant
 from tests.kits.everywhere.steps import Steps
-
-PROGRAMS = {"onnxruntime": "model.onnx", "onnxruntime, int8": "model_quantized.onnx"}
-CONTROL = "transformers, stock positions instead"
 
 
 def run_encoder(steps: Steps, source: Path, variant: Variant, onnx: Path, plan: Plan) -> list[Record]:
@@ -40,7 +38,7 @@ def run_encoder(steps: Steps, source: Path, variant: Variant, onnx: Path, plan: 
                 native = [one for one in passages if len(one) <= model.config.max_position_embeddings]
                 stock = embeddings(hf_posenc.unpatch_model(model), native)
                 found += _records(variant, CONTROL, expected[[one in native for one in passages]], stock, native)
-        for program, file in PROGRAMS.items():
+        for program, file in ONNX.items():
             arrays, _ = run_script("in_onnxruntime.py", onnx / file, kind="embed", passages=passages)
             found += _records(variant, program, expected, arrays["embeddings"], passages)
         return found

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import hf_posenc
 from hf_posenc.report import Record
 from tests.kits.everywhere import in_transformers, text
-from tests.kits.everywhere.decoders import CONTROL, compare_sparse, predict_windows
+from tests.kits.everywhere.decoders import CONTROL, compare_dense, compare_sparse, compared, predict_windows
 from tests.kits.everywhere.launch import run_script
 from tests.kits.everywhere.models import loaded, slug
 from tests.kits.everywhere.plan import Plan, Variant
@@ -51,21 +51,32 @@ def run_length(
 
     here = settings | {"machine": steps.machine}
     expected = np.load(steps.folder(f"reference-{name}", here, partial(make, False)) / "logprobs.npy")
-    programs: dict[str, Callable[[], list[Record]]] = {}
+
+    def sparse(file: Path, precise: bool) -> tuple[float, np.ndarray]:
+        return compare_sparse(expected, predict_windows(file, task, precise=precise))
+
+    def dense(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
+        found = run()
+        return compare_dense(expected, found), found.argmax(-1)
+
+    programs: dict[str, Callable[[], tuple[float, np.ndarray]]] = {}
     if (gguf := places["gguf, f32"]) is not None:
-        for program in _CACHES:
-            programs[program] = partial(_sparse, variant, length, program, expected, gguf / "model.gguf", task)
+        for program, precise in _CACHES.items():
+            programs[program] = partial(sparse, gguf / "model.gguf", precise)
     if (onnx := places["onnx"]) is not None:
-        programs["onnxruntime"] = partial(_dense, variant, length, "onnxruntime", expected, partial(_onnx, onnx, task))
+        programs["onnxruntime"] = partial(dense, partial(_onnx, onnx, task))
     if variant.scheme:
         control = partial(steps.folder, f"control-{name}", here, partial(make, True))
-        programs[CONTROL] = partial(
-            _dense, variant, length, CONTROL, expected, lambda: np.load(control() / "logprobs.npy")
-        )
+        programs[CONTROL] = partial(dense, lambda: np.load(control() / "logprobs.npy"))
+
+    def measure(program: str) -> list[Record]:
+        gap, best = programs[program]()
+        return compared(variant, {"tokens": length, "program": program}, gap, best == expected.argmax(-1))
+
     return [
         record
-        for program, measure in programs.items()
-        for record in steps.measured(f"length-{name}-{file_name(program)}", settings, measure)
+        for program in programs
+        for record in steps.measured(f"length-{name}-{file_name(program)}", settings, partial(measure, program))
     ]
 
 
@@ -73,30 +84,3 @@ def _onnx(folder: Path, task: Mapping[str, Any]) -> np.ndarray:
     nothing = {"kind": "predict", "tokenizer": str(folder / "tokenizer.json"), "prompts": [], "greedy": 0, "ends": []}
     arrays, _ = run_script("in_onnxruntime.py", folder / "model.onnx", **task, **nothing)
     return arrays["logprobs"]
-
-
-def _dense(
-    variant: Variant, length: int, program: str, expected: np.ndarray, run: Callable[[], np.ndarray]
-) -> list[Record]:
-    found = run()
-    gap = float(np.abs(np.exp(found) - np.exp(expected)).max())
-    return _records(variant, length, program, gap, found.argmax(-1), expected)
-
-
-def _sparse(
-    variant: Variant, length: int, program: str, expected: np.ndarray, file: Path, task: Mapping[str, Any]
-) -> list[Record]:
-    gap, best = compare_sparse(expected, predict_windows(file, task, precise=_CACHES[program]))
-    return _records(variant, length, program, gap, best, expected)
-
-
-def _records(
-    variant: Variant, length: int, program: str, gap: float, best: np.ndarray, expected: np.ndarray
-) -> list[Record]:
-    at = {"tokens": length, "program": program}
-    equal = best == expected.argmax(-1)
-    shown = f"{int(equal.sum())} of {equal.size}"
-    return [
-        Record(variant.name, "probability", gap, at, count=equal.size),
-        Record(variant.name, "agreement", float(equal.mean()), at, count=equal.size, shown=shown),
-    ]

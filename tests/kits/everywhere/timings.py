@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.llama_cpp import timed
-from benchmarks.rounds import PHASES, measure, ratios
+from benchmarks.rounds import PHASES, measure, ratios, spread
 from hf_posenc.report import Record
 from tests.kits.everywhere.launch import run_script
 from tests.kits.everywhere.plan import Plan
@@ -70,9 +70,8 @@ def _onnx(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
 def _records(name: str, program: str, phase: str, own: list[float], first: list[float]) -> list[Record]:
     at = {"program": program}
     middle, low, high = ratios(own, first)
-    shown = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-    time = statistics.median(own)
+    time, quartiles = statistics.median(own), {"low": low, "high": high}
     return [
         Record(name, f"{phase}_ms", time, at, count=len(own), shown=f"{time:.2f}"),
-        Record(name, f"{phase}_ratio", middle, at, count=len(own), shown=shown, details={"low": low, "high": high}),
+        Record(name, f"{phase}_ratio", middle, at, count=len(own), shown=spread(middle, low, high), details=quartiles),
     ]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.levels import Sizes
 from benchmarks.lineup import base_model, place
-from benchmarks.subjects import STOCK, Setting, Sizes
+from benchmarks.subjects import STOCK, Setting
 
 #: The levels of these models: a Llama with two heads of keys and values, and a BERT.
 DECODER, ENCODER = "model", "encoder"

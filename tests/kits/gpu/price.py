@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.arguments import parse_options
+from benchmarks.levels import Sizes
 from benchmarks.price import measure_cell, planned_cells
-from benchmarks.subjects import Setting, Sizes
+from benchmarks.subjects import Setting
 from benchmarks.timing import Pace
 from tests.kits.gpu.rows import OK, Row
 from tests.kits.gpu.worker import Part

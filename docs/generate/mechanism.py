@@ -1,6 +1,6 @@
 """`mechanism.png`, also dark: how one vector is a whole matrix of biases, drawn from the library's own memory layout.
 
-python -m benchmarks.mechanism --output_dir docs/results/price
+python docs/generate/mechanism.py --output_dir docs/results/price
 """
 
 from __future__ import annotations
