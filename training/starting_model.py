@@ -141,12 +141,17 @@ def _config(arguments: WeightsArguments, changes: dict[str, Any]) -> Any:
     else:
         raise SettingsError(str(UnknownNameError("architecture", str(arguments.model_type), CONFIG_MAPPING)))
     overrides = _overrides(arguments.config_overrides or "")
+    check_overrides(config, overrides)
+    # Built anew, so that what the config derives from its fields (the width of a head), and its checks, see them.
+    return type(config).from_dict(written | changes | overrides)
+
+
+def check_overrides(config: Any, overrides: dict[str, Any]) -> None:
+    """Raises `SettingsError` for a field that a config does not have, with the nearest names."""
     for name in overrides:
         if not hasattr(config, name):
             unknown = UnknownNameError("field", name, config.to_dict(), owner=type(config).__name__)
             raise SettingsError(f"--config_overrides: {unknown}")
-    # Built anew, so that what the config derives from its fields (the width of a head), and its checks, see them.
-    return type(config).from_dict(written | changes | overrides)
 
 
 def _overrides(text: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from hf_posenc.recipes import GradualSwapCallback
 from training import compare
 from training.study import outputs
 from training.study.corpus import load_corpus
-from training.study.embedding import Teacher, Texts
 from training.study.settings import StudySettings
+from training.study.tasks.embedding import Teacher, Texts
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,12 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from docs.study.claims import read_runs
 from hf_posenc import LocalGlobalConfig, NoneConfig, RopeConfig, patch_model
 from training.errors import SettingsError
-from training.study.cells import MASKED, study_cells
+from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
 from training.study.models import new_model
 from training.study.rates import losses_by_rate, rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study
+from training.study.tasks import MASKED
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL = (ROOT / "docs" / "study" / "protocol.md").read_text(encoding="utf-8")

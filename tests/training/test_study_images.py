@@ -14,9 +14,9 @@ from training import compare
 from training.errors import SettingsError
 from training.study import outputs
 from training.study.cells import study_cells
-from training.study.data import pictures_summary
 from training.study.rates import rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study, validated
+from training.study.tasks.images import pictures_summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -14,10 +14,11 @@ from tests.cli.test_schemes import THIRD_PARTY
 from training import compare, run_clm
 from training.errors import SettingsError
 from training.files import write_json
-from training.study.cells import StudyTask, study_cells
+from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
 from training.study.models import new_image_model, new_model
 from training.study.settings import StudySettings, TrainingSettings
+from training.study.tasks import study_task
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_run_takes_an_imported_scheme(tmp_path, own_scheme, capsys):
 
 
 def task(name="causal", **settings):
-    return StudyTask(name, TrainingSettings(**{"hidden_size": 32, "num_layers": 1, "num_heads": 2} | settings))
+    return study_task(name, TrainingSettings(**{"hidden_size": 32, "num_layers": 1, "num_heads": 2} | settings))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Study(Part):
         quiet()
         training = next(one for one in study_cells(self._study) if one.name == cell)
         try:
-            check_cells([training], {} if training.task.synthetic else {"corpus": self._corpus.summary["digest"]})
+            check_cells([training], {"corpus": self._corpus.summary["digest"]} if training.task.reads_text else {})
         except SettingsError as error:
             raise BenchmarkError(f"{error} Here that is {self._work}, which can be removed.") from error
         with warnings.catch_warnings():

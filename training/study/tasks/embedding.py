@@ -2,17 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import AutoModel, PreTrainedTokenizerBase
 
 from hf_posenc import SequenceLengthError
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.recipes import hidden_state_loss, mean_pooled
 from training.data.tokens import TokenStream
+from training.errors import SettingsError
+from training.study.corpus import Corpus
+from training.study.settings import StudySettings, SwapArguments
+from training.study.tasks.task import OF_IMAGES, CellData, rounded
+from training.study.tasks.text import TextTask
+from training.swapping import SAMPLE_ROWS
 from training.trainer import SchemeTrainer
+
+if TYPE_CHECKING:
+    from training.study.cells import Cell
+
+
+class EmbeddingTask(TextTask):
+    """Keeping the sentence embeddings of a pretrained encoder."""
+
+    kind = "embedding"
+    loader = AutoModel
+    has_teacher = True
+    unused = OF_IMAGES
+
+    def check(self, study: StudySettings) -> None:
+        """Raises `SettingsError` for new weights, which have no embeddings to keep, and for short texts."""
+        if not self.pretrained:
+            raise SettingsError(f"The task {self.name!r} keeps what a trained encoder says: give --model_name_or_path.")
+        super().check(study)
+
+    def refusal(self, swap: SwapArguments) -> str | None:
+        """Why its trainings cannot take these options of a swap."""
+        refused = swap.lora or swap.distill
+        return f"the task {self.name!r} always has a teacher, and takes no lora." if refused else None
+
+    def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
+        """Batches of texts whose lengths take turns."""
+        settings, lengths = cell.settings, cell.train_lengths
+        train, validation = (Texts(stream, tokenizer) for stream in Corpus.open_streams(cell.study_folder / "data"))
+        tokens = settings.batch_size * settings.train_length
+        return CellData(
+            train=TeacherBatches(train, lengths, tokens, settings.max_steps, cell.seed),
+            collate=itemgetter(0),
+            validation=validation,
+            positions=max(lengths),
+        )
+
+    def sample(self, data: CellData, length: int) -> Tensor:
+        """Rows that a start is fitted on, `(rows, length)`."""
+        rows: Tensor = data.train.texts.rows(SAMPLE_ROWS, length)
+        return rows
+
+    def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
+        """The trainer of a cell."""
+        windows = self.settings.eval_windows
+        return TeacherTrainer(**options, teacher=data.teacher, lengths=self.lengths, windows=windows)
+
+    def read(
+        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
+    ) -> dict[str, Any]:
+        """Cosines to the embeddings of the teacher by length."""
+        similarities = data.teacher.similarities(model, self.lengths, self.settings.eval_windows)
+        return {"lengths": self.lengths, "similarity": rounded(similarities)}
+
+    def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Nothing further."""
+        return {}
 
 
 class Texts:
