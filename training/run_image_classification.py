@@ -29,7 +29,7 @@ from hf_posenc.metrics.images.patches import PatchSize
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions, resolution_result
 from training.argument_files import parse_arguments
-from training.arguments import RunArguments, SchemeArguments, WeightsArguments
+from training.arguments import RunArguments, SchemeArguments, WeightsArguments, require_at_least
 from training.data.pictures import (
     Augmentation,
     PictureBatches,
@@ -138,10 +138,7 @@ class ImageArguments:
                 f"--{unused[0]} is for a folder or a hub dataset (--dataset_name). The digits have one split and no "
                 "columns."
             )
-        for name in ("max_train_samples", "max_eval_samples", "train_resolution"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"--{name} is {value}; it must be at least 1.")
+        require_at_least(self, max_train_samples=1, max_eval_samples=1, train_resolution=1)
         if self.eval_resolutions and min(self.eval_resolutions) < 1:
             raise SettingsError(f"--eval_resolutions holds {min(self.eval_resolutions)}; it must be at least 1.")
         if not 0 < self.validation_split_percentage < 100:

@@ -189,15 +189,8 @@ def apply_scheme(
     try:
         scheme, options = _scheme(arguments.scheme, "scheme"), _scheme_options(arguments)
         if healing is not None and healing.swaps:
-            recipes.swap_scheme(
-                model,
-                scheme,
-                initialization=healing.initialization,
-                sample=None if healing.initialization == "default" else sample_rows(rows),
-                table_extension=healing.table_extension,
-                gradual=healing.gradual_steps > 0,
-                **options,
-            )
+            sample = None if healing.initialization == "default" else sample_rows(rows)
+            healing.swap(model, scheme, sample, options)
             return
         if arguments.scheme_layers is not None:
             options["layers"] = parse_layers(arguments.scheme_layers)

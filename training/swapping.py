@@ -140,11 +140,11 @@ class HealingArguments:
                 "scheme still has a share. Give fewer gradual steps, or train longer."
             )
 
-    def swap(self, model: Any, config: Any, sample: Tensor | None, options: dict[str, Any]) -> Swap[Any]:
-        """Gives a trained model another scheme; `config` by name can take options from the old scheme."""
+    def swap(self, model: Any, scheme: Any, sample: Tensor | None, options: dict[str, Any]) -> Swap[Any]:
+        """Gives a trained model another scheme; `scheme` by name can take options from the old scheme."""
         return swap_scheme(
             model,
-            config,
+            scheme,
             initialization=self.initialization,
             sample=sample,
             table_extension=self.table_extension,

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from docs.study.table_numbers import NOT_RUN, Runs, markdown, mean_of, ranged, shown
-from hf_posenc import get_scheme
+from hf_posenc import RopeConfig
 
 FOLDER = Path(__file__).resolve().parent
 #: Losses in float32 this close are the same: the scheme does not depend on where a text stands.
@@ -31,7 +31,7 @@ def frequencies_table(runs: Runs) -> str:
     if frame is None:
         return NOT_RUN
     shares = frame[frame.scheme == "rope"].groupby(["pair", "seed"]).share.mean().unstack()
-    theta, pairs = get_scheme("rope")().theta, len(shares)
+    theta, pairs = RopeConfig().theta, len(shares)
     rows = [
         (
             str(pair),

@@ -48,7 +48,7 @@ def mean_of(values: Iterable[float]) -> Interval:
     numbers = list(values)
     if len(numbers) > 1:
         return mean_difference(numbers)
-    return Interval(*(numbers or [math.nan]), math.nan, math.nan)
+    return Interval(numbers[0] if numbers else math.nan, math.nan, math.nan)
 
 
 def mean_paired(first: Mapping[int, float], second: Mapping[int, float]) -> Interval:

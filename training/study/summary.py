@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
-
-from scipy.stats import t as student_t
 
 from hf_posenc.metrics.dog import PROBE_TOLERANCE, SENTENCE
 from hf_posenc.report import Result
-from training.study.records import CONFIDENCE, ROUNDING
+from training.study.records import ROUNDING, half_width
 from training.study.results import MAIN, Study, Task
 
 #: A loss that rises by no more than this many nats past the trained length counts as kept.
@@ -213,11 +211,8 @@ def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, 
 
 
 def _interval(values: Sequence[float]) -> _Interval:
-    mean = fmean(values)
-    if len(values) < 2:
-        return _Interval(mean)
-    half = float(student_t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return _Interval(mean, mean - half, mean + half)
+    mean, half = fmean(values), half_width(values)
+    return _Interval(mean) if half is None else _Interval(mean, mean - half, mean + half)
 
 
 def _count(number: int, noun: str) -> str:
