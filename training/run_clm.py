@@ -40,7 +40,7 @@ from training.starting_model import add_lora, apply_scheme, build_model, check_s
 from training.swapping import HealingArguments
 from training.trainer import data_seed, training_steps
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("run_clm")
 
 #: All options, in the order of the arguments of `train`.
 OPTIONS = (
@@ -72,31 +72,31 @@ def train(
         SettingsError: for options that cannot work. All are checked before anything is written.
         TrainingError: if the training had to stop.
     """
-    # Options
+    # Options: what cannot work is refused before anything is written.
     set_up(arguments, lora=lora.lora)
     healing.check_start(scheme, model_options)
     check_scheme(scheme)
 
-    # Data
+    # Data: rows of tokens; no document is in both parts.
     tokenizer = load_tokenizer(model_options, causal=True)
     with arguments.main_process_first(desc="loading and tokenising"):
         train_rows, eval_rows, text = load_rows(data, tokenizer, causal=True, seed=data_seed(arguments))
     if trains(arguments):
         healing.check_run(arguments, training_steps(len(train_rows), arguments), lora=lora.lora)
 
-    # Model
+    # Model: the stock one, and a frozen copy where the training learns from it.
     model = build_model(model_options, tokenizer, causal=True, seed=arguments.seed)
     teacher = frozen_teacher(model) if healing.distill else None
     native_length = context_length(model)
 
-    # Patch
+    # Patch: the scheme takes the place of the native one, and the tokenizer states its length.
     apply_scheme(model, scheme, healing, train_rows)
     update_tokenizer_length(tokenizer, model, native_length)
     batches = packed_batches(model, data, causal=True, vocabulary=len(tokenizer))
     if lora.lora:
         model = add_lora(model, lora, causal=True)
 
-    # Trainer
+    # Trainer: a run goes on only with the settings that decide its curve.
     settings = run_settings(
         arguments,
         model,
@@ -124,7 +124,7 @@ def train(
         loss_hooks=healing.loss_hooks(model, teacher, causal=True),
     )
 
-    # Train and save
+    # Train, evaluate and save.
     results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
     logger.info("%s", text)
     if trains(arguments):

@@ -53,7 +53,7 @@ from training.one_run import (
 from training.starting_model import apply_scheme, stock_model
 from training.trainer import data_seed, training_steps
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("run_image_classification")
 
 #: In the output folder: the accuracy by resolution, for `hf-posenc report`.
 RESOLUTION_FILE = "resolution.json"
@@ -176,14 +176,14 @@ def train(
         SettingsError: for options that cannot work. All are checked before anything is written.
         TrainingError: if the training had to stop.
     """
-    # Options
+    # Options: what cannot work is refused before anything is written.
     set_up(arguments)
 
-    # Data
+    # Data: pictures and their classes.
     with arguments.main_process_first(desc="loading pictures"):
         train_part, validation_part = _pictures(images)
 
-    # Model
+    # Model: the stock one for these classes, which says what resolutions it can read.
     model = _stock_model(model_options, images, train_part, arguments.seed)
     size, resolution = PatchSize.of(model), _resolution(images, model)
     resolutions = images.eval_resolutions or [resolution]
@@ -192,10 +192,10 @@ def train(
     except MeasurementError as error:
         raise SettingsError(f"--train_resolution, --eval_resolutions: {error}") from error
 
-    # Patch
+    # Patch: the scheme takes the place of the native one.
     apply_scheme(model, scheme)
 
-    # Rows
+    # Rows: pixels as the model reads them.
     normalization = _normalization(model_options)
     augmentation = Augmentation(images.random_crop, images.random_flip, data_seed(arguments))
     train_rows = PictureRows(train_part, resolution, size.channels, normalization, augmentation)
@@ -203,7 +203,7 @@ def train(
     if trains(arguments):
         training_steps(len(train_rows), arguments)
 
-    # Trainer
+    # Trainer: a run goes on only with the settings that decide its curve.
     settings = run_settings(
         arguments,
         model,
@@ -227,7 +227,7 @@ def train(
         processing_class=image_processor(resolution, normalization, size.channels),
     )
 
-    # Train and save
+    # Train, evaluate and save.
     results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
     logger.info(
         "%d pictures of %d classes from %s, %d more to validate on; %d pixels.",

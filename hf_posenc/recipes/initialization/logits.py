@@ -77,13 +77,13 @@ def readers_of(model: PreTrainedModel, part: str) -> list[nn.Module]:
 
 
 @contextmanager
-def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap, _RecordingBias]]]:
-    """Wraps the maps and biases of layers in recorders inside a `with` block."""
+def _recording(layers: list[LayerEncoding], biases: bool) -> Iterator[list[tuple[_RecordingMap, _RecordingBias]]]:
+    """Wraps the maps and biases of layers in recorders inside a `with` block; without `biases`, these do not act."""
     before = [(layer.query_key_map, layer.logit_bias) for layer in layers]
     recorders = [(_RecordingMap(rotation), _RecordingBias()) for rotation, _ in before]
     try:
         for layer, (own, recorder) in zip(layers, recorders, strict=True):
-            bias = layer.logit_bias
+            bias = layer.logit_bias if biases else None
             layer.query_key_map = own
             layer.logit_bias = recorder if bias is None else SummedPairwiseBias([bias, recorder])
         yield recorders
@@ -93,7 +93,7 @@ def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap
 
 
 def recorded_heads(
-    model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT
+    model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT, *, biases: bool = True
 ) -> list[AttentionPairs]:
     """Runs a part of a patched model on a sample and returns the inputs of the logits of each layer, before any map.
 
@@ -102,8 +102,9 @@ def recorded_heads(
         encoding: the current encoding.
         sample: `(batch, length)` token ids without padding.
         part: a part that reads token ids.
+        biases: whether the biases of the scheme act during the run.
     """
-    with evaluation_mode(model), _recording(layers_of(encoding, part)) as recorders:
+    with evaluation_mode(model), _recording(layers_of(encoding, part), biases) as recorders:
         for module in readers_of(model, part):
             module(**_inputs_of(module, sample))
     return [dataclasses.replace(bias.pairs, query=one.query, key=one.key) for one, bias in recorders]

@@ -155,18 +155,12 @@ def _heads_without_bias(
     model: PreTrainedModel, new: PositionEncoding, sample: Tensor, part: str
 ) -> list[AttentionPairs]:
     """Records the heads of layers under the new scheme, without its biases."""
-    layers = layers_of(new, part)
-    biases = [layer.logit_bias for layer in layers]
     blends = [place for place in places_of_parts(stacks_in_part(new, part)) if isinstance(place, BlendedPart)]
     strengths = [blend.strength for blend in blends]
     try:
         for blend in blends:
             blend.strength = 1.0
-        for layer in layers:
-            layer.logit_bias = None
-        return recorded_heads(model, new, sample, part)
+        return recorded_heads(model, new, sample, part, biases=False)
     finally:
         for blend, strength in zip(blends, strengths, strict=True):
             blend.strength = strength
-        for layer, bias in zip(layers, biases, strict=True):
-            layer.logit_bias = bias
