@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import time
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +19,7 @@ from benchmarks.lineup import CONTROL, build_lineup
 from benchmarks.machine import peak_bytes, reset_peak, resident_bytes, synchronize, within_free_memory
 from benchmarks.peers import peer_subjects
 from benchmarks.subjects import BARE, DECODING, Setting
-from benchmarks.timing import reason_of
+from benchmarks.timing import reason_of, timed
 
 _WARM_UP_TOKENS = 64
 #: Beyond this length only a few subjects are measured, in a training step.
@@ -93,10 +92,7 @@ def measure_here(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
     reset_peak(device)
     # What a subject builds once, such as a mask, is part of what it takes.
     with within_free_memory(device), subject.ready(phase, length) as call:
-        start = time.perf_counter()
-        call.run()
-        synchronize(device)
-        seconds = time.perf_counter() - start
+        seconds = timed(call, device)
         peak = peak_bytes(device)
     return {
         "before_bytes": before, "phase_bytes": peak - before, "total_bytes": peak, "seconds": round(seconds, 3)
