@@ -54,6 +54,11 @@ def words(texts: Path, output: Path, causal: bool = True, **changes: Any) -> lis
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
+def trained_on(model: Path) -> dict[str, Any]:
+    """Options of a run that begins with a pretrained model and its tokenizer."""
+    return {"model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": model}
+
+
 def run(arguments: list[str], causal: bool = True) -> int:
     """In this process."""
     return (run_clm if causal else run_mlm).main(arguments)

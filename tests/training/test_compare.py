@@ -28,6 +28,11 @@ from training.study.folder import LOCK
 STRETCHED = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}, "theta": 500.0}}
 
 
+def runs_in(folder: Path) -> list[dict[str, object]]:
+    """The trainings of a study."""
+    return json.loads((folder / "results.json").read_text())["runs"]
+
+
 def curves(folder: Path) -> dict[str, object]:
     """Everything of a study that must not depend on how often it was interrupted, without what has no value."""
     results = json.loads(
@@ -305,7 +310,7 @@ def test_a_training_without_figures_may_begin_again_with_other_settings(tiny, tm
     assert compare.main(too_few) == 0
     enough = tiny(schemes="none,learned", scheme_options='{"learned": {"num_positions": 64}}', **options)
     assert compare.main(enough) == 0
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    found = runs_in(tmp_path / "out")
     assert [training["status"] for training in found] == ["finished", "finished"]
 
 
@@ -318,7 +323,7 @@ def test_trainings_that_choose_a_learning_rate_read_no_more_than_losses(tiny, tm
     assert compare.main(tiny(tasks="causal", schemes="none", learning_rates="[1e-3]", max_steps=2, eval_every=1)) == 0
 
     def reading(folder):
-        (run,) = json.loads((tmp_path / folder / "results.json").read_text())["runs"]
+        (run,) = runs_in(tmp_path / folder)
         return set(run["by_length"])
 
     assert reading("out_rates") == {"lengths", "loss"}
@@ -339,7 +344,7 @@ def test_models_cannot_be_asked_for_afterwards(tiny, capsys):
 def test_a_scheme_the_model_cannot_take_is_a_row_with_its_reason(tiny, tmp_path, scheme, options, reason):
     arguments = tiny(tasks="masked", schemes=f"{scheme},none", scheme_options=options, max_steps=2)
     assert compare.main(arguments) == 0
-    first, second = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    first, second = runs_in(tmp_path / "out")
     assert (first["status"], second["status"]) == ("unsupported", "finished")
     assert reason in first["reason"]
     assert first["reason"] in (tmp_path / "out" / "table.md").read_text()
@@ -349,7 +354,7 @@ def test_a_training_that_starts_from_an_unsupported_one_is_unsupported_too(tiny,
     options = {"learned": {"num_positions": 20}, "swapped": {"scheme": "none", "from": "learned"}}
     arguments = tiny(schemes="learned,swapped", tasks="causal", scheme_options=json.dumps(options), max_steps=2)
     assert compare.main(arguments) == 1  # no training finished
-    _, swapped = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    _, swapped = runs_in(tmp_path / "out")
     assert swapped["status"] == "unsupported"
     assert "starts from 'learned'" in swapped["reason"]
 
@@ -365,7 +370,7 @@ def test_a_diverging_loss_is_recorded_and_the_others_go_on(tiny, tmp_path, monke
 
     monkeypatch.setattr(run, "begin", poisoned)
     assert compare.main(tiny(tasks="causal", max_steps=2)) == 0
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    found = runs_in(tmp_path / "out")
     assert [training["status"] for training in found] == ["diverged", "finished"]
     assert "loss became nan" in (tmp_path / "out" / "table.md").read_text()
 
@@ -440,7 +445,7 @@ def test_two_processes_equal_one(tiny, tmp_path):
         folder = tmp_path / str(count)
         config = CONFIGS / ("ddp_cpu.yaml" if count == 2 else "one_process.yaml")
         said = launch(config, REPOSITORY / "training/compare.py", tiny(output_dir=folder, **options))
-        (result,) = json.loads((folder / "results.json").read_text())["runs"]
+        (result,) = runs_in(folder)
         assert result["processes"] == count
         assert said.count("Written to ") == 1
         found.append(torch.tensor(result["curve"]["train_loss"] + result["by_length"]["loss"]))

@@ -25,7 +25,7 @@ from transformers import (
 
 import hf_posenc
 from tests.thinning import mostly_slow
-from tests.training.run_cases import SIZES, curve, environment, results, run, words, write_texts
+from tests.training.run_cases import SIZES, curve, environment, results, run, trained_on, words
 
 #: Renamed within the supported range of transformers.
 CHECKPOINTING = (
@@ -33,11 +33,6 @@ CHECKPOINTING = (
     if "activation_checkpointing" in TrainingArguments.__dataclass_fields__
     else "gradient_checkpointing"
 )
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +85,7 @@ def test_the_control_is_the_stock_model(texts: Path, tmp_path: Path, recwarn: py
 
 
 def test_a_patched_folder_is_trained_on(alibi: Path, texts: Path, tmp_path: Path) -> None:
-    pretrained: dict[str, Any] = {
-        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
-    }  # fmt: skip
+    pretrained = trained_on(alibi)
     assert run(words(texts, tmp_path / "on", max_steps=1, **pretrained)) == 0
     assert curve(tmp_path / "on")[0]["loss"] < curve(alibi)[0]["loss"] - 1
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "on").position_encoding.config.name == "alibi"
@@ -231,10 +224,7 @@ def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: 
 
 def test_a_pretrained_model_is_led_to_another_scheme(alibi: Path, texts: Path, tmp_path: Path) -> None:
     """From ALiBi, whose biases a learned T5 table can start at, with the model before as its teacher."""
-    options: dict[str, Any] = {
-        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
-        "scheme": "t5", "max_steps": 4, "learning_rate": 1e-4,
-    }  # fmt: skip
+    options = trained_on(alibi) | {"scheme": "t5", "max_steps": 4, "learning_rate": 1e-4}
     ways: dict[str, dict[str, Any]] = {
         "plain": {}, "fitted": {"initialization": "fitted"},
         "led": {"initialization": "fitted", "gradual_steps": 3, "distill": "true"},

@@ -25,14 +25,8 @@ from tests.training.run_cases import (
     run,
     start,
     words,
-    write_texts,
 )
 from tests.versions import since
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.slow), False], ids=["clm", "mlm"])

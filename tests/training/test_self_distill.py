@@ -11,16 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_posenc.recipes import PerturbedSelfDistillation
-from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words, write_texts
+from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words
 from tests.training.trainer_cases import Rows, tiny, trainer
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
 from training.study import outputs
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 def _weights(one: Trainer) -> dict[str, torch.Tensor]:

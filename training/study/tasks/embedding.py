@@ -17,7 +17,7 @@ from training.data.tokens import TokenStream
 from training.errors import SettingsError
 from training.study.corpus import Corpus
 from training.study.settings import StudySettings, SwapArguments
-from training.study.tasks.task import OF_IMAGES, CellData, rounded
+from training.study.tasks.task import CellData, rounded
 from training.study.tasks.text import TextTask
 from training.swapping import SAMPLE_ROWS
 from training.trainer import SchemeTrainer
@@ -32,7 +32,6 @@ class EmbeddingTask(TextTask):
     kind = "embedding"
     loader = AutoModel
     has_teacher = True
-    unused = OF_IMAGES
 
     def check(self, study: StudySettings) -> None:
         """Raises `SettingsError` for new weights, which have no embeddings to keep, and for short texts."""
@@ -73,10 +72,6 @@ class EmbeddingTask(TextTask):
         """Cosines to the embeddings of the teacher by length."""
         similarities = data.teacher.similarities(model, self.lengths, self.settings.eval_windows)
         return {"lengths": self.lengths, "similarity": rounded(similarities)}
-
-    def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Nothing further."""
-        return {}
 
 
 class Texts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,9 +38,7 @@ _TAIL = 32
 class TextTask(StudyTask):
     """What all tasks on the text of the study share."""
 
-    kind = "language_modeling"
     reads_text = True
-    unused: ClassVar[tuple[str, ...]] = ("train_lengths", *OF_IMAGES)
 
     @property
     def lengths(self) -> list[int]:
@@ -55,6 +53,13 @@ class TextTask(StudyTask):
         """Raises `SettingsError` for texts that are too short to be read."""
         if min(self.lengths) < _SHORTEST and (self.settings.test_lengths or self.pretrained):
             raise SettingsError(f"Task {self.name!r}: evaluated lengths of text are at least {_SHORTEST} tokens.")
+
+
+class LanguageTask(TextTask):
+    """Predicting tokens of the text."""
+
+    kind = "language_modeling"
+    unused = ("train_lengths", *OF_IMAGES)
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
         """Windows of text; for pretrained models, the rows of `run_clm.py` and `run_mlm.py`."""
@@ -143,14 +148,14 @@ class TextTask(StudyTask):
         }
 
 
-class CausalTask(TextTask):
+class CausalTask(LanguageTask):
     """Predicting the next token."""
 
     loader = AutoModelForCausalLM
     causal = True
 
 
-class MaskedTask(TextTask):
+class MaskedTask(LanguageTask):
     """Filling in masked tokens."""
 
     loader = AutoModelForMaskedLM
