@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDistillation, Swap, swap_scheme
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS
@@ -26,42 +27,35 @@ SAMPLE_ROWS = 8
 class HealingArguments:
     """How a pretrained model gets its scheme, and what helps it to recover."""
 
-    initialization: str = field(
+    initialization: str = HfArg(
         default="default",
-        metadata={
-            "help": "Where the scheme's parameters start: 'fitted' to what the old scheme did on training text, 'auto' "
-            "the same where there is anything to fit, 'default' as in a new model.",
-            "choices": list(INITIALIZATIONS),
-        },
+        help="Where the scheme's parameters start: 'fitted' to what the old scheme did on training text, 'auto' the "
+        "same where there is anything to fit, 'default' as in a new model.",
+        metadata={"choices": list(INITIALIZATIONS)},
     )
-    table_extension: str | None = field(
+    table_extension: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "With a fitted table that is longer than the old one: how it goes on.",
-            "choices": list(TABLE_EXTENSIONS),
-        },
+        help="With a fitted table that is longer than the old one: how it goes on.",
+        metadata={"choices": list(TABLE_EXTENSIONS)},
     )
-    gradual_steps: int = field(
-        default=0,
-        metadata={"help": "Lead the model from the old scheme to the new one over this many steps; 0: at once."},
+    gradual_steps: int = HfArg(
+        default=0, help="Lead the model from the old scheme to the new one over this many steps; 0: at once."
     )
-    distill: bool = field(default=False, metadata={"help": "Learn from the model as it was before the swap, too."})
-    distill_temperature: float = field(default=2.0, metadata={"help": "Softens what the teacher predicts."})
-    distill_weight: float = field(
-        default=0.5, metadata={"help": "The teacher's share of the loss, above 0; 1 leaves the text's own tokens out."}
+    distill: bool = HfArg(default=False, help="Learn from the model as it was before the swap, too.")
+    distill_temperature: float = HfArg(default=2.0, help="Softens what the teacher predicts.")
+    distill_weight: float = HfArg(
+        default=0.5, help="The teacher's share of the loss, above 0; 1 leaves the text's own tokens out."
     )
-    self_distill: bool = field(
-        default=False, metadata={"help": "Learn to predict the same from perturbed positions (causal models)."}
+    self_distill: bool = HfArg(
+        default=False, help="Learn to predict the same from perturbed positions (causal models)."
     )
-    self_distill_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the divergence between the views, added to the loss; above 0."}
+    self_distill_weight: float = HfArg(
+        default=1.0, help="Weight of the divergence between the views, added to the loss; above 0."
     )
-    self_distill_shift: str = field(
+    self_distill_shift: str = HfArg(
         default="skip",
-        metadata={
-            "help": "How positions are perturbed: 'skip' moves the rest of a text further away, 'cyclic' rotates all.",
-            "choices": list(SHIFTS),
-        },
+        help="How positions are perturbed: 'skip' moves the rest of a text further away, 'cyclic' rotates all.",
+        metadata={"choices": list(SHIFTS)},
     )
 
     def __post_init__(self) -> None:
