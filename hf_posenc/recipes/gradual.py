@@ -106,8 +106,7 @@ def finish_blend(model: nn.Module) -> None:
     """
     target = unwrapped(model)
     encoding = _blend_of(target)
-    strength = blend_strength(target)
-    if strength != 1:
+    if (strength := blend_strength(target)) != 1:
         raise UnsupportedError(
             f"The strength of the new scheme is {strength}: removing the old scheme now would change the outputs of "
             "the model. Train to strength 1 first, or call set_blend_strength(model, 1.0) to skip the rest."

@@ -36,15 +36,12 @@ def document_starts(positions: Tensor, real: Tensor) -> Tensor:
 
 
 def mask_of_documents(documents: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
-    """A mask of pairs in which no token sees another document: 0, or the lowest number of the dtype.
+    """`(batch, 1, length, length)`: 0, or the lowest number of the dtype where a token would see another document.
 
     Args:
         documents: `(batch, length)`, a number for each document of a row.
         dtype: of the mask.
         causal: whether it also hides later tokens.
-
-    Returns:
-        `(batch, 1, length, length)`.
     """
     hidden = documents[:, None, :, None] != documents[:, None, None, :]
     if causal:

@@ -57,9 +57,8 @@ class CandidateSpace:
             self.extension = math.nextafter(self.extension, math.inf)
         self.frequencies = rope_inverse_frequencies(scheme.theta, rotary_dim).double()
         slow = (self.frequencies * trained < 2 * math.pi).nonzero().flatten().tolist()
-        pairs = len(self.frequencies)
-        self.critical = min(slow, default=pairs - 1)
-        self.pairs, self.rotary_dim = pairs, rotary_dim
+        self.pairs, self.rotary_dim = len(self.frequencies), rotary_dim
+        self.critical = min(slow, default=self.pairs - 1)
 
     def config(self, candidate: SpectrumCandidate) -> RopeConfig:
         """RoPE with the factors of a candidate past the trained length."""

@@ -112,9 +112,7 @@ def recorded_heads(
 
 def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:
     known = inspect.signature(type(module).forward).parameters
-    inputs: dict[str, Any] = {"input_ids": sample}
-    if "decoder_input_ids" in known:
-        inputs["decoder_input_ids"] = sample
+    inputs: dict[str, Any] = {name: sample for name in ("input_ids", "decoder_input_ids") if name in known}
     return inputs | ({"use_cache": False} if hasattr(module.config, "use_cache") else {})
 
 
