@@ -54,9 +54,9 @@ class WeightsArguments:
     def __post_init__(self) -> None:
         given = [name for name in ("model_name_or_path", "config_name", "model_type") if getattr(self, name)]
         if len(given) != 1:
-            found = f"Several models are named: --{', --'.join(given)}" if given else "No model is named"
+            problem = f"Several models are named: --{', --'.join(given)}" if given else "No model is named"
             raise SettingsError(
-                f"{found}. Give one of --model_name_or_path (pretrained weights), --config_name (from scratch, with "
+                f"{problem}. Give one of --model_name_or_path (pretrained weights), --config_name (from scratch, with "
                 "that config) and --model_type (from scratch, for example --model_type llama --config_overrides "
                 "hidden_size=64)."
             )
@@ -175,7 +175,7 @@ class LoraArguments:
     )
 
     def __post_init__(self) -> None:
-        changed = [one.name for one in fields(LoraArguments) if getattr(self, one.name) != one.default]
+        changed = [option.name for option in fields(LoraArguments) if getattr(self, option.name) != option.default]
         if changed and not self.lora:
             raise SettingsError(f"--{changed[0]} is given without --lora.")
 

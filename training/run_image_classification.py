@@ -314,7 +314,7 @@ def _normalization(arguments: ImageModelArguments) -> Normalization:
     if arguments.model_name_or_path is None:
         return Normalization()
     try:
-        found, _ = ImageProcessingMixin.get_image_processor_dict(
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(
             arguments.model_name_or_path, revision=arguments.model_revision
         )
     except OSError:
@@ -322,9 +322,9 @@ def _normalization(arguments: ImageModelArguments) -> Normalization:
             "%s has no image processor; its pixels are taken to be in [-1, 1].", arguments.model_name_or_path
         )
         return Normalization()
-    if "image_mean" not in found:
+    if "image_mean" not in processor:
         return Normalization()
-    return Normalization(tuple(found["image_mean"]), tuple(found["image_std"]))
+    return Normalization(tuple(processor["image_mean"]), tuple(processor["image_std"]))
 
 
 if __name__ == "__main__":

@@ -142,12 +142,12 @@ def freeze_old(encoding: PositionEncoding) -> None:
 
 def places_of_parts(stacks: Mapping[str, StackEncoding]) -> list[Any]:
     """Every place of a part of a scheme in some stacks of a model, in order; `None` for an empty place."""
-    found: list[Any] = []
+    places: list[Any] = []
     for stack in stacks.values():
-        found.append(stack.additive)
+        places.append(stack.additive)
         for layer in stack.layers:
-            found += [layer.query_key_map, layer.logit_bias, layer.logit_scale]
-    return found
+            places += [layer.query_key_map, layer.logit_bias, layer.logit_scale]
+    return places
 
 
 def _blend_of(target: PreTrainedModel) -> PositionEncoding:

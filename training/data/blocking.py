@@ -114,7 +114,7 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
                 "cannot be checked that documents are kept apart. Use --packing concatenate."
             )
         tolerance = unblocked * (_EXACT if alone.dtype == torch.float32 else _ROUNDED)
-        found = []
+        tried = []
         for first in [0] if padding is None else [0, padding + 1]:
             for positions, mask in ((True, False), (True, True), (False, True)):
                 if (mask or causal) and (positions or not first):
@@ -130,9 +130,9 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
                         distance, outcome = float("inf"), f"{type(error).__name__}: {error}"
                     if distance <= tolerance:
                         return blocking
-                    found.append(f"{blocking}: {outcome}")
+                    tried.append(f"{blocking}: {outcome}")
         raise SettingsError(
-            f"{type(model).__name__} cannot keep apart documents that share a row ({'; '.join(found)}). Use --packing "
+            f"{type(model).__name__} cannot keep apart documents that share a row ({'; '.join(tried)}). Use --packing "
             "concatenate, where attention and positions run through the row."
         )
 

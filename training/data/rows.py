@@ -63,9 +63,9 @@ def load_rows(
 def _load(data: DataArguments, name: str | None, split: str, most: int | None) -> tuple[Any, str]:
     config_name = data.dataset_config_name if name == data.dataset_name else None
     first = most if data.streaming else None
-    found, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
-    require_column(found, data.text_column, source)
-    return found, source
+    dataset, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
+    require_column(dataset, data.text_column, source)
+    return dataset, source
 
 
 def split_documents(documents: Any, held_out: int, seed: int) -> tuple[Any, Any]:

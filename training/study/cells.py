@@ -188,7 +188,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
             )
         key = (task.name, label, seed)
         if key not in cells:
-            starts = {one: study.options_of(one, task.name).start for one in study.schemes}
+            starts = {name: study.options_of(name, task.name).start for name in study.schemes}
             begins = starts[label]
             start = None if begins is None else add(task, begins, seed, (*waiting, label))
             cells[key] = Cell(study, task, label, seed, start, is_start=label in starts.values())
@@ -198,22 +198,22 @@ def study_cells(study: StudySettings) -> list[Cell]:
     if study.train_lengths and {*study.tasks} <= {CAUSAL, MASKED, IMAGES}:
         raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; text is read at --train_length.")
     for name in study.tasks:
-        own = study.task_options.get(name, TaskOptions())
-        task = _task(study, name, own)
+        options = study.task_options.get(name, TaskOptions())
+        task = _task(study, name, options)
         for label in study.labels_of(name):
-            for seed in study.seeds if own.seeds is None else own.seeds:
+            for seed in study.seeds if options.seeds is None else options.seeds:
                 add(task, label, seed)
     return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
 
 
-def _task(study: StudySettings, name: str, own: TaskOptions) -> StudyTask:
-    settings = study.changed(own.model_extra or {}, f"Task {name!r}")
+def _task(study: StudySettings, name: str, options: TaskOptions) -> StudyTask:
+    settings = study.changed(options.model_extra or {}, f"Task {name!r}")
     task = study_task(name, settings, pretrained=study.model_name_or_path is not None)
     shape = (*_SHAPE, "model_type", "config_overrides")
-    sized = [one for one in shape if getattr(settings, one) != TrainingSettings.model_fields[one].default]
+    sized = [field for field in shape if getattr(settings, field) != TrainingSettings.model_fields[field].default]
     if task.pretrained and sized:
         raise SettingsError(f"Task {name!r} has {sized[0]}, but the models are that of --model_name_or_path.")
-    unused = [one for one in task.unused if one in (own.model_extra or {})]
+    unused = [field for field in task.unused if field in (options.model_extra or {})]
     if unused:
         raise SettingsError(f"Task {name!r} has {unused[0]}, which its trainings do not use.")
     task.check(study)
@@ -225,9 +225,9 @@ def _check(cell: Cell) -> None:
     settings, swap, task = cell.settings, cell.asked.swap, cell.task
     swap.check_training(settings.max_steps, swap.lora)
     swap.check_objective(task.causal)
-    own = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *task.unused}
-    own |= set() if task.name == MASKED else {"mlm_probability"}
-    unused = sorted(own & set(cell.asked.training))
+    fixed = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *task.unused}
+    fixed |= set() if task.name == MASKED else {"mlm_probability"}
+    unused = sorted(fixed & set(cell.asked.training))
     problems = {
         f"{NATIVE!r} is the unpatched model; it has no options and takes no swap.": (
             cell.config is None and (cell.options or swap.swaps)
@@ -247,6 +247,6 @@ def _check(cell: Cell) -> None:
     }
     if refusal := task.refusal(swap):
         problems[refusal] = True
-    for message, found in problems.items():
-        if found:
+    for message, applies in problems.items():
+        if applies:
             raise SettingsError(f"{cell.name}: {message}")

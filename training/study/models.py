@@ -139,13 +139,13 @@ def _built(
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
     fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
-    own = stock.attribute_map
+    names = stock.attribute_map
     check_overrides(stock, overrides)
     for name in overrides:
-        setting = next((how for field, how in _SET.items() if own.get(field, field) == own.get(name, name)), None)
+        setting = next((how for field, how in _SET.items() if names.get(field, field) == names.get(name, name)), None)
         if setting is not None:
             raise SettingsError(f"--config_overrides has {name}, which {setting} determines.")
-    given = {own.get(name, name): value for name, value in (fields | (required or {}) | overrides).items()}
+    given = {names.get(name, name): value for name, value in (fields | (required or {}) | overrides).items()}
     try:
         config = type(stock)(**given)
         if classes is not None:
@@ -157,9 +157,9 @@ def _built(
             f"--model_type {stock.model_type} cannot be used for the task {task.name!r}: {reason}"
         ) from error
     for name, value in overrides.items():
-        found = getattr(config, name)
-        if found != value and not (isinstance(found, dict) and found.items() >= value.items()):
-            raise SettingsError(f"--config_overrides: {type(config).__name__} turns {name} = {value!r} into {found!r}.")
+        built = getattr(config, name)
+        if built != value and not (isinstance(built, dict) and built.items() >= value.items()):
+            raise SettingsError(f"--config_overrides: {type(config).__name__} turns {name} = {value!r} into {built!r}.")
     return model
 
 

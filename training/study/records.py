@@ -106,8 +106,8 @@ def _frame(finished: list[Run], task: Task, clock: str, control: str | None) -> 
     frame = pd.DataFrame(rows, columns=columns).astype({"value": float})
     compared = [frame]
     for quantity, name in ((MAIN[task.kind], "difference"), ("healed", "to_control")):
-        found = frame[frame.quantity == quantity]
-        pairs = found.merge(found[found.scheme == control], on=["seed", "key", "at"], suffixes=("", "_control"))
+        values = frame[frame.quantity == quantity]
+        pairs = values.merge(values[values.scheme == control], on=["seed", "key", "at"], suffixes=("", "_control"))
         pairs = pairs[pairs.scheme != control].assign(quantity=name)
         compared.append(pairs.assign(value=pairs.value - pairs.value_control)[columns])
     return pd.concat(compared, ignore_index=True)
@@ -158,8 +158,8 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def _records(label: str, runs: list[Run], frame: pd.DataFrame) -> Iterator[Record]:
-    own = frame[frame.scheme == label]
-    for (quantity, key, at), values in own.groupby(["quantity", "key", "at"], sort=False).value:
+    of_scheme = frame[frame.scheme == label]
+    for (quantity, key, at), values in of_scheme.groupby(["quantity", "key", "at"], sort=False).value:
         present = values.dropna().tolist()
         count, half = len(present), half_width(present)
         # Exactly rounded sums, so that the last digit of a table does not depend on the order of the seeds.

@@ -162,9 +162,9 @@ def check_results(results: dict[str, Any]) -> Study:
     try:
         return Study.model_validate(results)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        place = ".".join(map(str, ("results", *found["loc"])))
-        raise ResultsError(f"{place}: {found['msg'].removeprefix('Value error, ')}.") from error
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, ("results", *problem["loc"])))
+        raise ResultsError(f"{place}: {problem['msg'].removeprefix('Value error, ')}.") from error
 
 
 def study_results(

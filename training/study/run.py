@@ -61,7 +61,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
                     task.try_out(beginning.model, data)
         except (ValueError, SequenceLengthError) as error:
             return ended(UNSUPPORTED, error)
-    head["notes"] = sorted({str(one.message) for one in caught if issubclass(one.category, UserWarning)})
+    head["notes"] = sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)})
     if task.has_teacher:
         data.teacher = Teacher(beginning.teacher, data.validation)
     if cell.goes_on:
@@ -71,7 +71,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         head |= {"config": beginning.swap.new.to_dict(), "swap": beginning.swap.to_dict()}
     try:
         trainer = _trainer(cell, beginning, data, on_step)
-        trained_parameters = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
+        trained_parameters = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
         head |= {"parameters": trained_parameters, "threads": torch.get_num_threads()}
         head |= {"processes": trainer.args.world_size, "processor": processor_name()}
         training = _train(cell, trainer)

@@ -71,9 +71,9 @@ def readers_of(model: PreTrainedModel, part: str) -> list[nn.Module]:
     The list is empty for a part that does not read token ids.
     """
     stacks = [stack.module for stack in find_stacks(model, [part])]
-    found = [model] if len(model_parts(model)) == 1 else stacks
-    reads_ids = all("input_ids" in inspect.signature(type(module).forward).parameters for module in (*found, *stacks))
-    return found if reads_ids else []
+    readers = [model] if len(model_parts(model)) == 1 else stacks
+    reads_ids = all("input_ids" in inspect.signature(type(module).forward).parameters for module in (*readers, *stacks))
+    return readers if reads_ids else []
 
 
 @contextmanager
@@ -82,9 +82,9 @@ def _recording(layers: list[LayerEncoding], biases: bool) -> Iterator[list[tuple
     before = [(layer.query_key_map, layer.logit_bias) for layer in layers]
     recorders = [(_RecordingMap(rotation), _RecordingBias()) for rotation, _ in before]
     try:
-        for layer, (own, recorder) in zip(layers, recorders, strict=True):
+        for layer, (recording, recorder) in zip(layers, recorders, strict=True):
             bias = layer.logit_bias if biases else None
-            layer.query_key_map = own
+            layer.query_key_map = recording
             layer.logit_bias = recorder if bias is None else SummedPairwiseBias([bias, recorder])
         yield recorders
     finally:
@@ -107,7 +107,7 @@ def recorded_heads(
     with evaluation_mode(model), _recording(layers_of(encoding, part), biases) as recorders:
         for module in readers_of(model, part):
             module(**_inputs_of(module, sample))
-    return [dataclasses.replace(bias.pairs, query=one.query, key=one.key) for one, bias in recorders]
+    return [dataclasses.replace(bias.pairs, query=recorder.query, key=recorder.key) for recorder, bias in recorders]
 
 
 def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:

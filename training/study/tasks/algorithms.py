@@ -62,9 +62,9 @@ class AlgorithmTask(StudyTask):
         longest = max(task.character_count(length) for length in {*lengths, *cell.train_lengths, *self.lengths})
         size = max(settings.max_steps, 1) * settings.batch_size
         padding = padding_token(tokenizer)
-        examples = [one for length in lengths for one in held_out_examples(task, length, samples=8, seed=0)]
-        encoded = [encode_example(tokenizer, one) for one in examples]
-        rows, labels = ([torch.tensor(one[part]) for one in encoded] for part in (0, 1))
+        examples = [example for length in lengths for example in held_out_examples(task, length, samples=8, seed=0)]
+        encoded = [encode_example(tokenizer, example) for example in examples]
+        rows, labels = ([torch.tensor(example[part]) for example in encoded] for part in (0, 1))
         validation: dict[str, Any] = {
             "input_ids": pad_sequence(rows, batch_first=True, padding_value=padding),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),

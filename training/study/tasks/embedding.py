@@ -134,8 +134,8 @@ class Teacher:
             states: Tensor = self.model(input_ids=input_ids).last_hidden_state
             return states
         pieces = input_ids[:, 1:-1].split(self.capacity - 2, dim=1)
-        found = [self.model(input_ids=self.texts.framed(piece)).last_hidden_state for piece in pieces]
-        return torch.cat([found[0][:, :1], *(states[:, 1:-1] for states in found), found[-1][:, -1:]], dim=1)
+        by_piece = [self.model(input_ids=self.texts.framed(piece)).last_hidden_state for piece in pieces]
+        return torch.cat([by_piece[0][:, :1], *(states[:, 1:-1] for states in by_piece), by_piece[-1][:, -1:]], dim=1)
 
     @torch.no_grad()
     def similarities(self, model: Any, lengths: list[int], windows: int) -> list[float | None]:
@@ -151,9 +151,9 @@ class Teacher:
             cosines: list[float] = []
             try:
                 for ids in self.texts.rows(windows, length)[:, None] if length <= capacity else ():
-                    own = mean_pooled(model(input_ids=ids.to(model.device)).last_hidden_state)
+                    learned = mean_pooled(model(input_ids=ids.to(model.device)).last_hidden_state)
                     taught = mean_pooled(self.states(ids.to(model.device)))
-                    cosines.append(float(torch.nn.functional.cosine_similarity(own, taught)))
+                    cosines.append(float(torch.nn.functional.cosine_similarity(learned, taught)))
             except SequenceLengthError:
                 cosines = []
             means.append(sum(cosines) / len(cosines) if cosines else None)
@@ -179,8 +179,8 @@ class TeacherTrainer(SchemeTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The mean over the lengths that the model reads."""
-        found = self.teacher.similarities(self.model, self.lengths, self.windows)
-        known = [value for value in found if value is not None]
+        similarities = self.teacher.similarities(self.model, self.lengths, self.windows)
+        known = [value for value in similarities if value is not None]
         metrics = {"eval_similarity": sum(known) / len(known)}
         self.log(metrics)
         return metrics

@@ -107,7 +107,7 @@ class LanguageTask(TextTask):
         """Losses by length, and by position in the longest windows."""
         assert data.windows is not None
         length, lengths = self.settings.train_length, self.lengths
-        found = loss_by_length(
+        measured = loss_by_length(
             model,
             data.windows["input_ids"],
             data.windows["labels"],
@@ -117,16 +117,16 @@ class LanguageTask(TextTask):
             position_bin=max(1, length // 4) if whole else None,
             sliding_window=length if whole and length <= lengths[-1] else None,
         )
-        losses = {"lengths": lengths, "loss": rounded([row.loss for row in found.rows])}
+        losses = {"lengths": lengths, "loss": rounded([row.loss for row in measured.rows])}
         if not whole:
             return losses
         return losses | {
-            "tail_loss": rounded([row.tail_loss for row in found.rows]),
-            "window_tail_loss": [rounded(row.window_tail_losses) for row in found.rows],
-            "sliding_loss": None if found.sliding is None else rounded([found.sliding.loss])[0],
-            "position_edges": list(found.position_edges),
-            "position_loss": rounded(found.position_loss),
-            "reasons": sorted({row.reason for row in found.rows if row.reason is not None}),
+            "tail_loss": rounded([row.tail_loss for row in measured.rows]),
+            "window_tail_loss": [rounded(row.window_tail_losses) for row in measured.rows],
+            "sliding_loss": None if measured.sliding is None else rounded([measured.sliding.loss])[0],
+            "position_edges": list(measured.position_edges),
+            "position_loss": rounded(measured.position_loss),
+            "reasons": sorted({row.reason for row in measured.rows if row.reason is not None}),
         }
 
     @property
