@@ -78,16 +78,16 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="forget earlier results in the folder")
     if "--quick" in words:
         parser.set_defaults(**_QUICK)
-    found = parse_with_device(parser, words)
-    if any(LEVELS[level].kind == "vit" for level in found.levels):
-        for length in (*found.lengths, *found.memory_lengths):
+    options = parse_with_device(parser, words)
+    if any(LEVELS[level].kind == "vit" for level in options.levels):
+        for length in (*options.lengths, *options.memory_lengths):
             try:
                 image_side(length)
             except ValueError as error:
                 parser.error(f"--lengths: {error}")
-    found.setting = Setting(device=found.device, dtype=found.dtype, seed=found.seed)
-    found.pace = Pace(found.rounds, found.cell_seconds, found.subject_seconds, found.seed)
-    return found
+    options.setting = Setting(device=options.device, dtype=options.dtype, seed=options.seed)
+    options.pace = Pace(options.rounds, options.cell_seconds, options.subject_seconds, options.seed)
+    return options
 
 
 def subjects_of(options: argparse.Namespace, level: str) -> list[str]:
@@ -104,12 +104,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def parse_with_device(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
     """Parses the words; exits with status 2 if the device does not exist."""
-    found = parser.parse_args(words)
+    options = parser.parse_args(words)
     try:
-        check_device(found.device)
+        check_device(options.device)
     except BenchmarkError as error:
         parser.error(str(error))
-    return found
+    return options
 
 
 def scheme_name(text: str) -> str:
@@ -125,7 +125,7 @@ def scheme_name(text: str) -> str:
     try:
         if ":" in name:
             parse_scheme(name)
-        arranges = any(get_scheme(one.partition(":")[0]).combinator for one in name.split("+"))
+        arranges = any(get_scheme(part.partition(":")[0]).combinator for part in name.split("+"))
     except (UnknownNameError, UsageError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if arranges:

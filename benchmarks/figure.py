@@ -44,7 +44,12 @@ def draw_price(result: Result, folder: Path) -> list[Path]:
         The files, for light and dark pages; none where there is nothing to draw: a row needs two lengths.
     """
     rows = _rows(result)
-    if not any(len(row.lengths) > 1 for phases in rows.values() for found in phases.values() for row in found.values()):
+    if not any(
+        len(row.lengths) > 1
+        for phases in rows.values()
+        for by_subject in phases.values()
+        for row in by_subject.values()
+    ):
         return []
     paths = []
     for dark in (False, True):
@@ -61,8 +66,8 @@ def _rows(result: Result) -> _Rows:
         if shown and record.subject != CONTROL and record.value is not None:
             title = LEVELS[level].title.partition(",")[0]
             phases = rows.setdefault(title[0].lower() + title[1:], {})
-            found = phases.setdefault(_PHASES.get(phase, phase), {})
-            row = found.setdefault(record.subject, _Row([], [], record.quantity == "peer"))
+            by_subject = phases.setdefault(_PHASES.get(phase, phase), {})
+            row = by_subject.setdefault(record.subject, _Row([], [], record.quantity == "peer"))
             row.lengths.append(record.at["T"])
             row.ratios.append(record.value)
     return rows
@@ -81,15 +86,15 @@ def _drawn(rows: _Rows) -> Figure:
             length
             for phases in rows.values()
             for row in phases.values()
-            for one in row.values()
-            for length in one.lengths
+            for subject in row.values()
+            for length in subject.lengths
         }
     )
     sizes = {length: 2.5 + 5.5 * index / max(1, len(lengths) - 1) for index, length in enumerate(lengths)}
     for part, (level, phases) in zip(parts, rows.items(), strict=True):
         grid = part.subplots(1, len(phases), sharey=True, squeeze=False)[0]
-        for axes, (phase, found) in zip(grid, phases.items(), strict=True):
-            _draw_phase(axes, [found.get(name) for name in names[level]], sizes)
+        for axes, (phase, by_subject) in zip(grid, phases.items(), strict=True):
+            _draw_phase(axes, [by_subject.get(name) for name in names[level]], sizes)
             axes.set_title(f"{level}, {phase}" if axes is grid[0] else phase, fontsize=10)
         grid[0].set_yticks(range(len(names[level])), names[level])
         grid[0].set_ylim(len(names[level]) - 0.4, -0.6)
@@ -102,9 +107,9 @@ def _drawn(rows: _Rows) -> Figure:
     return figure
 
 
-def _ordered(found: dict[str, _Row]) -> list[str]:
+def _ordered(by_subject: dict[str, _Row]) -> list[str]:
     """The cheapest at its longest length first."""
-    return sorted(found, key=lambda name: found[name].ratios[-1])
+    return sorted(by_subject, key=lambda name: by_subject[name].ratios[-1])
 
 
 def _draw_phase(axes: Axes, rows: list[_Row | None], sizes: dict[int, float]) -> None:

@@ -68,8 +68,8 @@ def build_lineup(
         else:
             subjects.append(LanguageModel(name, family, setting, around=around, model=model))
     if kind == "attention":
-        found, missing = peer_subjects(peers, setting)
-        subjects += found
+        others, missing = peer_subjects(peers, setting)
+        subjects += others
         left_out |= missing
     return subjects, left_out
 

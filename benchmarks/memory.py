@@ -42,11 +42,13 @@ def memory_requests(options: Namespace) -> list[dict[str, Any]]:
                     continue
                 few = long or level == "attention"
                 at = {"level": level, "phase": phase, "length": length}
-                names = [one for one in subjects_of(options, level) if one in _FEW or not (few or one == CONTROL)]
+                names = [
+                    label for label in subjects_of(options, level) if label in _FEW or not (few or label == CONTROL)
+                ]
                 requests += [at | {"subject": name, "peers": []} for name in names]
                 for group in options.peers if level == "attention" else ():
-                    found, _ = peer_subjects([group], options.setting)
-                    requests += [at | {"subject": subject.name, "peers": [group]} for subject in found]
+                    subjects, _ = peer_subjects([group], options.setting)
+                    requests += [at | {"subject": subject.name, "peers": [group]} for subject in subjects]
     return requests
 
 
@@ -80,7 +82,7 @@ def measure_here(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
     device, phase, length = setting.device, request["phase"], request["length"]
     name, peers = request["subject"], request["peers"]
     subjects, left_out = build_lineup(request["level"], () if peers else (name,), peers, length, setting)
-    subject = next((one for one in subjects if one.name == name), None)
+    subject = next((candidate for candidate in subjects if candidate.name == name), None)
     if subject is None:
         raise BenchmarkError(left_out.get(name, f"there is no subject {name!r}"))
     del subjects

@@ -235,7 +235,9 @@ def _t5(setting: Setting) -> list[Subject]:
         d_model=sizes.hidden_size, d_kv=sizes.hidden_size // sizes.num_heads, num_heads=sizes.num_heads,
         dropout_rate=0.0, is_decoder=True, attn_implementation="sdpa",
     )  # fmt: skip
-    modules = [T5Attention(config, has_relative_attention_bias=one, layer_idx=0, is_causal=True) for one in (0, 1)]
+    modules = [
+        T5Attention(config, has_relative_attention_bias=biased, layer_idx=0, is_causal=True) for biased in (0, 1)
+    ]
     for module in modules:
         module.q, module.k, module.v, module.o = Copied(), Copied(), Copied(), nn.Identity()
 

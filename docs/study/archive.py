@@ -81,12 +81,12 @@ def trainings(file: Path) -> list[Training]:
     Raises:
         SettingsError: if it did not.
     """
-    found = []
+    packed = []
     for row in _table(file).to_pylist():
         texts = {name: json.loads(row[name]) for name in _TEXTS if row.get(name) is not None}
         result = {name: value for name, value in row.items() if name not in (_NAME, _SETTINGS, _RATE)}
-        found.append(Training(row[_NAME], json.loads(row[_SETTINGS]), _without_empty(result) | texts))
-    return found
+        packed.append(Training(row[_NAME], json.loads(row[_SETTINGS]), _without_empty(result) | texts))
+    return packed
 
 
 def study_in(file: Path) -> dict[str, Any]:

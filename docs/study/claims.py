@@ -79,8 +79,10 @@ class Measure:
         """The loss of each text by seed; empty for other quantities, and without a training that diverged."""
         if self.quantity != "tail_loss":
             return {}
-        found = {run["seed"]: run["by_length"] for run in self._found(runs) if run["status"] == FINISHED}
-        return {seed: reading["window_tail_loss"][reading["lengths"].index(self.at)] for seed, reading in found.items()}
+        readings = {run["seed"]: run["by_length"] for run in self._found(runs) if run["status"] == FINISHED}
+        return {
+            seed: reading["window_tail_loss"][reading["lengths"].index(self.at)] for seed, reading in readings.items()
+        }
 
     def _found(self, runs: Runs) -> list[Run]:
         return [
@@ -152,13 +154,13 @@ class Comparison:
 
     def __str__(self) -> str:
         same = self.first.scheme == self.second.scheme
-        names = [f"{one.scheme}{f' at {one.at}' if same else ''}" for one in (self.first, self.second)]
+        names = [f"{measure.scheme}{f' at {measure.at}' if same else ''}" for measure in (self.first, self.second)]
         return f"{names[0]} {'<' if self.margin is None else '='} {names[1]}"
 
     def differences(self, runs: Runs) -> list[float]:
         """First less second by seed; empty for fewer than two common seeds."""
         try:
-            return [float(one) for one in paired(self.first.values(runs), self.second.values(runs))]
+            return [float(difference) for difference in paired(self.first.values(runs), self.second.values(runs))]
         except SettingsError:
             return []
 
@@ -232,10 +234,10 @@ class Outcome:
 
 def verdict_of(outcomes_of_claim: Sequence[Outcome]) -> str:
     """The verdict of a claim: "confirmed" if all its tests are, "contradicted" if any is."""
-    found = [one.verdict for one in outcomes_of_claim]
-    if "contradicted" in found:
+    verdicts = [outcome.verdict for outcome in outcomes_of_claim]
+    if "contradicted" in verdicts:
         return "contradicted"
-    return next((one for one in ("undecided", "not decidable", "not run") if one in found), "confirmed")
+    return next((outcome for outcome in ("undecided", "not decidable", "not run") if outcome in verdicts), "confirmed")
 
 
 def _flat(scheme: str) -> Comparison:
@@ -318,24 +320,24 @@ def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
     cannot become more certain because others are missing.
     """
     tests = [(claim, test, test.differences(runs)) for claim in claims for test in claim.tests]
-    decidable = [all(one.holds(runs) for one in test.conditions) for _, test, _ in tests]
+    decidable = [all(condition.holds(runs) for condition in test.conditions) for _, test, _ in tests]
     pairs = [
-        test.p_values(found) if found and decided else (1.0, 1.0)
-        for (_, test, found), decided in zip(tests, decidable, strict=True)
+        test.p_values(differences) if differences and decided else (1.0, 1.0)
+        for (_, test, differences), decided in zip(tests, decidable, strict=True)
     ]
-    adjusted = zip(holm([one for one, _ in pairs]), holm([other for _, other in pairs]), strict=True)
+    adjusted = zip(holm([p for p, _ in pairs]), holm([p for _, p in pairs]), strict=True)
     return [
         Outcome(
             claim,
             test,
-            len(found),
-            mean_difference(found) if found else None,
+            len(differences),
+            mean_difference(differences) if differences else None,
             _over_texts(test, runs),
             p,
             p_opposite,
             decided,
         )
-        for (claim, test, found), (p, p_opposite), decided in zip(tests, adjusted, decidable, strict=True)
+        for (claim, test, differences), (p, p_opposite), decided in zip(tests, adjusted, decidable, strict=True)
     ]
 
 
@@ -344,7 +346,7 @@ def _over_texts(test: Comparison, runs: Runs) -> Interval | None:
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
         return None
-    pairs = ([one[seed] for seed in seeds] for one in (first, second))
+    pairs = ([losses[seed] for seed in seeds] for losses in (first, second))
     return difference_over_texts(*pairs, neighbours=NEIGHBOURS)
 
 
@@ -356,10 +358,10 @@ def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     Raises:
         SettingsError: if there is none.
     """
-    found = {file.stem: list(_results(file)) for file in sorted(folder.glob("*.parquet"))}
-    if not found:
+    runs = {file.stem: list(_results(file)) for file in sorted(folder.glob("*.parquet"))}
+    if not runs:
         raise SettingsError(f"{folder} has no archive of a study (*.parquet); see docs/study/archive.py.")
-    return found
+    return runs
 
 
 def _results(file: Path) -> Iterator[dict[str, Any]]:
@@ -383,9 +385,13 @@ def main(arguments: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"claims: {error}", file=sys.stderr)
         return 2
-    for one in outcomes(runs):
-        found = "" if one.difference is None else f"{one.difference}, p = {one.decisive_p:.2g}, {one.seeds} seeds"
-        print(f"{one.claim.number:3} {one.test!s:36} {one.verdict:13} {found}")
+    for outcome in outcomes(runs):
+        numbers = (
+            ""
+            if outcome.difference is None
+            else f"{outcome.difference}, p = {outcome.decisive_p:.2g}, {outcome.seeds} seeds"
+        )
+        print(f"{outcome.claim.number:3} {outcome.test!s:36} {outcome.verdict:13} {numbers}")
     return 0
 
 

@@ -47,13 +47,13 @@ def frequency_usage(model: PreTrainedModel, tokens: Tensor) -> Tensor:
             "patch_model(model, native_scheme(model))."
         )
     maps = [layer.query_key_map for layer in layers_of(encoding, TEXT)]
-    if not maps or not all(isinstance(one, RotaryMap) for one in maps):
+    if not maps or not all(isinstance(part, RotaryMap) for part in maps):
         raise UnsupportedError(f"{type(model).__name__} has no rotation of pairs, so it has no frequencies to use.")
     usage = []
     for rotation, heads in zip(maps, recorded_heads(model, encoding, tokens), strict=True):
         assert isinstance(rotation, RotaryMap)
         groups = heads.query.shape[1] // heads.key.shape[1]
-        query, key = (_pair_norms(one, rotation) for one in (heads.query, heads.key))
+        query, key = (_pair_norms(part, rotation) for part in (heads.query, heads.key))
         bound = query * key.repeat_interleave(groups, dim=0)
         usage.append(bound / bound.sum(-1, keepdim=True))
     return torch.stack(usage)

@@ -70,27 +70,27 @@ def kept_models(folders: Sequence[Path], schemes: Sequence[str], seeds: Sequence
     Raises:
         SettingsError: if a folder has none, two of them have the same one, or there is none of a label or a seed.
     """
-    found: dict[tuple[str, int], KeptModel] = {}
+    models: dict[tuple[str, int], KeptModel] = {}
     for folder in folders:
         # A training that has not ended leaves a folder with another ending.
         matches = [re.fullmatch(r"causal-(.+)-seed(\d+)", path.name) for path in folder.glob("models/*")]
-        own = [KeptModel(match[1], int(match[2]), folder) for match in matches if match]
-        if not own:
+        in_folder = [KeptModel(match[1], int(match[2]), folder) for match in matches if match]
+        if not in_folder:
             raise SettingsError(f"{folder} has no trained causal model; run the study with --save_models.")
-        for model in own:
-            other = found.setdefault((model.scheme, model.seed), model)
+        for model in in_folder:
+            other = models.setdefault((model.scheme, model.seed), model)
             if other is not model:
                 raise SettingsError(f"{model.name} is in {other.folder} and in {folder}; leave one of them out.")
     for name, wanted, known in (
-        ("--schemes", schemes, {scheme for scheme, _ in found}),
-        ("--seeds", seeds, {seed for _, seed in found}),
+        ("--schemes", schemes, {scheme for scheme, _ in models}),
+        ("--seeds", seeds, {seed for _, seed in models}),
     ):
-        unknown = [str(one) for one in wanted if one not in known]
+        unknown = [str(value) for value in wanted if value not in known]
         if unknown:
             raise SettingsError(f"{name} {unknown[0]}: there are models of {', '.join(map(str, sorted(known)))}.")
     return [
         model
-        for (scheme, seed), model in sorted(found.items())
+        for (scheme, seed), model in sorted(models.items())
         if (not schemes or scheme in schemes) and (not seeds or seed in seeds)
     ]
 

@@ -44,13 +44,13 @@ def one_seed_leaderboard(runs: Runs) -> str:
 
 
 def _table(runs: Runs, study: str) -> str:
-    found = {scheme: seeds for scheme, seeds in finished(runs, study).items() if scheme not in SCALINGS}
-    if not found:
+    trained = {scheme: seeds for scheme, seeds in finished(runs, study).items() if scheme not in SCALINGS}
+    if not trained:
         return NOT_RUN
     none, healed, rows = finished(runs, "reference").get("none", {}), finished(runs, "reference_heal"), []
     better = above_rope_at_better_rates(runs) if study == "reference" else {}
     plain = next(iter(none.values()))["parameters"] if none else None
-    for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTHS[0]).value):
+    for scheme, seeds in sorted(trained.items(), key=lambda item: tail(item[1], LENGTHS[0]).value):
         first = next(iter(seeds.values()))
         rows.append(
             (
@@ -96,11 +96,11 @@ def _above_rope(runs: Runs, study: str, seeds: Mapping[int, Run]) -> Interval:
     if study == "reference":
         trained = trained[:1]
     differences = [
-        mean_paired(*(tail_by_seed(one, LENGTHS[0]) for one in (seeds, rope)))
+        mean_paired(*(tail_by_seed(trained, LENGTHS[0]) for trained in (seeds, rope)))
         for rope in trained
         if processors(rope) == processors(seeds)
     ]
-    return max(differences, key=lambda one: one.value, default=mean_of(()))
+    return max(differences, key=lambda difference: difference.value, default=mean_of(()))
 
 
 def cached_numbers(config: Mapping[str, Any]) -> int:

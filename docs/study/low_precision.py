@@ -47,7 +47,7 @@ def precision_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     except UnsupportedError as error:
         print(f"{type(model).__name__}: positional numbers are not measured alone: {error}", file=sys.stderr)
         records = []
-    values = {(one.quantity, one.at["held in"], one.at["position"]): one.value for one in records}
+    values = {(record.quantity, record.at["held in"], record.at["position"]): record.value for record in records}
     for (quantity, held, position), loss in values.items():
         if quantity == "loss" and loss is not None:
             change = values.get(("change", held, position))

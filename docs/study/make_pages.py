@@ -106,7 +106,7 @@ def draw() -> None:
             continue
         if f"({FIGURES.name}/{file.stem}_" not in shown_there:
             continue
-        study = check_results(whole | {"runs": [one.result for one in trainings(file)]})
+        study = check_results(whole | {"runs": [training.result for training in trainings(file)]})
         for figure in draw_figures(study, study_records(study)):
             if f"({FIGURES.name}/{file.stem}_{figure.name}.png)" in shown_there:
                 (FIGURES / f"{file.stem}_{figure.name}.png").write_bytes(figure.png)
@@ -116,22 +116,22 @@ def draw() -> None:
 def claims_table(runs: Runs) -> str:
     """Every claim with its verdict, and every test with its difference, intervals, p-value and verdict."""
     head = ("claim", "test", "seeds", "difference over seeds", "over seeds and texts", "p (Holm)", "verdict")
-    found, rows = outcomes(runs), []
+    whole, rows = outcomes(runs), []
     for claim in CLAIMS:
-        of_claim = [one for one in found if one.claim is claim]
+        of_claim = [outcome for outcome in whole if outcome.claim is claim]
         text = f"{claim.number}: {claim.text} ({claim.source}): **{verdict_of(of_claim)}**"
-        for one in of_claim:
-            rows.append((text, f"`{one.test}`", *_difference(one), one.verdict))
+        for outcome in of_claim:
+            rows.append((text, f"`{outcome.test}`", *_difference(outcome), outcome.verdict))
             text = ""
     return markdown(head, rows).replace("|---|---:|", "|---|---|", 1)
 
 
-def _difference(one: Outcome) -> tuple[str, str, str, str]:
-    if one.difference is None:
+def _difference(outcome: Outcome) -> tuple[str, str, str, str]:
+    if outcome.difference is None:
         return "", "", "", ""
-    digits = 0 if one.test.first.quantity == "steps" else 4
-    over_texts = "" if one.over_texts is None else ranged(one.over_texts, digits)
-    return str(one.seeds), ranged(one.difference, digits), over_texts, f"{one.decisive_p:.2g}"
+    digits = 0 if outcome.test.first.quantity == "steps" else 4
+    over_texts = "" if outcome.over_texts is None else ranged(outcome.over_texts, digits)
+    return str(outcome.seeds), ranged(outcome.difference, digits), over_texts, f"{outcome.decisive_p:.2g}"
 
 
 def diverged_table(runs: Runs) -> str:
@@ -149,11 +149,11 @@ def losses_of(study: str, only: Callable[[str], bool] = lambda scheme: True) -> 
     """The table of losses of a study by length, from the lowest at the trained length."""
 
     def table(runs: Runs) -> str:
-        found = {scheme: seeds for scheme, seeds in finished(runs, study).items() if only(scheme)}
-        if not found:
+        trained = {scheme: seeds for scheme, seeds in finished(runs, study).items() if only(scheme)}
+        if not trained:
             return NOT_RUN
         rows = []
-        for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value):
+        for scheme, seeds in sorted(trained.items(), key=lambda item: tail(item[1], LENGTH).value):
             sliding = mean_of(run["by_length"]["sliding_loss"] for run in seeds.values())
             rows.append(
                 (
@@ -172,17 +172,17 @@ def differences_of(study: str) -> Callable[[Runs], str]:
     """The table of losses at the trained length in a study, less that of RoPE."""
 
     def table(runs: Runs) -> str:
-        found = finished(runs, study)
+        trained = finished(runs, study)
         texts, rows = Measure("rope", study=study).by_text(runs), []
-        rope = tail_by_seed(found.get("rope", {}), LENGTH)
-        for scheme in found:
-            own, by_text = tail_by_seed(found[scheme], LENGTH), Measure(scheme, study=study).by_text(runs)
+        rope = tail_by_seed(trained.get("rope", {}), LENGTH)
+        for scheme in trained:
+            of_scheme, by_text = tail_by_seed(trained[scheme], LENGTH), Measure(scheme, study=study).by_text(runs)
             common = sorted(by_text.keys() & texts.keys())
             if scheme in ("rope", *SCALINGS) or len(common) < 2:
                 continue
-            pairs = ([one[seed] for seed in common] for one in (by_text, texts))
+            pairs = ([losses[seed] for seed in common] for losses in (by_text, texts))
             both = difference_over_texts(*pairs, neighbours=NEIGHBOURS)
-            over_seeds = mean_difference(paired(own, rope))
+            over_seeds = mean_difference(paired(of_scheme, rope))
             rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(len(common)))))
         if not rows:
             return NOT_RUN
@@ -193,8 +193,8 @@ def differences_of(study: str) -> Callable[[Runs], str]:
 
 def window_differences(runs: Runs) -> str:
     """Losses with windows less those of RoPE in all layers, by length, and how far the loss of each scheme rises."""
-    found = finished(runs, "reference_windows")
-    by_length = {scheme: [tail_by_seed(seeds, length) for length in LENGTHS] for scheme, seeds in found.items()}
+    trained = finished(runs, "reference_windows")
+    by_length = {scheme: [tail_by_seed(seeds, length) for length in LENGTHS] for scheme, seeds in trained.items()}
     native, rows = by_length.get("native", [{} for _ in LENGTHS]), []
     for scheme, losses in by_length.items():
         above = ["" if scheme == "native" else ranged(mean_paired(*pair)) for pair in zip(losses, native, strict=True)]
@@ -207,17 +207,17 @@ def window_differences(runs: Runs) -> str:
 
 def rerun_table(runs: Runs) -> str:
     """Trainings with a new seed, beside the interval in which those of the main study expect them."""
-    found, rows = finished(runs, "reference"), []
-    reruns = [run for run in runs.get("reference_rerun", ()) if len(found.get(run["scheme"], {})) > 1]
+    trained, rows = finished(runs, "reference"), []
+    reruns = [run for run in runs.get("reference_rerun", ()) if len(trained.get(run["scheme"], {})) > 1]
     for scheme in dict.fromkeys(run["scheme"] for run in reruns):
         for length, again in product((LENGTHS[0], LENGTHS[-1]), [run for run in reruns if run["scheme"] == scheme]):
             seed = again["seed"]
-            expected = prediction(list(tail_by_seed(found[scheme], length).values()))
+            expected = prediction(list(tail_by_seed(trained[scheme], length).values()))
             # A training that diverged has no loss, and is not inside.
             loss = tail_by_seed({seed: again}, length)[seed] if again["status"] == "finished" else float("inf")
             inside = "yes" if expected.low <= loss <= expected.high else "**no**"
             interval = f"[{expected.low:.3f}, {expected.high:.3f}]"
-            seeds = str(len(found[scheme]))
+            seeds = str(len(trained[scheme]))
             rows.append((f"`{scheme}`", f"{length:,}", seeds, interval, str(seed), f"{loss:.3f}", inside))
     if not rows:
         return NOT_RUN
@@ -226,9 +226,9 @@ def rerun_table(runs: Runs) -> str:
 
 def control_table(runs: Runs) -> str:
     """Trainings that were repeated with the same seed on another processor."""
-    found, rows = finished(runs, "reference"), []
+    trained, rows = finished(runs, "reference"), []
     for again in runs.get("reference_control", ()):
-        seed, first = again["seed"], found.get(again["scheme"], {}).get(again["seed"])
+        seed, first = again["seed"], trained.get(again["scheme"], {}).get(again["seed"])
         if first is not None and again["status"] == "finished":
             for length in (LENGTHS[0], LENGTHS[-1]):
                 losses = [tail_by_seed({seed: run}, length)[seed] for run in (first, again)]
@@ -241,12 +241,12 @@ def control_table(runs: Runs) -> str:
 
 def speed_table(runs: Runs) -> str:
     """Steps to a loss, processor time per step, and the loss of all after the time of the fastest."""
-    found = {scheme: seeds for scheme, seeds in finished(runs, "reference").items() if scheme not in SCALINGS}
-    if "none" not in found:
+    trained = {scheme: seeds for scheme, seeds in finished(runs, "reference").items() if scheme not in SCALINGS}
+    if "none" not in trained:
         return NOT_RUN
-    seconds = {scheme: np.mean([run["cpu_seconds"] for run in seeds.values()]) for scheme, seeds in found.items()}
+    seconds = {scheme: np.mean([run["cpu_seconds"] for run in seeds.values()]) for scheme, seeds in trained.items()}
     budget, rows = min(seconds.values()), []
-    for scheme, seeds in found.items():
+    for scheme, seeds in trained.items():
         equal = mean_of(_loss_after(run, budget) for run in seeds.values())
         row = (
             f"`{scheme}`",
@@ -285,25 +285,25 @@ def answers_of(study: str) -> Callable[[Runs], str]:
 
 
 def _answers(runs: Runs, study: str, task: str) -> str:
-    found = finished(runs, study, task)
-    if not found:
+    trained = finished(runs, study, task)
+    if not trained:
         return f"**{task}**: no training has finished."
-    lengths = next(iter(next(iter(found.values())).values()))["exact_match"]["lengths"]
+    lengths = next(iter(next(iter(trained.values())).values()))["exact_match"]["lengths"]
     rows = [
         (
             f"`{scheme}`",
             *(share_of_answers(seeds.values(), length) for length in lengths),
             seeds_of(runs, study, scheme, task),
         )
-        for scheme, seeds in found.items()
+        for scheme, seeds in trained.items()
     ]
     return f"**{task}**\n\n{markdown(('scheme', *map(str, lengths), 'seeds'), rows)}"
 
 
 def masked_table(runs: Runs) -> str:
     """Losses of the masked models at every length."""
-    found = finished(runs, "reference_masked", "masked")
-    if not found:
+    trained = finished(runs, "reference_masked", "masked")
+    if not trained:
         return NOT_RUN
     rows = [
         (
@@ -312,7 +312,7 @@ def masked_table(runs: Runs) -> str:
             _steps_to(Measure(scheme, "steps", MASKED, "reference_masked", "masked"), runs, seeds.values()),
             seeds_of(runs, "reference_masked", scheme, "masked"),
         )
-        for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value)
+        for scheme, seeds in sorted(trained.items(), key=lambda item: tail(item[1], LENGTH).value)
     ]
     return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), f"steps to {MASKED:.2f}", "seeds"), rows)
 

@@ -67,17 +67,17 @@ def precision_table(runs: Runs) -> str:
         return NOT_RUN
     rows = []
     for scheme, of_scheme in frame.groupby("scheme"):
-        found = of_scheme.set_index(["held_in", "position", "seed"]).sort_index()
-        exact = found.loc["model float32"].loss.groupby("position").mean()[0]
-        places = found.loc["float32"].loss.groupby("position").mean() if "float32" in found.index else pd.Series()
+        values = of_scheme.set_index(["held_in", "position", "seed"]).sort_index()
+        exact = values.loc["model float32"].loss.groupby("position").mean()[0]
+        places = values.loc["float32"].loss.groupby("position").mean() if "float32" in values.index else pd.Series()
         # A text far from the start says something about a scheme only if the model can read it there.
         place = max((at for at, loss in places.items() if abs(loss - exact) < _SAME), default=0)
         cells = []
         for held in _HELD.values():
             at = (held, 0 if held.startswith("model") else place)
             # All ids of a text at position 0 are exact, so that rounding them says nothing.
-            known = at in found.index and (place > 0 or not held.startswith("ids"))
-            cells.append(ranged(mean_of(1000 * found.loc[at].change), 1) if known else "")
+            known = at in values.index and (place > 0 or not held.startswith("ids"))
+            cells.append(ranged(mean_of(1000 * values.loc[at].change), 1) if known else "")
         rows.append((exact, (f"`{scheme}`", f"{exact:.3f}", *cells, str(place), str(of_scheme.seed.nunique()))))
     head = ("scheme", "loss (nats)", *_HELD, "position", "seeds")
     return markdown(head, [row for _, row in sorted(rows)])

@@ -61,9 +61,9 @@ def divergence_by_position(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def moved_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     """`divergence_by_position` as one row per position."""
-    found = divergence_by_position(model, tokens)
-    measured = found.isfinite().nonzero().flatten()
-    values = [float(f"{value:.4g}") for value in found[measured].tolist()]
+    divergence = divergence_by_position(model, tokens)
+    measured = divergence.isfinite().nonzero().flatten()
+    values = [float(f"{value:.4g}") for value in divergence[measured].tolist()]
     return pd.DataFrame({"position": measured.tolist(), "divergence": values})
 
 

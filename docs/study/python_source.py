@@ -43,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     output = parser.parse_args(arguments).output
     texts = source_files(Path(sysconfig.get_path("stdlib")))
     if output.suffix != ".jsonl" or not texts:
-        found = f"the output is {output}" if texts else "this Python comes without the source of its standard library"
-        print(f"python_source: {found}; expected are a name that ends in .jsonl, and source files.", file=sys.stderr)
+        problem = f"the output is {output}" if texts else "this Python comes without the source of its standard library"
+        print(f"python_source: {problem}; expected are a name that ends in .jsonl, and source files.", file=sys.stderr)
         return 2
     version = sys.version.split()[0]
     rows = ({"name": name, "python": version, "text": text} for name, text in texts.items())

@@ -72,7 +72,7 @@ def quoted_table(runs: Runs) -> str:
             common = sorted(values[0].keys() & values[1].keys())
             if common:
                 called, digits = _CALLED[measure]
-                means = [shown(mean_of(one[seed] for seed in common), digits) for one in values]
+                means = [shown(mean_of(by_seed[seed] for seed in common), digits) for by_seed in values]
                 difference = ranged(mean_paired(*values), digits)
                 if measure.quantity == "steps" and _never_reached(runs, replace(measure, scheme=second)):
                     means[1], difference = "not reached", f"below {difference.split()[0]}"
@@ -86,5 +86,5 @@ def quoted_table(runs: Runs) -> str:
 
 def _never_reached(runs: Runs, measure: Measure) -> bool:
     """Whether a training did not reach the loss to which steps are counted, so that its number is a lower bound."""
-    found = finished(runs, measure.study, measure.task).get(measure.scheme, {})
-    return any(min(run["curve"]["validation_loss"]) >= measure.at for run in found.values())
+    trained = finished(runs, measure.study, measure.task).get(measure.scheme, {})
+    return any(min(run["curve"]["validation_loss"]) >= measure.at for run in trained.values())

@@ -24,10 +24,10 @@ from training.study.rates import losses_by_rate
 def rates_table(runs: Runs) -> str:
     """The validation losses that learning rates were chosen from."""
     losses: dict[tuple[str, str, str], dict[float, float]] = {}
-    for study, found in runs.items():
+    for study, trainings in runs.items():
         if study.endswith("_rates"):
-            rate_of = {run["scheme"]: run["training"]["learning_rate"] for run in found}
-            for (task, label), loss in losses_by_rate(found).items():
+            rate_of = {run["scheme"]: run["training"]["learning_rate"] for run in trainings}
+            for (task, label), loss in losses_by_rate(trainings).items():
                 place = study.removesuffix("_rates"), task, label.removesuffix(f"-{rate_of[label]:g}")
                 losses.setdefault(place, {})[rate_of[label]] = loss
     if not losses:
@@ -41,18 +41,18 @@ def rates_table(runs: Runs) -> str:
         name = study.removeprefix("reference").strip("_") or "main"
         name = {"tasks": task, "marian": f"{task} (Marian)"}.get(name, name)
         # Nothing is chosen before all rates were tried.
-        tried = max(len(other) for (own, *_), other in losses.items() if own == study)
+        tried = max(len(other) for (of_study, *_), other in losses.items() if of_study == study)
         rows.append((f"`{scheme}`", *cells, f"{best:g}" if len(by_rate) == tried else "", name))
     return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study or task"), rows)
 
 
 def other_rate_table(runs: Runs) -> str:
     """Schemes with half of the chosen learning rate, beside the trainings of the main study with the chosen one."""
-    found, above, rows = finished(runs, "reference"), above_rope_at_better_rates(runs), []
+    trained, above, rows = finished(runs, "reference"), above_rope_at_better_rates(runs), []
     for scheme, seeds in finished(runs, "reference_half_rate").items():
-        chosen, other = (tail_by_seed(one, LENGTH) for one in (found.get(scheme, {}), seeds))
+        chosen, other = (tail_by_seed(by_seed, LENGTH) for by_seed in (trained.get(scheme, {}), seeds))
         common = sorted(chosen.keys() & other.keys())
-        means = [mean_of(one[seed] for seed in common) for one in (chosen, other)]
+        means = [mean_of(by_seed[seed] for seed in common) for by_seed in (chosen, other)]
         cells = (*map(shown, means), ranged(mean_paired(other, chosen)), above.get(scheme, ""), str(len(common)))
         rows.append((min(mean.value for mean in means), (f"`{scheme}`", *cells)))
     if not rows:
@@ -66,9 +66,10 @@ def above_rope_at_better_rates(runs: Runs) -> dict[str, str]:
 
     A difference between trainings of two processors says so: other rounding alone moves a loss.
     """
-    found = finished(runs, "reference")
+    trained = finished(runs, "reference")
     better = {
-        scheme: _better(found.get(scheme, {}), seeds) for scheme, seeds in finished(runs, "reference_half_rate").items()
+        scheme: _better(trained.get(scheme, {}), seeds)
+        for scheme, seeds in finished(runs, "reference_half_rate").items()
     }
     rope, shares = better.pop("rope", {}), {}
     for scheme, seeds in better.items():
@@ -81,6 +82,6 @@ def _better(chosen: Mapping[int, Run], other: Mapping[int, Run]) -> dict[int, Ru
     """Of two rates, the trainings by seed with the one that has the lower mean over the common seeds."""
     common = sorted(chosen.keys() & other.keys())
     return min(
-        ({seed: one[seed] for seed in common} for one in (chosen, other)),
-        key=lambda one: sum(tail_by_seed(one, LENGTH).values()),
+        ({seed: by_seed[seed] for seed in common} for by_seed in (chosen, other)),
+        key=lambda by_seed: sum(tail_by_seed(by_seed, LENGTH).values()),
     )

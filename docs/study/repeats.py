@@ -28,6 +28,6 @@ def _seeds(runs: Runs, study: str) -> int:
 
 
 def _difference(test: Comparison, study: str, runs: Runs) -> str:
-    first, second = (replace(one, study=study) for one in (test.first, test.second))
-    found = replace(test, first=first, second=second).differences(runs)
-    return ranged(mean_difference(found), 0 if first.quantity == "steps" else 3) if found else ""
+    first, second = (replace(measure, study=study) for measure in (test.first, test.second))
+    differences = replace(test, first=first, second=second).differences(runs)
+    return ranged(mean_difference(differences), 0 if first.quantity == "steps" else 3) if differences else ""

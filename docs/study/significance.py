@@ -142,13 +142,13 @@ def difference_over_texts(first: ArrayLike, second: ArrayLike, *, neighbours: in
     """
     from scipy import stats
 
-    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if one.shape != other.shape or one.ndim != 2 or min(one.shape) < 2:
+    minuend, subtrahend = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if minuend.shape != subtrahend.shape or minuend.ndim != 2 or min(minuend.shape) < 2:
         raise SettingsError(
-            f"The losses have the shapes {one.shape} and {other.shape}; expected (seeds, texts) twice, two of each or "
-            "more."
+            f"The losses have the shapes {minuend.shape} and {subtrahend.shape}; expected (seeds, texts) twice, two "
+            "of each or more."
         )
-    differences = one - other
+    differences = minuend - subtrahend
     blocks = np.array_split(differences, max(2, differences.shape[1] // neighbours), axis=1)
     of_seeds, of_texts = differences.mean(axis=1), np.array([block.mean() for block in blocks])
     parts = [values.var(ddof=1) / len(values) for values in (of_seeds, of_texts)]
@@ -186,5 +186,5 @@ def share(successes: Sequence[int], trials: Sequence[int]) -> Interval:
     cumulative = np.cumsum(posterior) / posterior.sum()
     tail = (1 - _LEVEL) / 2
     low, high = (float(centres[np.searchsorted(cumulative, level)]) for level in (tail, 1 - tail))
-    found = sum(successes) / sum(trials)
-    return Interval(found, min(low, found), max(high, found))
+    right_share = sum(successes) / sum(trials)
+    return Interval(right_share, min(low, right_share), max(high, right_share))

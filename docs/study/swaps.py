@@ -31,15 +31,15 @@ _PRETRAINED_LENGTHS = (256, 1024)
 
 def heal_table(runs: Runs) -> str:
     """Losses after a swap, and after further training with each of two learning rates."""
-    found = finished(runs, "reference_heal")
-    schemes = list(dict.fromkeys(label.rpartition("-")[0] for label in found if "-" in label))
+    trained = finished(runs, "reference_heal")
+    schemes = list(dict.fromkeys(label.rpartition("-")[0] for label in trained if "-" in label))
     if "rope" not in schemes:
         return NOT_RUN
     rows = []
     for scheme in schemes:
-        healed = {speed: found.get(f"{scheme}-{speed}", {}) for speed in SPEEDS}
+        healed = {speed: trained.get(f"{scheme}-{speed}", {}) for speed in SPEEDS}
         first = next(seeds for seeds in healed.values() if seeds)
-        best, above = best_speed(found, scheme), above_control(found, scheme)
+        best, above = best_speed(trained, scheme), above_control(trained, scheme)
         swapped = mean_of(_mean_loss(run["before"]) for run in first.values())
         losses = [mean_of(_mean_loss(run["by_length"]) for run in seeds.values()) for seeds in healed.values()]
         far = shown(tail(best, 4 * LENGTH))
@@ -51,16 +51,16 @@ def heal_table(runs: Runs) -> str:
 
 def pretrained_heal_table(runs: Runs) -> str:
     """Losses of a pretrained model after a swap, and after further training."""
-    found = finished(runs, "reference_heal_smollm2")
+    trained = finished(runs, "reference_heal_smollm2")
     length, longest = _PRETRAINED_LENGTHS
-    control = {seed: _mean_loss(run["by_length"], length) for seed, run in found.get("native", {}).items()}
+    control = {seed: _mean_loss(run["by_length"], length) for seed, run in trained.get("native", {}).items()}
     rows = []
-    for scheme, seeds in found.items():
+    for scheme, seeds in trained.items():
         before, after = (
             {seed: _mean_loss(run[name], length) for seed, run in seeds.items()} for name in ("before", "by_length")
         )
         above = mean_paired(after, control)
-        losses = (shown(mean_of(one.values())) for one in (before, after))
+        losses = (shown(mean_of(by_seed.values())) for by_seed in (before, after))
         tails = (shown(tail(seeds, at)) for at in (length, longest))
         number = seeds_of(runs, "reference_heal_smollm2", scheme)
         rows.append((mean_of(after.values()).value, (f"`{scheme}`", *losses, ranged(above), *tails, number)))
@@ -71,20 +71,21 @@ def pretrained_heal_table(runs: Runs) -> str:
     return markdown(head, [row for _, row in sorted(rows)])
 
 
-def above_control(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Interval:
+def above_control(trained: Mapping[str, Mapping[int, Run]], scheme: str) -> Interval:
     """The loss after a swap to the scheme and healing, less that of a model that kept RoPE, each at its best rate.
 
     Not a number if one of the two was not run.
     """
-    own, control = (
-        {seed: _mean_loss(run["by_length"]) for seed, run in best_speed(found, one).items()} for one in (scheme, "rope")
+    healed, control = (
+        {seed: _mean_loss(run["by_length"]) for seed, run in best_speed(trained, label).items()}
+        for label in (scheme, "rope")
     )
-    return mean_paired(own, control)
+    return mean_paired(healed, control)
 
 
-def best_speed(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:
+def best_speed(trained: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:
     """The trainings with the rate that has more of them, and the lower mean loss."""
-    speeds = [found.get(f"{scheme}-{speed}", {}) for speed in SPEEDS]
+    speeds = [trained.get(f"{scheme}-{speed}", {}) for speed in SPEEDS]
     return min(
         speeds,
         key=lambda seeds: (-len(seeds), np.mean([_mean_loss(run["by_length"]) for run in seeds.values()] or [np.inf])),

@@ -24,11 +24,11 @@ Runs = Mapping[str, Sequence[Run]]
 
 def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int, Run]]:
     """The finished trainings of a task, by scheme and seed."""
-    found: dict[str, dict[int, Run]] = {}
+    trained: dict[str, dict[int, Run]] = {}
     for run in runs.get(study, ()):
         if run["task"] == task and run["status"] == "finished":
-            found.setdefault(run["scheme"], {})[run["seed"]] = run
-    return found
+            trained.setdefault(run["scheme"], {})[run["seed"]] = run
+    return trained
 
 
 def processors(seeds: Mapping[int, Run]) -> set[str | None]:
@@ -38,9 +38,9 @@ def processors(seeds: Mapping[int, Run]) -> set[str | None]:
 
 def seeds_of(runs: Runs, study: str, scheme: str, task: str = "causal") -> str:
     """How many trainings of a scheme a row is about, such as "5", or "4 of 5" if one diverged or could not be made."""
-    found = [run["status"] for run in runs.get(study, ()) if (run["task"], run["scheme"]) == (task, scheme)]
-    ended = found.count("finished")
-    return str(ended) if ended == len(found) else f"{ended} of {len(found)}"
+    statuses = [run["status"] for run in runs.get(study, ()) if (run["task"], run["scheme"]) == (task, scheme)]
+    ended = statuses.count("finished")
+    return str(ended) if ended == len(statuses) else f"{ended} of {len(statuses)}"
 
 
 def mean_of(values: Iterable[float]) -> Interval:
