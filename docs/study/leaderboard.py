@@ -96,7 +96,7 @@ def _above_rope(runs: Runs, study: str, seeds: Mapping[int, Run]) -> Interval:
     if study == "reference":
         trained = trained[:1]
     differences = [
-        mean_paired(*(tail_by_seed(trained, LENGTHS[0]) for trained in (seeds, rope)))
+        mean_paired(*(tail_by_seed(by_seed, LENGTHS[0]) for by_seed in (seeds, rope)))
         for rope in trained
         if processors(rope) == processors(seeds)
     ]

@@ -30,13 +30,13 @@ def run_vllm(folder: Path, tokens: int) -> list[dict[str, Any]]:
 
     engine = LLM(model=str(folder), dtype="float32", max_model_len=1024)
     settings = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, prompt_logprobs=0)
-    found = []
+    results = []
     for answer in engine.generate(list(PROMPTS), settings, use_tqdm=False):
         generated = list(answer.outputs[0].token_ids)
         of_prompt = [next(iter(choices.values())).logprob for choices in answer.prompt_logprobs[1:]]
         of_text = [choices[token].logprob for choices, token in zip(answer.outputs[0].logprobs, generated, strict=True)]
-        found.append({"prompt": answer.prompt_token_ids, "text": generated, "logprobs": of_prompt + of_text})
-    return found
+        results.append({"prompt": answer.prompt_token_ids, "text": generated, "logprobs": of_prompt + of_text})
+    return results
 
 
 def compare(folder: Path, answers: list[dict[str, Any]]) -> tuple[float, bool]:
@@ -53,8 +53,8 @@ def compare(folder: Path, answers: list[dict[str, Any]]) -> tuple[float, bool]:
         ids = torch.cat((prompt, text), dim=1)
         with torch.no_grad():
             logits = model(ids[:, :-1]).logits[0]
-        own = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        difference = max(difference, (own - torch.tensor(answer["logprobs"])).abs().max().item())
+        logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        difference = max(difference, (logprobs - torch.tensor(answer["logprobs"])).abs().max().item())
         generated = model.generate(prompt, max_new_tokens=text.shape[1], do_sample=False)[:, prompt.shape[1] :]
         same = same and torch.equal(generated, text)
     return difference, same

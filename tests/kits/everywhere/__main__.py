@@ -45,17 +45,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--long", action="store_true", help=f"also compare YaRN after {BEYOND:,} tokens, beyond the original length"
     )
-    names = [one.name for one in Plan().decoders]
+    names = [variant.name for variant in Plan().decoders]
     parser.add_argument(
         "--decoders", nargs="+", choices=names, default=names, metavar="NAME",
         help=f"without 'stock', nothing is timed (default: {', '.join(map(repr, names))})",
     )  # fmt: skip
     parser.add_argument("--page", action="store_true", help="write the page again from the records")
-    found = parser.parse_args(words)
-    records = found.output / RECORDS
+    options = parser.parse_args(words)
+    records = options.output / RECORDS
     try:
-        if not found.page:
-            _measure(found, shlex.join(["python", "-m", "tests.kits.everywhere", *words])).save(records)
+        if not options.page:
+            _measure(options, shlex.join(["python", "-m", "tests.kits.everywhere", *words])).save(records)
         write_page(records)
     except (BenchmarkError, hf_posenc.PositionEncodingError, OSError, subprocess.CalledProcessError) as error:
         print(f"everywhere: {error}", file=sys.stderr)
@@ -69,16 +69,16 @@ def write_page(records: Path) -> None:
     records.parent.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
-def _measure(found: argparse.Namespace, command: str) -> Result:
+def _measure(options: argparse.Namespace, command: str) -> Result:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     plan = Plan()
-    if found.long:
+    if options.long:
         plan = replace(plan, long=plan.long | {"yarn": (*plan.long["yarn"], BEYOND)})
-    plan = plan.only(found.decoders)
-    steps = Steps(found.work.resolve(), describe_machine("cpu"))
+    plan = plan.only(options.decoders)
+    steps = Steps(options.work.resolve(), describe_machine("cpu"))
     result = measure(plan, steps, {"smollm2": smollm2(steps), "minilm": minilm()}, command)
-    found.output.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     return result
 
 

@@ -37,7 +37,7 @@ def run_chat(steps: Steps, source: Path, variant: Variant, plan: Plan) -> list[R
         with loaded(source) as model:
             tokenizer = AutoTokenizer.from_pretrained(source)
             texts = [expected(model, tokenizer, messages, plan.chat_tokens) for messages in chats]
-        equal = sum(answer == own for answer, own in zip(answers, texts, strict=True))
+        equal = sum(answer == text for answer, text in zip(answers, texts, strict=True))
         shown = f"{equal} of {len(texts)}"
         details = {"questions": list(QUESTIONS), "answers": answers, "generate": texts}
         return [Record(variant.name, "chat", equal / len(texts), count=len(texts), shown=shown, details=details)]

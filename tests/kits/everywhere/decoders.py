@@ -89,11 +89,14 @@ def reference(steps: Steps, source: Path, variant: Variant, plan: Plan) -> tuple
     with np.load(place / "arrays.npz") as file:
         arrays = dict(file)
     control = {name.removeprefix("control_"): arrays.pop(name) for name in list(arrays) if name.startswith("control_")}
-    found = Reference(arrays, json.loads((place / "found.json").read_text()), task)
-    records = [*_predictions(variant, REFERENCE, found, arrays)[1:], *_texts(variant, REFERENCE, found, found.texts)]
+    computed = Reference(arrays, json.loads((place / "found.json").read_text()), task)
+    records = [
+        *_predictions(variant, REFERENCE, computed, arrays)[1:],
+        *_texts(variant, REFERENCE, computed, computed.texts),
+    ]
     if control:
-        records += _predictions(variant, CONTROL, found, control)
-    return found, records
+        records += _predictions(variant, CONTROL, computed, control)
+    return computed, records
 
 
 def run_everywhere(
@@ -107,12 +110,12 @@ def run_everywhere(
         places: the folders of its exports by format.
         expected: the model in transformers.
     """
-    found: list[Record] = []
+    records: list[Record] = []
     settings = {"variant": asdict(variant), "task": expected.task}
 
     def measured(program: str, measure: Callable[[], list[Record]]) -> None:
         name = f"text-{slug(variant)}-{file_name(program)}"
-        found.extend(steps.measured(name, settings, measure))
+        records.extend(steps.measured(name, settings, measure))
 
     if (stock := places["stock"]) is not None:
         measured(PLAIN, lambda: _script("in_transformers.py", stock, variant, PLAIN, expected))
@@ -126,7 +129,7 @@ def run_everywhere(
         if (gguf := places[f"gguf, {form}"]) is not None:
             program = f"llama.cpp, {form}"
             measured(program, partial(_llama, gguf / "model.gguf", variant, program, expected))
-    return found
+    return records
 
 
 def _script(
@@ -138,8 +141,8 @@ def _script(
 
 def _ends(folder: Path) -> list[int]:
     """The tokens that end a text, which the greedy texts leave out."""
-    found = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    return found if isinstance(found, list) else [found]
+    tokens = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    return tokens if isinstance(tokens, list) else [tokens]
 
 
 def _llama(file: Path, variant: Variant, program: str, expected: Reference) -> list[Record]:
@@ -148,7 +151,7 @@ def _llama(file: Path, variant: Variant, program: str, expected: Reference) -> l
     completions = complete(file, task["prompts"], task["greedy"], context=task["greedy"] + 64, precise=True)
     return [
         *compared(variant, {"program": program}, gap, best == logprobs.argmax(-1)),
-        *_texts(variant, program, expected, [one.text for one in completions]),
+        *_texts(variant, program, expected, [completion.text for completion in completions]),
     ]
 
 
@@ -161,27 +164,27 @@ def predict_windows(file: Path, task: Mapping[str, Any], *, precise: bool) -> li
     return predict(file, prompts, task["places"], TOP, context, following=following, precise=precise)
 
 
-def compare_sparse(expected: np.ndarray, found: Sequence[Sequence[Prediction]]) -> tuple[float, np.ndarray]:
+def compare_sparse(expected: np.ndarray, predicted: Sequence[Sequence[Prediction]]) -> tuple[float, np.ndarray]:
     """The largest difference of a probability, and llama.cpp's most probable tokens, `(windows, places)`.
 
     Args:
         expected: log-probabilities, `(windows, places, vocabulary)`.
-        found: llama.cpp's predictions, by window and place.
+        predicted: llama.cpp's predictions, by window and place.
     """
     top = min(TOP, expected.shape[-1])
     gaps = [
-        token_differences(torch.from_numpy(own), torch.tensor(step.ids[:top]), torch.tensor(step.logprobs[:top]))[
+        token_differences(torch.from_numpy(logprobs), torch.tensor(step.ids[:top]), torch.tensor(step.logprobs[:top]))[
             "probabilities"
         ]
-        for window, predictions in zip(expected, found, strict=True)
-        for own, step in zip(window, predictions, strict=True)
+        for window, predictions in zip(expected, predicted, strict=True)
+        for logprobs, step in zip(window, predictions, strict=True)
     ]
-    return max(gaps), np.array([[step.ids[0] for step in predictions] for predictions in found])
+    return max(gaps), np.array([[step.ids[0] for step in predictions] for predictions in predicted])
 
 
-def compare_dense(expected: np.ndarray, found: np.ndarray) -> float:
+def compare_dense(expected: np.ndarray, computed: np.ndarray) -> float:
     """The largest difference of a probability, of log-probabilities of all tokens."""
-    return float(np.abs(np.exp(found) - np.exp(expected)).max())
+    return float(np.abs(np.exp(computed) - np.exp(expected)).max())
 
 
 def compared(
@@ -217,7 +220,7 @@ def _predictions(variant: Variant, program: str, expected: Reference, arrays: Ma
 
 
 def _texts(variant: Variant, program: str, expected: Reference, texts: Sequence[str]) -> list[Record]:
-    equal = [own == one for own, one in zip(texts, expected.texts, strict=True)]
+    equal = [written == reference_text for written, reference_text in zip(texts, expected.texts, strict=True)]
     at = {"program": program}
     details = {"texts": list(texts), "prompts": list(expected.task["prompts"])}
     shown = f"{sum(equal)} of {len(equal)}"

@@ -31,17 +31,19 @@ def run_encoder(steps: Steps, source: Path, variant: Variant, onnx: Path, plan: 
     passages = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
     def measure() -> list[Record]:
-        found: list[Record] = []
+        records: list[Record] = []
         with loaded(source, decoder=False) as model:
             expected = embeddings(model, passages)
             if variant.scheme:
-                native = [one for one in passages if len(one) <= model.config.max_position_embeddings]
+                native = [passage for passage in passages if len(passage) <= model.config.max_position_embeddings]
                 stock = embeddings(hf_posenc.unpatch_model(model), native)
-                found += _records(variant, CONTROL, expected[[one in native for one in passages]], stock, native)
+                records += _records(
+                    variant, CONTROL, expected[[passage in native for passage in passages]], stock, native
+                )
         for program, file in ONNX.items():
             arrays, _ = run_script("in_onnxruntime.py", onnx / file, kind="embed", passages=passages)
-            found += _records(variant, program, expected, arrays["embeddings"], passages)
-        return found
+            records += _records(variant, program, expected, arrays["embeddings"], passages)
+        return records
 
     return steps.measured(f"embeddings-{slug(variant)}", {"variant": asdict(variant), "passages": passages}, measure)
 
@@ -59,11 +61,11 @@ def embeddings(model: Any, passages: list[list[int]]) -> np.ndarray:
 
 
 def _records(
-    variant: Variant, program: str, expected: np.ndarray, found: np.ndarray, passages: list[list[int]]
+    variant: Variant, program: str, expected: np.ndarray, computed: np.ndarray, passages: list[list[int]]
 ) -> list[Record]:
     at, count = {"program": program}, len(passages)
-    cosine = float((expected * found).sum(-1).min())
-    gap = float(np.abs(expected - found).max())
+    cosine = float((expected * computed).sum(-1).min())
+    gap = float(np.abs(expected - computed).max())
     return [
         Record(variant.name, "embedding_difference", gap, at, count=count),
         Record(variant.name, "cosine", cosine, at, count=count, shown=f"{cosine:.6f}"),

@@ -84,5 +84,5 @@ def export(
 
 def manifest(place: Path) -> dict[str, Any]:
     """What `export_model` has written about an export."""
-    found: dict[str, Any] = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+    return content

@@ -24,9 +24,9 @@ class Decoder:
 
     def __init__(self, session: Any) -> None:
         self.session, self.length, self.past = session, 0, {}
-        for one in session.get_inputs():
-            if one.name.startswith("past_key_values"):
-                self.past[one.name] = np.zeros((1, one.shape[1], 0, one.shape[3]), np.float32)
+        for given in session.get_inputs():
+            if given.name.startswith("past_key_values"):
+                self.past[given.name] = np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
 
     def read(self, ids: list[int]) -> np.ndarray:
         """The log-probabilities after each token, `(tokens, vocabulary)`."""
@@ -43,7 +43,7 @@ class Decoder:
 
 def predict(session: Any, task: dict[str, Any]) -> dict[str, np.ndarray]:
     """As `in_transformers.predictions`, with a cache: the prompt in pieces, and every later token by itself."""
-    found: dict[str, list[np.ndarray]] = {"logprobs": [], "best": [], "next": []}
+    by_name: dict[str, list[np.ndarray]] = {"logprobs": [], "best": [], "next": []}
     for window in task["windows"]:
         prompt, last = window[: task["prompt"]], task["prompt"] + task["places"] - 1
         decoder, pieces = Decoder(session), []
@@ -52,11 +52,11 @@ def predict(session: Any, task: dict[str, Any]) -> dict[str, np.ndarray]:
             pieces.append(read if task["everywhere"] else read[-1:])
         pieces += [decoder.read([token]) for token in window[task["prompt"] : last]]
         logprobs = np.concatenate(pieces)
-        found["logprobs"].append(logprobs[-task["places"] :])
+        by_name["logprobs"].append(logprobs[-task["places"] :])
         if task["everywhere"]:
-            found["best"].append(logprobs.argmax(-1))
-            found["next"].append(logprobs[np.arange(last), window[1 : last + 1]])
-    return {name: np.stack(arrays) for name, arrays in found.items() if arrays}
+            by_name["best"].append(logprobs.argmax(-1))
+            by_name["next"].append(logprobs[np.arange(last), window[1 : last + 1]])
+    return {name: np.stack(arrays) for name, arrays in by_name.items() if arrays}
 
 
 def greedy(session: Any, task: dict[str, Any]) -> list[str]:
@@ -80,7 +80,7 @@ def embed(session: Any, task: dict[str, Any]) -> np.ndarray:
     for row, passage in enumerate(task["passages"]):
         ids[row, : len(passage)], mask[row, : len(passage)] = passage, 1
     given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
-    names = [one.name for one in session.get_inputs()]
+    names = [wanted.name for wanted in session.get_inputs()]
     (states,) = session.run(["last_hidden_state"], {name: given[name] for name in names})
     pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
     unit: np.ndarray = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
@@ -106,19 +106,19 @@ def main() -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = task["threads"]
     session = onnxruntime.InferenceSession(task["source"], options, providers=["CPUExecutionProvider"])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     if task["kind"] == "predict":
-        arrays, found["texts"] = predict(session, task), greedy(session, task)
+        arrays, results["texts"] = predict(session, task), greedy(session, task)
     elif task["kind"] == "embed":
         arrays["embeddings"] = embed(session, task)
     else:
-        found["times"] = timed(session, task)
+        results["times"] = timed(session, task)
     imported = [name for name in _ABSENT if name in sys.modules]
     if imported:
         raise RuntimeError(f"{imported} were imported, so this process does not show that the graph runs without them.")
     np.savez(Path(task["results"], "arrays.npz"), allow_pickle=False, **arrays)
-    Path(task["results"], "found.json").write_text(json.dumps(found))
+    Path(task["results"], "found.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

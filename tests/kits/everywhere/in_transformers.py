@@ -27,17 +27,17 @@ def predictions(model: Any, task: dict[str, Any]) -> dict[str, np.ndarray]:
         "logprobs", `(windows, places, vocabulary)`; if everywhere, "best" and "next", `(windows, length - 1)`: the most
         probable token, and the log-probability of the token that follows.
     """
-    found: dict[str, list[np.ndarray]] = {"logprobs": [], "best": [], "next": []}
+    by_name: dict[str, list[np.ndarray]] = {"logprobs": [], "best": [], "next": []}
     for window in task["windows"]:
         ids = torch.tensor([window[: task["prompt"] + task["places"] - 1]])
         keep = 0 if task["everywhere"] else task["places"]
         logprobs = model(ids, use_cache=False, logits_to_keep=keep).logits[0].float().log_softmax(-1)
-        found["logprobs"].append(logprobs[-task["places"] :].numpy())
+        by_name["logprobs"].append(logprobs[-task["places"] :].numpy())
         if task["everywhere"]:
-            found["best"].append(logprobs.argmax(-1).numpy())
+            by_name["best"].append(logprobs.argmax(-1).numpy())
             following = torch.tensor(window[1 : len(logprobs) + 1])
-            found["next"].append(logprobs.gather(-1, following[:, None])[:, 0].numpy())
-    return {name: np.stack(arrays) for name, arrays in found.items() if arrays}
+            by_name["next"].append(logprobs.gather(-1, following[:, None])[:, 0].numpy())
+    return {name: np.stack(arrays) for name, arrays in by_name.items() if arrays}
 
 
 def greedy(model: Any, tokenizer: Any, task: dict[str, Any]) -> list[str]:

@@ -41,5 +41,5 @@ def run_script(name: str, source: Path, **task: Any) -> tuple[dict[str, np.ndarr
             raise BenchmarkError(f"{name} has failed on {source.name}:\n{messages}")
         with np.load(Path(results, "arrays.npz")) as file:
             arrays = dict(file)
-        found: dict[str, Any] = json.loads(Path(results, "found.json").read_text())
-    return arrays, found
+        others: dict[str, Any] = json.loads(Path(results, "found.json").read_text())
+    return arrays, others

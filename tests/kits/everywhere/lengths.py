@@ -45,9 +45,9 @@ def run_length(
 
     def make(stock: bool, place: Path) -> None:
         with loaded(source) as model:
-            found = in_transformers.predictions(hf_posenc.unpatch_model(model) if stock else model, task)
+            arrays = in_transformers.predictions(hf_posenc.unpatch_model(model) if stock else model, task)
         place.mkdir()
-        np.save(place / "logprobs.npy", found["logprobs"])
+        np.save(place / "logprobs.npy", arrays["logprobs"])
 
     here = settings | {"machine": steps.machine}
     expected = np.load(steps.folder(f"reference-{name}", here, partial(make, False)) / "logprobs.npy")
@@ -56,8 +56,8 @@ def run_length(
         return compare_sparse(expected, predict_windows(file, task, precise=precise))
 
     def dense(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
-        found = run()
-        return compare_dense(expected, found), found.argmax(-1)
+        logprobs = run()
+        return compare_dense(expected, logprobs), logprobs.argmax(-1)
 
     programs: dict[str, Callable[[], tuple[float, np.ndarray]]] = {}
     if (gguf := places["gguf, f32"]) is not None:

@@ -44,8 +44,8 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
         for name in FORMATS:
             exports[variant.name][name], record = export(steps, source, variant, name)
             records.append(record)
-        expected, found = reference(steps, source, variant, plan)
-        records += found
+        expected, of_reference = reference(steps, source, variant, plan)
+        records += of_reference
         records += run_everywhere(steps, variant, exports[variant.name], expected)
     for variant in plan.encoders:
         source = checkpoint(steps, bases["minilm"], variant, decoder=False)
@@ -67,8 +67,10 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
 
 
 def _result(plan: Plan, steps: Steps, records: list[Record], command: str) -> Result:
-    labels = dict.fromkeys([one.name for one in (*plan.decoders, *plan.encoders)] + [one.subject for one in records])
-    schemes = {one.name: one.scheme or "native" for one in (*plan.encoders, *plan.decoders)}
+    labels = dict.fromkeys(
+        [named.name for named in (*plan.decoders, *plan.encoders)] + [named.subject for named in records]
+    )
+    schemes = {named.name: named.scheme or "native" for named in (*plan.encoders, *plan.decoders)}
     settings: dict[str, Any] = {
         "command": command,
         "machine": steps.machine,

@@ -36,13 +36,13 @@ def smollm2(steps: Steps) -> Path:
 
 def minilm() -> Path:
     """all-MiniLM-L6-v2, in its package."""
-    found = subprocess.run(
+    script = subprocess.run(
         [sys.executable, str(ROOT / "eval" / "packaged_models.py"), "minilm"],
         check=True,
         capture_output=True,
         text=True,
     )
-    return Path(found.stdout.strip())
+    return Path(script.stdout.strip())
 
 
 def checkpoint(steps: Steps, base: Path, variant: Variant, *, decoder: bool = True) -> Path:

@@ -43,7 +43,9 @@ def _sections(result: Result) -> Iterator[str]:
     for section in (_text, _longer, _embeddings, _chats, _times):
         quantities, rows, before, after = section(result, plan)
         longer = "tokens" in rows
-        records = [one for one in result.records if one.quantity in quantities and ("tokens" in one.at) == longer]
+        records = [
+            record for record in result.records if record.quantity in quantities and ("tokens" in record.at) == longer
+        ]
         if records:
             yield "\n\n".join(filter(None, (*before, _table(result, records, quantities, rows), *after)))
 
@@ -147,8 +149,8 @@ def _line(text: str) -> str:
 
 
 def _healing(result: Result) -> str:
-    healed = [one for one in result.settings["plan"]["decoders"] if one["healing_steps"]]
-    return ", ".join(f"`{one['scheme']}` for {one['healing_steps']} steps" for one in healed) or "none"
+    healed = [variant for variant in result.settings["plan"]["decoders"] if variant["healing_steps"]]
+    return ", ".join(f"`{variant['scheme']}` for {variant['healing_steps']} steps" for variant in healed) or "none"
 
 
 _HEAD = """# Patched models in other programs

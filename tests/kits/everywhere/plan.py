@@ -80,11 +80,11 @@ class Plan:
         """The plan with these decoders alone."""
         return replace(
             self,
-            decoders=tuple(one for one in self.decoders if one.name in names),
+            decoders=tuple(variant for variant in self.decoders if variant.name in names),
             long={name: lengths for name, lengths in self.long.items() if name in names},
             served=tuple(name for name in self.served if name in names),
         )
 
     def decoder(self, name: str) -> Variant:
         """The variant of SmolLM2 of this name."""
-        return next(one for one in self.decoders if one.name == name)
+        return next(variant for variant in self.decoders if variant.name == name)

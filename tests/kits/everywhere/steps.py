@@ -60,9 +60,9 @@ class Steps:
         path = self.root / "measured" / f"{name}.json"
         wanted = json.loads(json.dumps({"machine": self.machine, **settings}))
         if _read(path).get("settings") != wanted:
-            found: list[Record] = []
-            seconds = _timed(name, lambda: found.extend(measure()))
-            content = {"settings": wanted, "seconds": seconds, "records": [asdict(record) for record in found]}
+            records: list[Record] = []
+            seconds = _timed(name, lambda: records.extend(measure()))
+            content = {"settings": wanted, "seconds": seconds, "records": [asdict(record) for record in records]}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, allow_nan=False))
         return [Record(**record) for record in _read(path)["records"]]
@@ -74,8 +74,8 @@ def file_name(words: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content
 
 
 def _timed(name: str, work: Callable[[], None]) -> float:

@@ -30,5 +30,5 @@ def windows(tokens: list[int], count: int, length: int) -> list[list[int]]:
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
     """Token ids without special tokens."""
-    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids

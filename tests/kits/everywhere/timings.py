@@ -37,10 +37,10 @@ def run_timings(
     }
     prompt = list(tokens[: plan.timed_prompt])
     sizes = [plan.timed_prompt, plan.timed_steps, plan.rounds]
-    settings = {"variants": [asdict(one) for one in plan.decoders], "sizes": sizes}
+    settings = {"variants": [asdict(variant) for variant in plan.decoders], "sizes": sizes}
     records: list[Record] = []
     for program, (form, run) in programs.items():
-        folders = {name: place for name, found in exports.items() if (place := found[form]) is not None}
+        folders = {name: place for name, by_format in exports.items() if (place := by_format[form]) is not None}
         name = f"time-{file_name(program)}"
         records += steps.measured(name, settings, partial(_compared, program, run, folders, prompt, plan))
     return records
@@ -51,9 +51,9 @@ def _compared(program: str, run: Run, folders: Mapping[str, Path], prompt: Seque
     first = times[next(iter(folders))]
     return [
         record
-        for name, own in times.items()
+        for name, by_phase in times.items()
         for phase in PHASES
-        for record in _records(name, program, phase, own[phase], first[phase])
+        for record in _records(name, program, phase, by_phase[phase], first[phase])
     ]
 
 
@@ -63,15 +63,17 @@ def _llama(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
 
 def _onnx(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
     task = {"kind": "time", "windows": [prompt], "greedy": steps}
-    found: dict[str, float] = run_script("in_onnxruntime.py", folder / "model.onnx", **task)[1]["times"]
-    return found
+    times: dict[str, float] = run_script("in_onnxruntime.py", folder / "model.onnx", **task)[1]["times"]
+    return times
 
 
-def _records(name: str, program: str, phase: str, own: list[float], first: list[float]) -> list[Record]:
+def _records(name: str, program: str, phase: str, times: list[float], first: list[float]) -> list[Record]:
     at = {"program": program}
-    middle, low, high = ratios(own, first)
-    time, quartiles = statistics.median(own), {"low": low, "high": high}
+    middle, low, high = ratios(times, first)
+    time, quartiles = statistics.median(times), {"low": low, "high": high}
     return [
-        Record(name, f"{phase}_ms", time, at, count=len(own), shown=f"{time:.2f}"),
-        Record(name, f"{phase}_ratio", middle, at, count=len(own), shown=spread(middle, low, high), details=quartiles),
+        Record(name, f"{phase}_ms", time, at, count=len(times), shown=f"{time:.2f}"),
+        Record(
+            name, f"{phase}_ratio", middle, at, count=len(times), shown=spread(middle, low, high), details=quartiles
+        ),
     ]

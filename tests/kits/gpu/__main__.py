@@ -80,13 +80,13 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     add("--cell_minutes", type=float, default=4.0, help="a single cell that takes longer is ended (4)")
     add("--workers", type=int, default=1, help="processes that share the parts in which no time is taken (1)")
     add("--overwrite", action="store_true", help="forget earlier results of these parts")
-    found = parser.parse_args(words)
-    if not (found.budget_minutes > 0 and found.cell_minutes > 0):
+    options = parser.parse_args(words)
+    if not (options.budget_minutes > 0 and options.cell_minutes > 0):
         parser.error("--budget_minutes and --cell_minutes have to be above 0")
-    if found.workers < 1:
+    if options.workers < 1:
         parser.error("--workers has to be at least 1")
-    found.output_dir = found.output_dir or Path("outputs/gpu_smoke" if found.smoke else "docs/results/gpu")
-    return found
+    options.output_dir = options.output_dir or Path("outputs/gpu_smoke" if options.smoke else "docs/results/gpu")
+    return options
 
 
 def run_part(part: str, options: argparse.Namespace, command: str, worker: Sequence[str] = _WORKER) -> None:
@@ -118,9 +118,9 @@ def run_part(part: str, options: argparse.Namespace, command: str, worker: Seque
     headers = len(PartFile(path).headers)
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        own = {"worker": number, "seconds": end - time.monotonic()}
+        more = {"worker": number, "seconds": end - time.monotonic()}
         # A session of its own, so that what it starts ends with it.
-        return subprocess.Popen([*worker, json.dumps(request | own)], start_new_session=True)
+        return subprocess.Popen([*worker, json.dumps(request | more)], start_new_session=True)
 
     # The first worker checks whether the file may be written; the others begin when it has.
     running, waiting = {0: start(0)}, set(range(1, workers))

@@ -50,7 +50,7 @@ class Bench:
     def found(self, model: Any, input_ids: Tensor, **arguments: Any) -> Tensor:
         """Logits `(batch, length, vocabulary)`, on the CPU in float64."""
         given = {"input_ids": input_ids, **self.uncached, **arguments}
-        moved = {name: one.to(self.device) if isinstance(one, Tensor) else one for name, one in given.items()}
+        moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in given.items()}
         with torch.no_grad():
             return model(**moved).logits.double().cpu()
 
@@ -91,8 +91,8 @@ def _left_padding(bench: Bench) -> Found:
     padded = torch.cat((torch.zeros(2, _PADS, dtype=ids.dtype), ids), dim=1)
     mask = (torch.arange(padded.shape[1]) >= _PADS).long().expand(2, -1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = bench.found(bench.model, padded, attention_mask=mask, position_ids=positions)
-    return found[:, _PADS:], bench.wanted(ids)
+    logits = bench.found(bench.model, padded, attention_mask=mask, position_ids=positions)
+    return logits[:, _PADS:], bench.wanted(ids)
 
 
 def _gradients(bench: Bench) -> Found:
@@ -107,15 +107,17 @@ def _gradients(bench: Bench) -> Found:
         device = next(model.parameters()).device
         logits = model(input_ids=ids.to(device), **bench.uncached).logits
         (logits.double() * weights.to(device)).mean().backward()
-        named = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        named = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         vectors.append({name: gradient.double().cpu().flatten() for name, gradient in named.items()})
         model.zero_grad(set_to_none=True)
     found, wanted = vectors
     if found.keys() != wanted.keys():
         raise AssertionError(f"other weights have gradients: {sorted(found.keys() ^ wanted.keys())}")
     # Some gradients are zero but for rounding: softmax does not see the bias of a key.
-    least = 1e-2 * max(float(one.norm()) for one in wanted.values())
-    errors = torch.stack([(found[name] - one).norm() / max(float(one.norm()), least) for name, one in wanted.items()])
+    least = 1e-2 * max(float(gradient.norm()) for gradient in wanted.values())
+    errors = torch.stack(
+        [(found[name] - gradient).norm() / max(float(gradient.norm()), least) for name, gradient in wanted.items()]
+    )
     # As if each weight were a token whose vector has the length 1.
     return (1 + errors).unsqueeze(-1), torch.ones(len(errors), 1, dtype=torch.float64)
 
@@ -138,19 +140,23 @@ def _cuda_graphs(bench: Bench) -> Found:
     for shift in (1, 2, 0):
         # The last one replays what the first ones recorded.
         torch.compiler.cudagraph_mark_step_begin()
-        found = bench.found(model, ids.roll(shift, dims=1))
-    return found, bench.wanted(ids)
+        logits = bench.found(model, ids.roll(shift, dims=1))
+    return logits, bench.wanted(ids)
 
 
 def _decoded(bench: Bench, cache: Any, model: Any) -> Found:
     """A long piece, a short one, and single tokens, the latter by `model`, as one forward pass reads them."""
     ids = tokens(bench.length)
     long, short, singles = ids.split([bench.length - _STEPS - 5, 5, _STEPS], dim=1)
-    found = []
-    for reader, piece in ((bench.model, long), (bench.model, short), *((model, one) for one in singles.split(1, 1))):
+    logits = []
+    for reader, piece in (
+        (bench.model, long),
+        (bench.model, short),
+        *((model, token) for token in singles.split(1, 1)),
+    ):
         torch.compiler.cudagraph_mark_step_begin()
-        found.append(bench.found(reader, piece, past_key_values=cache, use_cache=True))
-    return torch.cat(found, dim=1), bench.wanted(ids)
+        logits.append(bench.found(reader, piece, past_key_values=cache, use_cache=True))
+    return torch.cat(logits, dim=1), bench.wanted(ids)
 
 
 CHECKS: dict[str, Callable[[Bench], Found]] = {

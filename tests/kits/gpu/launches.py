@@ -104,8 +104,8 @@ def waits_on_cuda(call: Callable[[], object]) -> Counter[str]:
             call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
-    return Counter(f"{_short(Path(one.filename))}:{one.lineno}" for one in found)
+    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    return Counter(f"{_short(Path(warning.filename))}:{warning.lineno}" for warning in waits)
 
 
 def _short(file: Path) -> str:

@@ -72,7 +72,7 @@ class Study(Part):
             BenchmarkError: if it was begun with other settings or other text.
         """
         quiet()
-        training = next(one for one in study_cells(self._study) if one.name == cell)
+        training = next(candidate for candidate in study_cells(self._study) if candidate.name == cell)
         try:
             check_cells([training], {"corpus": self._corpus.summary["digest"]} if training.task.reads_text else {})
         except SettingsError as error:
@@ -111,10 +111,10 @@ class Study(Part):
             raise BenchmarkError(f"{_ROOT} holds {len(files)} pages and modules: run the kit in a checkout.")
         tokenizer = study_tokenizer(self._study)
         texts = [file.read_text(encoding="utf-8") for file in files]
-        found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        documents = [[*tokens, tokenizer.eos_token_id] for tokens in found]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        documents = [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
         held_out = TokenStream.of_texts(documents[::_HELD_OUT])
-        others = TokenStream.of_texts([one for number, one in enumerate(documents) if number % _HELD_OUT])
+        others = TokenStream.of_texts([document for number, document in enumerate(documents) if number % _HELD_OUT])
         corpus = Corpus.of(others, held_out, "pages and code of this repository", tokenizer)
         corpus.save(self._work / "data")
         return corpus

@@ -45,9 +45,9 @@ def read_report(report: Path, status: int) -> Row:
     suite = next(ElementTree.parse(report).iter("testsuite"))
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = [
-        f"{case.attrib['name']} - {(found.get('message') or '').splitlines()[0][:200]}"
+        f"{case.attrib['name']} - {(failure.get('message') or '').splitlines()[0][:200]}"
         for case in suite.iter("testcase")
-        for found in (*case.findall("failure"), *case.findall("error"))
+        for failure in (*case.findall("failure"), *case.findall("error"))
     ]
     reason = {"reason": "; ".join(failed)} if failed else {}
     return {"status": WRONG if failed else OK, "counts": counts} | reason

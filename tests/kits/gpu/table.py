@@ -24,7 +24,7 @@ def format_kit(files: Mapping[str, PartFile]) -> str:
     tables = {"correctness": _correctness, "launches": _launches, "price": _price, "study": _study}
     for part, file in files.items():
         header = file.headers[-1]
-        commands = "\n".join(dict.fromkeys(one["command"] for one in file.headers))
+        commands = "\n".join(dict.fromkeys(run["command"] for run in file.headers))
         sections += [
             f"## {part.capitalize()}",
             f"{machine_line(header['machine'])}. {subnormal_line(header['subnormals'])}",
@@ -47,15 +47,15 @@ def _correctness(file: PartFile) -> list[str]:
         words = cell.split(" ")
         places.setdefault((words[0], words[-1]), []).append((words[-2], row))
     lines = []
-    for place, found in places.items():
-        counts = Counter(row["status"] for _, row in found)
+    for place, of_place in places.items():
+        counts = Counter(row["status"] for _, row in of_place)
         line = [*place, *(str(counts[status] or "-") for status in STATUSES)]
         for dtype in tolerances:
-            errors = [row["error"] / row["tolerance"] for name, row in found if name == dtype and row.get("error")]
+            errors = [row["error"] / row["tolerance"] for name, row in of_place if name == dtype and row.get("error")]
             line.append(f"{max(errors):.2f}" if errors else "-")
         lines.append(line)
     head = ("check", "backend", *STATUSES, *(f"worst error over tolerance, {dtype}" for dtype in tolerances))
-    named = ", ".join(f"{one:g} in {name}" for name, one in tolerances.items())
+    named = ", ".join(f"{tolerance:g} in {name}" for name, tolerance in tolerances.items())
     explained = (
         "Tiny models with random weights on this device, against the same models on the CPU in float64 with eager "
         "attention. The error of a token is the norm of the difference of its logits over the mean norm of all logits; "
@@ -71,14 +71,16 @@ def _launches(file: PartFile) -> list[str]:
         phase, kind, scheme = cell.split(" ")
         if "kernels" in row:
             phases.setdefault((kind, phase), {})[scheme] = row
-    phases = {place: found for place, found in phases.items() if STOCK in found}
+    phases = {place: by_scheme for place, by_scheme in phases.items() if STOCK in by_scheme}
     lines = []
-    for scheme in sorted({scheme for found in phases.values() for scheme in found} - {STOCK}):
-        cells = [_more(found[scheme], found[STOCK]) if scheme in found else "-" for found in phases.values()]
+    for scheme in sorted({scheme for by_scheme in phases.values() for scheme in by_scheme} - {STOCK}):
+        cells = [
+            _more(by_scheme[scheme], by_scheme[STOCK]) if scheme in by_scheme else "-" for by_scheme in phases.values()
+        ]
         lines.append([scheme, *cells])
     names = [
-        f"{kind}, {phase} (stock {found[STOCK]['kernels']}, {_attention(found[STOCK])})"
-        for (kind, phase), found in phases.items()
+        f"{kind}, {phase} (stock {by_scheme[STOCK]['kernels']}, {_attention(by_scheme[STOCK])})"
+        for (kind, phase), by_scheme in phases.items()
     ]
     explained = (
         f"Kernels and copies that one call starts, less those of the stock model, with sdpa, in "
@@ -115,9 +117,15 @@ def _study(file: PartFile) -> list[str]:
     rows = [row for row in file.rows.values() if row["status"] == OK]
     sections = ["`tests/kits/gpu/study.yaml`, on the pages and code of this repository, as bytes."]
     for task in dict.fromkeys(row["task"] for row in rows):
-        found = [row for row in rows if row["task"] == task]
-        kind, name = ("by_length", "loss") if "by_length" in found[0] else ("exact_match", "accuracy")
-        head = ("scheme", "seed", *(f"{name} at {one}" for one in found[0]["lengths"]), "ms per step", "parameters")
+        of_task = [row for row in rows if row["task"] == task]
+        kind, name = ("by_length", "loss") if "by_length" in of_task[0] else ("exact_match", "accuracy")
+        head = (
+            "scheme",
+            "seed",
+            *(f"{name} at {length}" for length in of_task[0]["lengths"]),
+            "ms per step",
+            "parameters",
+        )
         lines = [
             (
                 row["scheme"],
@@ -126,7 +134,7 @@ def _study(file: PartFile) -> list[str]:
                 f"{row['milliseconds_per_step']:.1f}",
                 f"{row['parameters']:,}",
             )
-            for row in found
+            for row in of_task
         ]
         sections += [f"### {task}", format_table(head, lines, form="markdown")]
     return sections
@@ -139,7 +147,7 @@ def _reasons(rows: Mapping[str, Row], status: str) -> str:
         if row["status"] == status and "reason" in row:
             cells.setdefault(row["reason"], []).append(cell)
     lines = []
-    for reason, found in sorted(cells.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-        lines.append(f"- {reason} ({', '.join(f'`{cell}`' for cell in found[:_MOST_NAMES])}{more})")
+    for reason, names in sorted(cells.items(), key=lambda item: -len(item[1])):
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        lines.append(f"- {reason} ({', '.join(f'`{cell}`' for cell in names[:_MOST_NAMES])}{more})")
     return f"### Cells that are {status}\n\n" + "\n".join(lines) if lines else ""

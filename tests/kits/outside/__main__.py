@@ -45,12 +45,12 @@ def run_arm(arm: str, arguments: argparse.Namespace) -> dict[str, str]:
     return json.loads(target.read_text(encoding="utf-8"))
 
 
-def differences(arm: str, stock: dict[str, str], found: dict[str, str]) -> tuple[list[str], dict[str, int]]:
+def differences(arm: str, stock: dict[str, str], outcomes: dict[str, str]) -> tuple[list[str], dict[str, int]]:
     """Unexplained differences from the stock arm, and how many have each accepted reason."""
     unexplained: list[str] = []
     accepted: dict[str, int] = collections.Counter()
     for test, outcome in stock.items():
-        now = found.get(test, "failed: the process ended")
+        now = outcomes.get(test, "failed: the process ended")
         if outcome != "passed" or now in ("passed", "skipped"):
             continue
         why = reason(arm, test, now)
@@ -80,13 +80,13 @@ def main() -> int:
     print("| arm | passed | failed | refused | skipped | only here | accepted |\n|---|---:|---:|---:|---:|---:|---:|")
     status = 0
     reports = []
-    for arm, found in outcomes.items():
-        kinds = collections.Counter(outcome.partition(":")[0] for outcome in found.values())
-        unexplained, accepted = differences(arm, outcomes["stock"], found)
+    for arm, by_test in outcomes.items():
+        kinds = collections.Counter(outcome.partition(":")[0] for outcome in by_test.values())
+        unexplained, accepted = differences(arm, outcomes["stock"], by_test)
         counts = [kinds["passed"], kinds["failed"], kinds["refused"], kinds["skipped"], len(unexplained)]
         print(f"| {arm} |", " | ".join(map(str, [*counts, sum(accepted.values())])), "|")
         reports += [f"\n{arm}: {count} accepted: {why}" for why, count in accepted.items()]
-        reports += [f"\n{arm}: {one}" for one in unexplained]
+        reports += [f"\n{arm}: {test}" for test in unexplained]
         status |= bool(unexplained)
     print(*reports, sep="")
     return status
