@@ -48,20 +48,21 @@ def _additive(model: Any) -> Any:
     return stack.additive
 
 
+@torch.no_grad()
+def _outputs(model: Any, architecture: str) -> Tensor:
+    return outputs(model, ARCHITECTURES[architecture], tokens())
+
+
 def _exact(model: Any, architecture: str, before: Tensor, tolerance: float) -> None:
-    with torch.no_grad():
-        after = outputs(model, ARCHITECTURES[architecture], tokens())
-    assert distance(after, before) < tolerance
+    assert distance(_outputs(model, architecture), before) < tolerance
 
 
 # Tables
 
 
 def test_a_table_takes_over_what_a_formula_added():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
     model = patched("llama_gqa", SinusoidalConfig(scale=0.5)).eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
+    before = _outputs(model, "llama_gqa")
     swap = swap_scheme(model, "learned", num_positions=64, initialization="fitted")
     _exact(model, "llama_gqa", before, 1e-6)
     (fit,) = swap.fits
@@ -71,10 +72,8 @@ def test_a_table_takes_over_what_a_formula_added():
 
 
 def test_a_table_where_nothing_was_added_starts_at_zero():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
     model = patched("llama_gqa", "rope").eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
+    before = _outputs(model, "llama_gqa")
     swap = swap_scheme(model, ["rope", LearnedConfig(num_positions=32)])
     _exact(model, "llama_gqa", before, 1e-6)
     assert swap.fits[0].residual_before is None
@@ -82,10 +81,8 @@ def test_a_table_where_nothing_was_added_starts_at_zero():
 
 
 def test_a_table_beside_a_formula_holds_the_difference():
-    row, ids = ARCHITECTURES["bert"], tokens()
     model = patched("bert", None).eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
+    before = _outputs(model, "bert")
     swap_scheme(model, [LearnedConfig(), "sinusoidal"])
     _exact(model, "bert", before, 1e-5)
 
@@ -188,7 +185,7 @@ def test_a_bias_takes_over_a_bias(old, new, tolerance):
     with torch.no_grad():
         distances = torch.arange(1 - SAMPLE_LENGTH, 1)
         wanted = _layer(model).logit_bias(distances)
-        before = outputs(model, ARCHITECTURES["llama_gqa"], tokens())
+        before = _outputs(model, "llama_gqa")
     torch.manual_seed(3)
     swap = swap_scheme(model, new, sample=_sample(), initialization="fitted")
     (fit,) = swap.fits
@@ -289,17 +286,14 @@ def test_the_end_of_a_blend_is_fitted(new):
     torch.manual_seed(3)
     swap_scheme(plain, new, sample=_sample())
     torch.manual_seed(3)
-    with torch.no_grad():
-        before = outputs(model, ARCHITECTURES["bert"], tokens())
+    before = _outputs(model, "bert")
     swap = swap_scheme(model, new, sample=_sample(), gradual=True)
     assert swap.gradual
     _exact(model, "bert", before, 1e-6)
     set_blend_strength(model, 1.0)
     finish_blend(model)
-    with torch.no_grad():
-        # The same least squares from the same start, in the same order of operations.
-        expected = outputs(plain, ARCHITECTURES["bert"], tokens())
-        assert distance(outputs(model, ARCHITECTURES["bert"], tokens()), expected) < 1e-4
+    # The same least squares from the same start, in the same order of operations.
+    _exact(model, "bert", _outputs(plain, "bert"), 1e-4)
 
 
 def test_the_default_is_what_patch_model_does():
@@ -309,7 +303,7 @@ def test_the_default_is_what_patch_model_does():
     torch.manual_seed(3)
     patch_model(plain, "t5")
     assert swap.fits == ()
-    _exact(model, "bert", outputs(plain, ARCHITECTURES["bert"], tokens()).detach(), 1e-9)
+    _exact(model, "bert", _outputs(plain, "bert"), 1e-9)
 
 
 # Refusals
