@@ -87,12 +87,12 @@ def values(result: Result, subject: str, quantity: str) -> dict[str, float]:
 
 
 def test_every_program_gives_the_same_numbers(result: Result) -> None:
-    found = values(result, "alibi", "probability")
+    numbers = values(result, "alibi", "probability")
     # Exact programs round in float32. The stock positions are what a wrong encoding looks like.
-    assert found.pop(decoders.CONTROL) > 1e-3
-    rounded = {name: found.pop(name) for name in ("onnxruntime, int8", "llama.cpp, q8_0")}
-    assert set(found) == {"onnxruntime", "llama.cpp, f32"}
-    assert max(found.values()) < 1e-5
+    assert numbers.pop(decoders.CONTROL) > 1e-3
+    rounded = {name: numbers.pop(name) for name in ("onnxruntime, int8", "llama.cpp, q8_0")}
+    assert set(numbers) == {"onnxruntime", "llama.cpp, f32"}
+    assert max(numbers.values()) < 1e-5
     assert all(1e-5 < value < 0.1 for value in rounded.values())
     greedy = values(result, "alibi", "greedy")
     assert all(greedy[name] == 1 for name in ("onnxruntime", "llama.cpp, f32"))
@@ -104,7 +104,7 @@ def test_every_program_gives_the_same_numbers(result: Result) -> None:
 def test_longer_prompts_and_embeddings(result: Result) -> None:
     if not whole(result):
         pytest.skip("measured with all models only")
-    longer = {one.at["program"]: one.value for one in result.of("alibi", "probability", tokens=100)}
+    longer = {record.at["program"]: record.value for record in result.of("alibi", "probability", tokens=100)}
     assert longer["llama.cpp, f32"] < 1e-5
     # A cache in float16 rounds keys and values to 11 bits.
     assert longer["llama.cpp, f32, default cache"] < 1e-3
@@ -150,8 +150,8 @@ def test_finished_steps_are_kept_and_those_of_elsewhere_are_not(tmp_path: Path) 
     def run(machine: str, settings: int) -> None:
         steps = Steps(tmp_path, {"cpu": machine})
         steps.folder("folder", {"n": settings}, make)
-        found = steps.measured("m", {"n": settings}, lambda: calls.append("measured") or [Record("a", "b", 1.0)])
-        assert found == [Record("a", "b", 1.0)]
+        result = steps.measured("m", {"n": settings}, lambda: calls.append("measured") or [Record("a", "b", 1.0)])
+        assert result == [Record("a", "b", 1.0)]
 
     run("one", 1)
     run("one", 1)
@@ -188,9 +188,9 @@ def test_a_text_that_is_too_short_is_told() -> None:
 
 def test_llama_cpp_follows_the_tokens_that_are_given(result: Result, work: Steps) -> None:
     file = work.root / "smollm2-alibi-gguf-f32" / "model.gguf"
-    (own,) = predict(file, [[5, 6, 7]], 3, 4, 64)
-    (same,) = predict(file, [[5, 6, 7]], 3, 4, 64, following=[[step.ids[0] for step in own[:-1]]])
-    assert same == own
+    (first,) = predict(file, [[5, 6, 7]], 3, 4, 64)
+    (same,) = predict(file, [[5, 6, 7]], 3, 4, 64, following=[[step.ids[0] for step in first[:-1]]])
+    assert same == first
     (other,) = predict(file, [[5, 6, 7]], 3, 4, 64, following=[[9, 10]])
     (alone,) = predict(file, [[5, 6, 7, 9, 10]], 1, 4, 64)
     assert other[2].logprobs == pytest.approx(alone[0].logprobs, abs=1e-4)

@@ -45,7 +45,7 @@ def files(folder) -> dict[str, PartFile]:
 def rewrite(path, change) -> None:
     """Changes the lines of a file."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in map(change, lines) if one is not None))
+    path.write_text("".join(f"{json.dumps(changed)}\n" for changed in map(change, lines) if changed is not None))
 
 
 def request(folder, part: str, **changes):
@@ -58,19 +58,19 @@ def request(folder, part: str, **changes):
 
 def test_a_smoke_run_goes_through_every_part(smoke):
     status, folder = smoke
-    found = files(folder)
-    for file in found.values():
+    names = files(folder)
+    for file in names.values():
         assert list(file.rows) == file.headers[-1]["cells"]
         assert not [cell for cell, row in file.rows.items() if row["status"] in (WRONG, CRASHED)]
     assert status == 0
-    rows = found["correctness"].rows
+    rows = names["correctness"].rows
     assert rows["forward model alibi bfloat16 flex_attention"]["status"] == OK
     assert rows["forward encoder forget_gate float32 sdpa"]["status"] == REFUSED
     assert rows["cuda_graphs model alibi float32 sdpa"]["reason"] == "CUDA graphs need a GPU"
     assert {row["status"] for row in rows.values()} == {OK, REFUSED, SKIPPED}
-    losses = [row["by_length"]["loss"] for row in found["study"].rows.values()]
+    losses = [row["by_length"]["loss"] for row in names["study"].rows.values()]
     assert len(losses) == 3
-    assert all(len(one) == 2 and 4 < one[0] < 8 for one in losses)
+    assert all(len(pair) == 2 and 4 < pair[0] < 8 for pair in losses)
 
 
 def test_the_table_names_the_machine_and_every_part(smoke):
@@ -103,7 +103,7 @@ def test_the_same_command_goes_on_with_what_is_missing(copied):
     header, *added = (json.loads(line) for line in path.read_text().removeprefix(before).splitlines())
     assert header["command"] == "x"
     assert [(line["cell"], line["status"]) for line in added] == [
-        (cell, one) for cell in taken for one in ("started", OK)
+        (cell, event) for cell in taken for event in ("started", OK)
     ]
 
 
@@ -315,9 +315,9 @@ def test_every_scheme_is_checked_on_every_backend(monkeypatch):
     assert {case.check for case in cases} == set(CHECKS)
     schemes = {name for name in list_schemes() if not get_scheme(name).combinator}
     for backend, dtypes in {"eager": 3, "sdpa": 3, "flex_attention": 2}.items():
-        found = {(case.scheme, case.dtype) for case in cases if case.backend == backend and case.check == "forward"}
-        assert {scheme for scheme, _ in found} == schemes
-        assert len(found) >= dtypes * len(schemes)
+        checked = {(case.scheme, case.dtype) for case in cases if case.backend == backend and case.check == "forward"}
+        assert {scheme for scheme, _ in checked} == schemes
+        assert len(checked) >= dtypes * len(schemes)
     assert not any("flash" in case.backend for case in cases)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     flash = {case.dtype for case in plan(smoke=False) if case.backend == "flash_attention_2"}

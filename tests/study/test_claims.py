@@ -57,8 +57,8 @@ def runs_like_the_claims(seeds: int = 5, sign: float = 1.0) -> dict[str, list[di
     return {"reference": main, "reference_tasks": tasks}
 
 
-def verdicts(found: list[Outcome]) -> dict[str, set[str]]:
-    return {claim.number: {one.verdict for one in found if one.claim is claim} for claim in CLAIMS}
+def verdicts(results: list[Outcome]) -> dict[str, set[str]]:
+    return {claim.number: {outcome.verdict for outcome in results if outcome.claim is claim} for claim in CLAIMS}
 
 
 def test_the_protocol_registers_these_claims_and_no_others() -> None:
@@ -70,101 +70,107 @@ def test_the_protocol_registers_these_claims_and_no_others() -> None:
 
 
 def test_claims_that_hold_are_confirmed() -> None:
-    found = outcomes(runs_like_the_claims())
-    assert len(found) == 17
-    assert all(one.verdict == "confirmed" for one in found)
-    for one in found:
-        assert one.difference.low <= one.difference.value <= one.difference.high
-        assert (one.over_texts is None) == (one.test.first.quantity != "tail_loss")
+    results = outcomes(runs_like_the_claims())
+    assert len(results) == 17
+    assert all(outcome.verdict == "confirmed" for outcome in results)
+    for outcome in results:
+        assert outcome.difference.low <= outcome.difference.value <= outcome.difference.high
+        assert (outcome.over_texts is None) == (outcome.test.first.quantity != "tail_loss")
 
 
 def test_claims_that_are_turned_around_are_contradicted() -> None:
-    found = verdicts(outcomes(runs_like_the_claims(sign=-1.0)))
+    by_number = verdicts(outcomes(runs_like_the_claims(sign=-1.0)))
     # The flat ones, and the two that are the same, stay so.
-    assert {number for number, each in found.items() if each == {"contradicted"}} == {"1a", "1b", "3", "4", "6"}
-    assert found["2"] == found["5"] == {"confirmed"}
+    assert {number for number, each in by_number.items() if each == {"contradicted"}} == {"1a", "1b", "3", "4", "6"}
+    assert by_number["2"] == by_number["5"] == {"confirmed"}
 
 
 def test_differences_beyond_the_margin_contradict_an_equivalence() -> None:
     runs = runs_like_the_claims()
-    for one in runs["reference"]:
-        if one["scheme"] == "alibi":
-            one["by_length"]["window_tail_loss"][-1][0] += 5 * 0.05
-    found = [one for one in outcomes(runs) if one.claim.number == "2"]
-    assert [one.verdict for one in found] == ["contradicted", "confirmed", "confirmed"]
+    for training in runs["reference"]:
+        if training["scheme"] == "alibi":
+            training["by_length"]["window_tail_loss"][-1][0] += 5 * 0.05
+    results = [outcome for outcome in outcomes(runs) if outcome.claim.number == "2"]
+    assert [outcome.verdict for outcome in results] == ["contradicted", "confirmed", "confirmed"]
 
 
 def test_noise_decides_nothing() -> None:
     runs = runs_like_the_claims()
     generator = np.random.default_rng(1)
-    for one in runs["reference"]:
-        one["by_length"]["window_tail_loss"] = generator.normal(2.0, 0.5, (4, 1)).repeat(5, axis=1).tolist()
-    found = [one for one in outcomes(runs) if one.test.first.quantity == "tail_loss"]
-    assert {one.verdict for one in found} == {"undecided"}
+    for training in runs["reference"]:
+        training["by_length"]["window_tail_loss"] = generator.normal(2.0, 0.5, (4, 1)).repeat(5, axis=1).tolist()
+    results = [outcome for outcome in outcomes(runs) if outcome.test.first.quantity == "tail_loss"]
+    assert {outcome.verdict for outcome in results} == {"undecided"}
 
 
 @pytest.mark.parametrize("scheme", ["none", "rope"])
 def test_a_scheme_that_has_not_learned_to_copy_decides_nothing(scheme: str) -> None:
     """Otherwise a scheme that learns slowly, and copies nothing at any length, would contradict the claim."""
     runs = runs_like_the_claims(sign=-1.0)
-    for one in runs["reference_tasks"]:
-        if one["scheme"] == scheme:
-            one["exact_match"]["accuracy"] = [0.45, *[0.0] * 6]
-    found = {str(one.test): one for one in outcomes(runs) if one.claim.number == "4"}
-    others = {test for test in found if scheme == "none" or test.startswith(f"{scheme} <")}
-    assert {test for test, one in found.items() if one.verdict == "not decidable"} == others
-    assert all(found[test].p == found[test].p_opposite == 1 for test in others)
+    for training in runs["reference_tasks"]:
+        if training["scheme"] == scheme:
+            training["exact_match"]["accuracy"] = [0.45, *[0.0] * 6]
+    by_test = {str(outcome.test): outcome for outcome in outcomes(runs) if outcome.claim.number == "4"}
+    others = {test for test in by_test if scheme == "none" or test.startswith(f"{scheme} <")}
+    assert {test for test, outcome in by_test.items() if outcome.verdict == "not decidable"} == others
+    assert all(by_test[test].p == by_test[test].p_opposite == 1 for test in others)
 
 
 def test_what_was_not_run_is_said_and_makes_nothing_else_more_certain() -> None:
     complete = runs_like_the_claims()
     part = outcomes({"reference": complete["reference"]})
     assert verdicts(part)["4"] == {"not run"}
-    for one, other in zip(outcomes(complete), part, strict=True):
-        assert other.p >= one.p
-    assert {one.verdict for one in outcomes(runs_like_the_claims(seeds=1))} == {"not run"}
+    for outcome, other in zip(outcomes(complete), part, strict=True):
+        assert other.p >= outcome.p
+    assert {outcome.verdict for outcome in outcomes(runs_like_the_claims(seeds=1))} == {"not run"}
 
 
 def test_a_training_that_diverged_counts_and_is_not_left_out() -> None:
     runs = runs_like_the_claims()
-    for one in runs["reference"]:
-        if one["scheme"] == "kerple" and one["seed"] > 2:
-            one |= {"status": "diverged", "token_frequencies": 3.0, "max_steps": 2000, "by_length": None, "curve": None}
-    (found,) = [one for one in outcomes(runs) if one.claim.number == "1a"]
-    assert found.seeds == 5
-    assert found.difference.value == pytest.approx((3 * -0.1 + 2 * 1.4) / 5, abs=0.01)
-    assert found.verdict == "undecided"
+    for training in runs["reference"]:
+        if training["scheme"] == "kerple" and training["seed"] > 2:
+            training |= {
+                "status": "diverged",
+                "token_frequencies": 3.0,
+                "max_steps": 2000,
+                "by_length": None,
+                "curve": None,
+            }
+    (result,) = [outcome for outcome in outcomes(runs) if outcome.claim.number == "1a"]
+    assert result.seeds == 5
+    assert result.difference.value == pytest.approx((3 * -0.1 + 2 * 1.4) / 5, abs=0.01)
+    assert result.verdict == "undecided"
 
 
 def test_equal_differences_of_few_seeds_decide_nothing() -> None:
     runs = runs_like_the_claims(seeds=2)
-    for one in runs["reference"]:
-        one["curve"] = {"step": [100, 350 + 50 * (one["scheme"] != "rope")], "validation_loss": [1.7, 1.6]}
-    (found,) = [one for one in outcomes(runs) if str(one.test) == "rope < learned"]
-    assert found.difference.value == found.difference.low == 0
-    assert found.verdict == "undecided"
+    for training in runs["reference"]:
+        training["curve"] = {"step": [100, 350 + 50 * (training["scheme"] != "rope")], "validation_loss": [1.7, 1.6]}
+    (result,) = [outcome for outcome in outcomes(runs) if str(outcome.test) == "rope < learned"]
+    assert result.difference.value == result.difference.low == 0
+    assert result.verdict == "undecided"
 
 
 def test_the_verdict_of_a_claim_needs_all_its_tests() -> None:
     runs = runs_like_the_claims()
-    flat = [one for one in outcomes(runs) if one.claim.number == "2"]
+    flat = [outcome for outcome in outcomes(runs) if outcome.claim.number == "2"]
     assert verdict_of(flat) == "confirmed"
-    for one in runs["reference"]:
-        if one["scheme"] == "alibi":
-            one["by_length"]["window_tail_loss"][-1][0] += 5 * 0.05
-    assert verdict_of([one for one in outcomes(runs) if one.claim.number == "2"]) == "contradicted"
-    runs["reference"] = [one for one in runs["reference"] if one["scheme"] != "alibi"]
-    assert verdict_of([one for one in outcomes(runs) if one.claim.number == "2"]) == "not run"
+    for training in runs["reference"]:
+        if training["scheme"] == "alibi":
+            training["by_length"]["window_tail_loss"][-1][0] += 5 * 0.05
+    assert verdict_of([outcome for outcome in outcomes(runs) if outcome.claim.number == "2"]) == "contradicted"
+    runs["reference"] = [training for training in runs["reference"] if training["scheme"] != "alibi"]
+    assert verdict_of([outcome for outcome in outcomes(runs) if outcome.claim.number == "2"]) == "not run"
 
 
 def test_losses_that_are_never_reached_count_all_steps() -> None:
     runs = runs_like_the_claims()
-    for one in runs["reference"]:
-        if one["scheme"] == "sinusoidal":
-            one["curve"]["validation_loss"] = [3.0, 2.0, 1.9]
-    (found,) = [one for one in outcomes(runs) if str(one.test) == "rope < sinusoidal"]
+    for training in runs["reference"]:
+        if training["scheme"] == "sinusoidal":
+            training["curve"]["validation_loss"] = [3.0, 2.0, 1.9]
+    (result,) = [outcome for outcome in outcomes(runs) if str(outcome.test) == "rope < sinusoidal"]
     # RoPE is 3.0 after 50 steps and 1.6 after 350, as a mean over seeds.
-    assert found.difference.value == pytest.approx(50 + 300 * 1.3 / 1.4 - 3000)
+    assert result.difference.value == pytest.approx(50 + 300 * 1.3 / 1.4 - 3000)
 
 
 def test_the_command_reads_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,19 +31,19 @@ def test_the_interval_of_a_mean_is_students() -> None:
     """Five differences: 2.776 standard errors, from the table of Student's t with four degrees of freedom."""
     differences = [0.1, 0.2, 0.3, 0.4, 0.5]
     error = np.std(differences, ddof=1) / np.sqrt(5)
-    found = mean_difference(differences)
-    assert found.value == pytest.approx(0.3)
-    assert (found.low, found.high) == pytest.approx((0.3 - 2.776 * error, 0.3 + 2.776 * error), abs=1e-4)
-    assert str(found) == "0.300 [0.104, 0.496]"
+    interval = mean_difference(differences)
+    assert interval.value == pytest.approx(0.3)
+    assert (interval.low, interval.high) == pytest.approx((0.3 - 2.776 * error, 0.3 + 2.776 * error), abs=1e-4)
+    assert str(interval) == "0.300 [0.104, 0.496]"
 
 
 def test_one_more_training_is_inside_the_interval_of_prediction_as_often_as_it_says() -> None:
     """Of 2,000 simulated ones after 5 seeds; 95 % with a standard error of 0.5 %."""
     draws = np.random.default_rng(0).normal(1.2, 0.01, (2000, 6))
-    found = [prediction(one[:5]) for one in draws]
-    inside = [one.low <= new <= one.high for one, new in zip(found, draws[:, 5], strict=True)]
+    intervals = [prediction(draw[:5]) for draw in draws]
+    inside = [draw.low <= new <= draw.high for draw, new in zip(intervals, draws[:, 5], strict=True)]
     assert np.mean(inside) == pytest.approx(0.95, abs=4 * 0.005)
-    assert found[0].value == pytest.approx(draws[0, :5].mean())
+    assert intervals[0].value == pytest.approx(draws[0, :5].mean())
 
 
 def test_less_is_one_sided() -> None:
@@ -82,8 +82,8 @@ def test_the_interval_over_seeds_and_texts_covers_a_known_difference() -> None:
     for _ in range(300):
         of_seeds, of_texts = generator.normal(0, 0.02, (5, 1)), generator.normal(0, 0.05, (1, 40))
         first = 0.1 + of_seeds + of_texts + generator.normal(0, 0.02, (5, 40))
-        found = difference_over_texts(first, np.zeros_like(first))
-        covered += found.low <= 0.1 <= found.high
+        interval = difference_over_texts(first, np.zeros_like(first))
+        covered += interval.low <= 0.1 <= interval.high
     assert 273 <= covered < 300
 
 
@@ -91,8 +91,8 @@ def test_texts_of_one_document_count_as_one() -> None:
     """Sixteen neighbours are alike, so that 256 texts say as much as 16."""
     generator = np.random.default_rng(1)
     first = generator.normal(0, 0.001, (5, 1)) + np.repeat(generator.normal(0, 0.05, (1, 16)), 16, axis=1)
-    naive, found = (difference_over_texts(first, np.zeros_like(first), neighbours=count) for count in (1, 16))
-    assert found.high - found.low > 2 * (naive.high - naive.low)
+    naive, clustered = (difference_over_texts(first, np.zeros_like(first), neighbours=count) for count in (1, 16))
+    assert clustered.high - clustered.low > 2 * (naive.high - naive.low)
 
 
 def test_texts_widen_the_interval() -> None:

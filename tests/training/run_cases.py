@@ -89,9 +89,9 @@ def launch(config: Path, script: Path, arguments: list[str], fails: bool = False
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port",
         str(port), str(script), *arguments,
     ]  # fmt: skip
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert (found.returncode != 0) == fails, found.stderr[-3000:]
-    return found.stdout + found.stderr
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 def curve(output: Path) -> list[dict[str, float]]:

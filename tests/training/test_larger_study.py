@@ -101,7 +101,7 @@ def test_the_larger_study_has_the_size_that_its_text_says() -> None:
     task = study_cells(study)[0].task
     words = Tokenizer(models.WordLevel({str(token): token for token in range(8192)}, unk_token="0"))
     model = new_model(task, study, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1"), 8192)
-    assert sum(one.numel() for one in model.parameters()) == pytest.approx(15e6, rel=0.01)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(15e6, rel=0.01)
     assert "15 million parameters" in STUDY.read_text()
 
 

@@ -44,13 +44,13 @@ def alibi(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_learns_and_writes_its_figures(alibi: Path) -> None:
-    found = results(alibi)
+    figures = results(alibi)
     losses = [entry["loss"] for entry in curve(alibi) if "loss" in entry]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 1
-    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
-    assert found["eval_loss"] < losses[0] - 1
-    assert [entry["eval_loss"] for entry in curve(alibi) if "eval_loss" in entry][-1] == found["eval_loss"]
+    assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
+    assert figures["eval_loss"] < losses[0] - 1
+    assert [entry["eval_loss"] for entry in curve(alibi) if "eval_loss" in entry][-1] == figures["eval_loss"]
 
 
 def test_the_saved_model_loads_in_a_fresh_process(alibi: Path) -> None:

@@ -28,8 +28,8 @@ def own_scheme(tmp_path, monkeypatch):
     monkeypatch.setattr(extensions, "_imported", None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
-    own = THIRD_PARTY.replace("SchemeConfig):", "NoneConfig):").replace("far_for_tests", "own_for_tests")
-    (tmp_path / "own_schemes.py").write_text(own)
+    source = THIRD_PARTY.replace("SchemeConfig):", "NoneConfig):").replace("far_for_tests", "own_for_tests")
+    (tmp_path / "own_schemes.py").write_text(source)
     yield "own_for_tests"
     sys.modules.pop("own_schemes", None)
 
@@ -138,8 +138,8 @@ def test_the_default_architectures():
     llama = LlamaConfig(**common, tie_word_embeddings=True, use_cache=False)
     bert = BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     for name, config in (("causal", llama), ("masked", bert)):
-        found = new_model(task(name), task(name).settings, tokenizer, 24).config.to_dict()
-        assert found | {"architectures": None, "dtype": None} == config.to_dict() | {"dtype": None}
+        built = new_model(task(name), task(name).settings, tokenizer, 24).config.to_dict()
+        assert built | {"architectures": None, "dtype": None} == config.to_dict() | {"dtype": None}
 
 
 @pytest.mark.parametrize(
@@ -171,17 +171,17 @@ def test_further_fields_of_the_config():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "found"),
+    ("model_type", "overrides", "expected"),
     [
         ("gpt2", {"n_inner": 40}, {"n_inner": 40, "n_embd": 32}),
         ("gpt2", {"n_positions": 50}, {"max_position_embeddings": 50}),
         ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, {}),
     ],
 )
-def test_fields_go_by_the_names_of_the_architecture_too(model_type, overrides, found):
+def test_fields_go_by_the_names_of_the_architecture_too(model_type, overrides, expected):
     chosen = task(model_type=model_type, config_overrides=overrides)
     config = new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24).config
-    for name, value in (overrides | found).items():
+    for name, value in (overrides | expected).items():
         assert getattr(config, name) == value
 
 

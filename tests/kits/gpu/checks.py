@@ -110,13 +110,13 @@ def _gradients(bench: Bench) -> Found:
         named = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         vectors.append({name: gradient.double().cpu().flatten() for name, gradient in named.items()})
         model.zero_grad(set_to_none=True)
-    found, wanted = vectors
-    if found.keys() != wanted.keys():
-        raise AssertionError(f"other weights have gradients: {sorted(found.keys() ^ wanted.keys())}")
+    computed, wanted = vectors
+    if computed.keys() != wanted.keys():
+        raise AssertionError(f"other weights have gradients: {sorted(computed.keys() ^ wanted.keys())}")
     # Some gradients are zero but for rounding: softmax does not see the bias of a key.
     least = 1e-2 * max(float(gradient.norm()) for gradient in wanted.values())
     errors = torch.stack(
-        [(found[name] - gradient).norm() / max(float(gradient.norm()), least) for name, gradient in wanted.items()]
+        [(computed[name] - gradient).norm() / max(float(gradient.norm()), least) for name, gradient in wanted.items()]
     )
     # As if each weight were a token whose vector has the length 1.
     return (1 + errors).unsqueeze(-1), torch.ones(len(errors), 1, dtype=torch.float64)
@@ -177,9 +177,9 @@ CHECKS: dict[str, Callable[[Bench], Found]] = {
 NEED_A_CACHE = ("dynamic_cache", "static_cache", "cuda_graphs_static_cache")
 
 
-def largest_error(found: Tensor, wanted: Tensor) -> float:
+def largest_error(computed: Tensor, wanted: Tensor) -> float:
     """The largest error of one token's vector over the mean length of these vectors; NaN if there is one."""
-    errors = (found - wanted).norm(dim=-1)
+    errors = (computed - wanted).norm(dim=-1)
     if bool(errors.isnan().any()):
         return float("nan")
     return float(errors.max() / wanted.norm(dim=-1).mean())
