@@ -9,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.lineup import BACKENDS, LEVELS, REFERENCES, USUAL_SCHEMES
+from benchmarks.levels import DEFAULT_LEVELS, LEVELS, image_side
+from benchmarks.lineup import BACKENDS, REFERENCES
 from benchmarks.machine import DTYPES, check_device
 from benchmarks.peers import PEER_GROUPS
-from benchmarks.subjects import (
-    COMPILED,
-    DECODE_BATCH,
-    NARROW_LEVEL,
-    PHASES,
-    SMOLLM2_LEVEL,
-    VISION_LEVELS,
-    Setting,
-    image_side,
-)
+from benchmarks.subjects import COMPILED, DECODE_BATCH, PHASES, Setting
 from benchmarks.timing import MIN_ROUNDS, Pace
 from hf_posenc import UnknownNameError, get_scheme, list_schemes
 from hf_posenc.cli.catalogue import parse_scheme
@@ -50,7 +42,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
         description="Measures what each position encoding costs over the same model without any, side by side.",
         epilog="Run the same command again to go on where a run was stopped.",
     )
-    levels, phases = (*LEVELS, SMOLLM2_LEVEL, NARROW_LEVEL, *VISION_LEVELS), (*PHASES, DECODE_BATCH, *COMPILED)
+    phases = (*PHASES, DECODE_BATCH, *COMPILED)
     add = parser.add_argument
     add("--output_dir", type=Path, default=Path("outputs/price"), help="default: %(default)s")
     add("--quick", action="store_true", help="a few schemes at two lengths, within three minutes")
@@ -60,7 +52,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
         help="tokens, or patches of a ViT; nothing is timed if no length follows",
     )  # fmt: skip
     add(
-        "--levels", choices=levels, nargs="+", default=LEVELS,
+        "--levels", choices=tuple(LEVELS), nargs="+", default=DEFAULT_LEVELS,
         help="one attention call, a small Llama, a small BERT; if named, a Llama of the shape of SmolLM2-135M, a "
         "narrow and deep Llama, a small ViT, a ViT of the shape of ViT-B",
     )  # fmt: skip
@@ -86,21 +78,21 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="forget earlier results in the folder")
     if "--quick" in words:
         parser.set_defaults(**_QUICK)
-    found = parse_with_device(parser, words)
-    if set(found.levels) & set(VISION_LEVELS):
-        for length in (*found.lengths, *found.memory_lengths):
+    options = parse_with_device(parser, words)
+    if any(LEVELS[level].kind == "vit" for level in options.levels):
+        for length in (*options.lengths, *options.memory_lengths):
             try:
                 image_side(length)
             except ValueError as error:
                 parser.error(f"--lengths: {error}")
-    found.setting = Setting(device=found.device, dtype=found.dtype, seed=found.seed)
-    found.pace = Pace(found.rounds, found.cell_seconds, found.subject_seconds, found.seed)
-    return found
+    options.setting = Setting(device=options.device, dtype=options.dtype, seed=options.seed)
+    options.pace = Pace(options.rounds, options.cell_seconds, options.subject_seconds, options.seed)
+    return options
 
 
 def subjects_of(options: argparse.Namespace, level: str) -> list[str]:
     """The references and schemes that are measured at a level."""
-    usual = USUAL_SCHEMES.get(level, list_schemes())
+    usual = LEVELS[level].usual or list_schemes()
     return [*REFERENCES, *dict.fromkeys(usual if options.schemes is None else options.schemes)]
 
 
@@ -112,12 +104,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def parse_with_device(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
     """Parses the words; exits with status 2 if the device does not exist."""
-    found = parser.parse_args(words)
+    options = parser.parse_args(words)
     try:
-        check_device(found.device)
+        check_device(options.device)
     except BenchmarkError as error:
         parser.error(str(error))
-    return found
+    return options
 
 
 def scheme_name(text: str) -> str:
@@ -133,7 +125,7 @@ def scheme_name(text: str) -> str:
     try:
         if ":" in name:
             parse_scheme(name)
-        arranges = any(get_scheme(one.partition(":")[0]).combinator for one in name.split("+"))
+        arranges = any(get_scheme(part.partition(":")[0]).combinator for part in name.split("+"))
     except (UnknownNameError, UsageError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if arranges:

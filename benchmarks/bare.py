@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 def shared_copy(model: Any) -> Any:
     """A copy of a model on the same weights, with gradients of its own."""
-    return copy.deepcopy(model, {id(one): nn.Parameter(one.detach()) for one in model.parameters()})
+    return copy.deepcopy(model, {id(weight): nn.Parameter(weight.detach()) for weight in model.parameters()})
 
 
 class NoPhases(nn.Module):

@@ -8,23 +8,14 @@ Each length runs with the blocks of a CPU, with the larger ones of an accelerato
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from time import perf_counter
 from unittest import mock
 
-import torch
-
 from benchmarks.arguments import add_device, length_of, parse_with_device
+from benchmarks.levels import Sizes
 from benchmarks.lineup import base_model, place
-from benchmarks.machine import (
-    describe_machine,
-    machine_line,
-    peak_bytes,
-    reset_peak,
-    resident_bytes,
-    synchronize,
-)
-from benchmarks.subjects import STOCK, Setting, Sizes
+from benchmarks.machine import describe_machine, machine_line, peak_bytes, reset_peak, resident_bytes
+from benchmarks.subjects import STOCK, LanguageModel, Setting
+from benchmarks.timing import timed
 from hf_posenc.attention import blockwise
 from hf_posenc.report.tables import format_table
 
@@ -49,35 +40,30 @@ def main(words: list[str] | None = None) -> None:
     lines = []
     for scheme in (STOCK, *options.schemes):
         model = base_model("model", max(options.lengths), setting)
-        place(scheme, model, "model")
-        model.to(setting.tokens(1).device)
+        subject = LanguageModel(scheme, place(scheme, model, "model"), setting, model=model)
+        model.to(options.device)
         for length in options.lengths:
             for way, sizes in WAYS.items() if scheme != STOCK else [("-", _CPU)]:
                 with mock.patch.dict(blockwise.SIZES, {options.device == "cpu": sizes}):
-                    lines.append((scheme, str(length), way, *_measured(model, setting, length, options.rounds)))
+                    lines.append((scheme, str(length), way, *_measured(subject, length, options.rounds)))
     print(machine_line(describe_machine(options.device)), "\n")
     print(format_table(("scheme", "tokens", "way", "forward, ms", "training step, ms", "MiB"), lines, form="markdown"))
 
 
-def _measured(model: torch.nn.Module, setting: Setting, length: int, rounds: int) -> tuple[str, str, str]:
-    ids = setting.tokens(length)
+def _measured(subject: LanguageModel, length: int, rounds: int) -> tuple[str, str, str]:
+    device = subject.setting.device
+    forward = _median(subject, "forward", length, rounds)
+    before = resident_bytes(device)
+    reset_peak(device)
+    step = _median(subject, "train", length, rounds)
+    return forward, step, f"{(peak_bytes(device) - before) / 2**20:,.0f}"
 
-    def median(call: Callable[[], object]) -> str:
-        times = []
-        for _ in range(rounds + 2):
-            begin = perf_counter()
-            call()
-            synchronize(setting.device)
-            times.append(perf_counter() - begin)
-        return f"{sorted(times[2:])[rounds // 2] * 1e3:.1f}"
 
-    forward = median(torch.no_grad()(lambda: model(input_ids=ids, use_cache=False)))
-    before = resident_bytes(setting.device)
-    reset_peak(setting.device)
-    step = median(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
-    peak = peak_bytes(setting.device) - before
-    model.zero_grad(set_to_none=True)
-    return forward, step, f"{peak / 2**20:,.0f}"
+def _median(subject: LanguageModel, phase: str, length: int, rounds: int) -> str:
+    """Milliseconds of a call; the first two are not counted."""
+    with subject.ready(phase, length) as call:
+        times = [timed(call, subject.setting.device) for _ in range(rounds + 2)][2:]
+    return f"{sorted(times)[rounds // 2] * 1e3:.1f}"
 
 
 if __name__ == "__main__":

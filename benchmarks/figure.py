@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.levels import LEVELS
 from benchmarks.lineup import CONTROL
 from hf_posenc.plots.style import palette, save, shade, styled
 from hf_posenc.report import Result
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEVELS = {
-    "attention": "one attention call", "model": "a small Llama", "encoder": "a small BERT", "vit": "a small ViT",
-    "vit_base": "the shape of ViT-B/16",
-}  # fmt: skip
 _PHASES = {"forward": "forward", "train": "training step", "decode": "one more token"}
 _KINDS = ("this library and stock models", "other libraries and other ways")
 #: The most important ones first.
@@ -47,7 +44,12 @@ def draw_price(result: Result, folder: Path) -> list[Path]:
         The files, for light and dark pages; none where there is nothing to draw: a row needs two lengths.
     """
     rows = _rows(result)
-    if not any(len(row.lengths) > 1 for phases in rows.values() for found in phases.values() for row in found.values()):
+    if not any(
+        len(row.lengths) > 1
+        for phases in rows.values()
+        for by_subject in phases.values()
+        for row in by_subject.values()
+    ):
         return []
     paths = []
     for dark in (False, True):
@@ -62,9 +64,10 @@ def _rows(result: Result) -> _Rows:
         level, phase = record.at["level"], record.at["phase"]
         shown = record.quantity == "to_bare" or (record.quantity == "peer" and "," in record.subject)
         if shown and record.subject != CONTROL and record.value is not None:
-            phases = rows.setdefault(_LEVELS.get(level, level), {})
-            found = phases.setdefault(_PHASES.get(phase, phase), {})
-            row = found.setdefault(record.subject, _Row([], [], record.quantity == "peer"))
+            title = LEVELS[level].title.partition(",")[0]
+            phases = rows.setdefault(title[0].lower() + title[1:], {})
+            by_subject = phases.setdefault(_PHASES.get(phase, phase), {})
+            row = by_subject.setdefault(record.subject, _Row([], [], record.quantity == "peer"))
             row.lengths.append(record.at["T"])
             row.ratios.append(record.value)
     return rows
@@ -83,15 +86,15 @@ def _drawn(rows: _Rows) -> Figure:
             length
             for phases in rows.values()
             for row in phases.values()
-            for one in row.values()
-            for length in one.lengths
+            for subject in row.values()
+            for length in subject.lengths
         }
     )
     sizes = {length: 2.5 + 5.5 * index / max(1, len(lengths) - 1) for index, length in enumerate(lengths)}
     for part, (level, phases) in zip(parts, rows.items(), strict=True):
         grid = part.subplots(1, len(phases), sharey=True, squeeze=False)[0]
-        for axes, (phase, found) in zip(grid, phases.items(), strict=True):
-            _draw_phase(axes, [found.get(name) for name in names[level]], sizes)
+        for axes, (phase, by_subject) in zip(grid, phases.items(), strict=True):
+            _draw_phase(axes, [by_subject.get(name) for name in names[level]], sizes)
             axes.set_title(f"{level}, {phase}" if axes is grid[0] else phase, fontsize=10)
         grid[0].set_yticks(range(len(names[level])), names[level])
         grid[0].set_ylim(len(names[level]) - 0.4, -0.6)
@@ -104,9 +107,9 @@ def _drawn(rows: _Rows) -> Figure:
     return figure
 
 
-def _ordered(found: dict[str, _Row]) -> list[str]:
+def _ordered(by_subject: dict[str, _Row]) -> list[str]:
     """The cheapest at its longest length first."""
-    return sorted(found, key=lambda name: found[name].ratios[-1])
+    return sorted(by_subject, key=lambda name: by_subject[name].ratios[-1])
 
 
 def _draw_phase(axes: Axes, rows: list[_Row | None], sizes: dict[int, float]) -> None:

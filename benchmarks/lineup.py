@@ -18,45 +18,18 @@ from transformers import (
 )
 
 from benchmarks.bare import AddsNothing, NoPhases, Nothing, reduce_to_attention, shared_copy, without_rotation
+from benchmarks.levels import LEVELS, PATCH, image_side
 from benchmarks.machine import DTYPES
 from benchmarks.peers import peer_subjects
-from benchmarks.subjects import (
-    BARE,
-    NARROW_LEVEL,
-    PATCH,
-    SMOLLM2_LEVEL,
-    STOCK,
-    VISION_LEVELS,
-    AttentionCall,
-    ImageClassifier,
-    LanguageModel,
-    Setting,
-    Subject,
-    image_side,
-)
+from benchmarks.subjects import BARE, STOCK, AttentionCall, ImageClassifier, LanguageModel, Setting, Subject
 from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeConfig, patch_model
 from hf_posenc.cli.catalogue import parse_scheme
 from hf_posenc.schemes import as_scheme
 
-#: One attention call; a small Llama; a small BERT.
-LEVELS = ("attention", "model", "encoder")
-#: Levels of models with a cache.
-DECODERS = ("model", SMOLLM2_LEVEL, NARROW_LEVEL)
 CONTROL = "bare again"
 REFERENCES = (BARE, CONTROL, STOCK)
 #: What may follow the `@` of a scheme.
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-#: What is measured unless schemes are named; all schemes at other levels.
-USUAL_SCHEMES = {
-    "encoder": ("none", "learned", "sinusoidal", "rope", "alibi", "t5", "kerple", "sandwich", "shaw"),
-    SMOLLM2_LEVEL: ("none", "rope", "alibi", "t5", "forget_gate", "self_extend"),
-} | dict.fromkeys(
-    VISION_LEVELS,
-    (
-        "none", "learned", "sinusoidal:axes=2", "rope_nd", "rope_nd:assignment=mixed", "alibi:axes=2", "t5:axes=2",
-        "swin", "rope", "alibi",
-    ),
-)  # fmt: skip
 
 
 def build_lineup(
@@ -65,7 +38,7 @@ def build_lineup(
     """All subjects of a level that serve up to `length` tokens. Models share their weights.
 
     Args:
-        level: one of `LEVELS` or `VISION_LEVELS`, or `SMOLLM2_LEVEL`.
+        level: one of `LEVELS`.
         schemes: names of schemes and of `REFERENCES`; `alibi@flex_attention` is a scheme with a backend of its own,
             `alibi:axes=2` one with options, and `alibi+forget_gate` two that act together.
         peers: groups of peers, at the level of attention.
@@ -76,7 +49,7 @@ def build_lineup(
         The subjects, and the reasons why others are missing, by name.
     """
     torch.manual_seed(setting.seed)
-    setting = setting.at(level)
+    setting, kind = setting.at(level), LEVELS[level].kind
     base = base_model(level, length, setting)
     subjects: list[Subject] = []
     left_out: dict[str, str] = {}
@@ -87,17 +60,16 @@ def build_lineup(
         except PositionEncodingError as error:
             left_out[name] = f"refused: {error}"
             continue
-        rotates = level != "encoder" and level not in VISION_LEVELS
-        around = without_rotation if family == BARE and rotates else nullcontext
-        if level == "attention":
+        around = without_rotation if family == BARE and kind in ("attention", "llama") else nullcontext
+        if kind == "attention":
             subjects.append(_attention_call(name, family, model.model, setting, around))
-        elif level in VISION_LEVELS:
+        elif kind == "vit":
             subjects.append(ImageClassifier(name, family, setting, model=model))
         else:
             subjects.append(LanguageModel(name, family, setting, around=around, model=model))
-    if level == "attention":
-        found, missing = peer_subjects(peers, setting)
-        subjects += found
+    if kind == "attention":
+        others, missing = peer_subjects(peers, setting)
+        subjects += others
         left_out |= missing
     return subjects, left_out
 
@@ -118,44 +90,29 @@ def scheme_family(config: SchemeConfig) -> str:
 
 def base_model(level: str, length: int, setting: Setting) -> Any:
     """A stock model of a level, with random weights and no dropout, that takes `length` tokens and one more."""
-    sizes = setting.sizes
-    if level in VISION_LEVELS:
-        return _vit(length, setting).to(setting.device, DTYPES[setting.dtype])
-    common: dict[str, Any] = {
+    sizes, kind = setting.sizes, LEVELS[level].kind
+    shape: dict[str, Any] = {
         "hidden_size": sizes.hidden_size,
-        "num_hidden_layers": 1 if level == "attention" else sizes.num_layers,
+        "num_hidden_layers": 1 if kind == "attention" else sizes.num_layers,
         "num_attention_heads": sizes.num_heads,
         "intermediate_size": sizes.intermediate_size,
-        "vocab_size": sizes.vocab_size,
-        # A cache of `length` tokens and the token behind it.
-        "max_position_embeddings": length + 1,
         "attn_implementation": "sdpa",
-        "pad_token_id": None,
     }
+    # A cache of `length` tokens and the token behind it.
+    text = {"vocab_size": sizes.vocab_size, "max_position_embeddings": length + 1, "pad_token_id": None}
+    # The random numbers of dropout would be most of the noise, and say nothing about positions.
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model: Any
-    if level == "encoder":
-        # The random numbers of dropout would be most of the noise, and say nothing about positions.
-        model = BertForMaskedLM(BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    if kind == "vit":
+        config = ViTConfig(**shape, **no_dropout, image_size=image_side(length), patch_size=PATCH)
+        model = ViTForImageClassification(config)
+    elif kind == "bert":
+        model = BertForMaskedLM(BertConfig(**shape, **text, **no_dropout))
     else:
-        common |= {"num_key_value_heads": sizes.num_key_value_heads, "bos_token_id": None, "eos_token_id": None}
-        model = LlamaForCausalLM(LlamaConfig(**common))
+        heads = sizes.num_key_value_heads
+        config = LlamaConfig(**shape, **text, num_key_value_heads=heads, bos_token_id=None, eos_token_id=None)
+        model = LlamaForCausalLM(config)
     return model.to(setting.device, DTYPES[setting.dtype])
-
-
-def _vit(length: int, setting: Setting) -> Any:
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=setting.sizes.hidden_size,
-            num_hidden_layers=setting.sizes.num_layers,
-            num_attention_heads=setting.sizes.num_heads,
-            intermediate_size=setting.sizes.intermediate_size,
-            image_size=image_side(length),
-            patch_size=PATCH,
-            attn_implementation="sdpa",
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
 
 
 def place(name: str, model: Any, level: str) -> str:
@@ -166,9 +123,10 @@ def place(name: str, model: Any, level: str) -> str:
     if name == STOCK:
         return STOCK
     if name in (BARE, CONTROL):
-        if level == "encoder":
+        kind = LEVELS[level].kind
+        if kind == "bert":
             model.bert.embeddings.position_embeddings = AddsNothing()
-        elif level in VISION_LEVELS:
+        elif kind == "vit":
             del model.vit.embeddings.position_embeddings
             model.vit.embeddings.position_embeddings = Nothing()
         else:

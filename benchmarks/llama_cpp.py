@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine, machine_line
-from benchmarks.rounds import PHASES, measure, ratios
+from benchmarks.rounds import PHASES, measure, ratios, spread
 from hf_posenc.export.gguf.run import complete
+from hf_posenc.report.tables import markdown_table
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,19 +29,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens that are read (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="tokens that are written (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9)
-    found = parser.parse_args(arguments)
-    files = dict(found.files)
-    first = found.files[0][0]
+    options = parser.parse_args(arguments)
+    files = dict(options.files)
+    first = options.files[0][0]
     generator = random.Random(0)
-    tokens = [generator.randrange(1000, 2000) for _ in range(found.prompt)]
-    times = measure(lambda name: timed(files[name], tokens, found.steps), list(files), found.rounds)
+    tokens = [generator.randrange(1000, 2000) for _ in range(options.prompt)]
+    times = measure(lambda name: timed(files[name], tokens, options.steps), list(files), options.rounds)
     print(machine_line(describe_machine("cpu")))
-    print(f"\nA prompt of {found.prompt} tokens and {found.steps} new tokens, {found.rounds} rounds.\n")
-    print(f"| file | reading, ms per token | over {first} | writing, ms per token | over {first} |")
-    print("| --- | --- | --- | --- | --- |")
-    for name, own in times.items():
-        cells = [cell for phase in PHASES for cell in _cells(own[phase], times[first][phase])]
-        print(f"| {name} | {' | '.join(cells)} |")
+    print(f"\nA prompt of {options.prompt} tokens and {options.steps} new tokens, {options.rounds} rounds.\n")
+    rows = [
+        (name, *(cell for phase in PHASES for cell in _cells(by_phase[phase], times[first][phase])))
+        for name, by_phase in times.items()
+    ]
+    heads = [head for phase in PHASES for head in (f"{phase}, ms per token", f"over {first}")]
+    print(markdown_table(("file", *heads), rows))
     return 0
 
 
@@ -65,10 +67,9 @@ def _named_file(word: str) -> tuple[str, Path]:
     return name, file
 
 
-def _cells(own: list[float], first: list[float]) -> list[str]:
+def _cells(times: list[float], first: list[float]) -> list[str]:
     """The median time, and the median of the ratios with their quartiles."""
-    middle, low, high = ratios(own, first)
-    return [f"{statistics.median(own):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+    return [f"{statistics.median(times):.2f}", spread(*ratios(times, first))]
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def subnormal_ratio() -> float:
     def fastest(operator: Any, numbers: torch.Tensor) -> float:
         return min(timeit.repeat(lambda: operator(numbers, half, out=out), number=1, repeat=15))
 
-    return max(fastest(one, subnormal) / fastest(one, normal) for one in (torch.mul, torch.mm))
+    return max(fastest(function, subnormal) / fastest(function, normal) for function in (torch.mul, torch.mm))
 
 
 def subnormal_line(ratio: float) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import time
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +19,7 @@ from benchmarks.lineup import CONTROL, build_lineup
 from benchmarks.machine import peak_bytes, reset_peak, resident_bytes, synchronize, within_free_memory
 from benchmarks.peers import peer_subjects
 from benchmarks.subjects import BARE, DECODING, Setting
-from benchmarks.timing import reason_of
+from benchmarks.timing import reason_of, timed
 
 _WARM_UP_TOKENS = 64
 #: Beyond this length only a few subjects are measured, in a training step.
@@ -43,11 +42,13 @@ def memory_requests(options: Namespace) -> list[dict[str, Any]]:
                     continue
                 few = long or level == "attention"
                 at = {"level": level, "phase": phase, "length": length}
-                names = [one for one in subjects_of(options, level) if one in _FEW or not (few or one == CONTROL)]
+                names = [
+                    label for label in subjects_of(options, level) if label in _FEW or not (few or label == CONTROL)
+                ]
                 requests += [at | {"subject": name, "peers": []} for name in names]
                 for group in options.peers if level == "attention" else ():
-                    found, _ = peer_subjects([group], options.setting)
-                    requests += [at | {"subject": subject.name, "peers": [group]} for subject in found]
+                    subjects, _ = peer_subjects([group], options.setting)
+                    requests += [at | {"subject": subject.name, "peers": [group]} for subject in subjects]
     return requests
 
 
@@ -81,7 +82,7 @@ def measure_here(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
     device, phase, length = setting.device, request["phase"], request["length"]
     name, peers = request["subject"], request["peers"]
     subjects, left_out = build_lineup(request["level"], () if peers else (name,), peers, length, setting)
-    subject = next((one for one in subjects if one.name == name), None)
+    subject = next((candidate for candidate in subjects if candidate.name == name), None)
     if subject is None:
         raise BenchmarkError(left_out.get(name, f"there is no subject {name!r}"))
     del subjects
@@ -93,10 +94,7 @@ def measure_here(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
     reset_peak(device)
     # What a subject builds once, such as a mask, is part of what it takes.
     with within_free_memory(device), subject.ready(phase, length) as call:
-        start = time.perf_counter()
-        call.run()
-        synchronize(device)
-        seconds = time.perf_counter() - start
+        seconds = timed(call, device)
         peak = peak_bytes(device)
     return {
         "before_bytes": before, "phase_bytes": peak - before, "total_bytes": peak, "seconds": round(seconds, 3)

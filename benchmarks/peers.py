@@ -52,14 +52,15 @@ def _peer(name: str, baseline: str, build: Builder, setting: Setting, *modules: 
 
 
 def _pair(
-    code: str, bias: str, builder: Callable[[bool], Builder], setting: Setting, *modules: nn.Module
+    code: str,
+    bias: str,
+    build: Callable[[bool, int], Callable[[Tensor], Tensor]],
+    setting: Setting,
+    *modules: nn.Module,
 ) -> list[Subject]:
     """The same code without position, and with a bias."""
     without = f"{code} without position"
-    return [
-        _peer(without, without, builder(False), setting, *modules),
-        _peer(bias, without, builder(True), setting, *modules),
-    ]
+    return [_peer(name, without, partial(build, name == bias), setting, *modules) for name in (without, bias)]
 
 
 def _heads(states: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,15 +144,12 @@ def _flex(setting: Setting) -> list[Subject]:
     def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    def builder(with_bias: bool) -> Builder:
-        def build(length: int) -> Any:
-            blocks = create_block_mask(causal, None, None, length, length, device=setting.device)
-            arguments: dict[str, Any] = {"score_mod": score if with_bias else None, "block_mask": blocks}
-            return lambda states: _joined(compiled(*_heads(states, setting), **arguments))
+    def build(with_bias: bool, length: int) -> Any:
+        blocks = create_block_mask(causal, None, None, length, length, device=setting.device)
+        arguments: dict[str, Any] = {"score_mod": score if with_bias else None, "block_mask": blocks}
+        return lambda states: _joined(compiled(*_heads(states, setting), **arguments))
 
-        return build
-
-    return _pair("FlexAttention", "alibi, FlexAttention score_mod", builder, setting)
+    return _pair("FlexAttention", "alibi, FlexAttention score_mod", build, setting)
 
 
 def _flash(setting: Setting) -> list[Subject]:
@@ -161,16 +159,16 @@ def _flash(setting: Setting) -> list[Subject]:
     """
     from flash_attn import flash_attn_func
 
-    def builder(with_bias: bool) -> Builder:
+    def build(with_bias: bool, length: int) -> Any:
         slopes = _slopes(setting) if with_bias else None
 
         def attend(states: Tensor) -> Tensor:
             query, key, value = (states.clone().unflatten(-1, (setting.sizes.num_heads, -1)) for _ in range(3))
             return flash_attn_func(query, key, value, causal=True, alibi_slopes=slopes).flatten(2)
 
-        return lambda length: attend
+        return attend
 
-    return _pair("FlashAttention", "alibi, FlashAttention slopes", builder, setting)
+    return _pair("FlashAttention", "alibi, FlashAttention slopes", build, setting)
 
 
 class _PerHead(nn.Module):
@@ -194,24 +192,20 @@ def _bloom(setting: Setting) -> list[Subject]:
     )
     module.query_key_value, module.dense = _PerHead(sizes.num_heads), nn.Identity()
 
-    def builder(with_bias: bool) -> Builder:
-        def build(length: int) -> Any:
-            ones = torch.ones(1, length, device=setting.device)
-            mask = torch.full((1, 1, length, length), torch.finfo(dtype).min, dtype=dtype, device=setting.device)
-            mask = mask.triu(1)
-            # Its product of queries and keys needs a summand of this shape.
-            zeros = mask.new_zeros(sizes.num_heads, 1, length)
+    def build(with_bias: bool, length: int) -> Any:
+        ones = torch.ones(1, length, device=setting.device)
+        mask = torch.full((1, 1, length, length), torch.finfo(dtype).min, dtype=dtype, device=setting.device).triu(1)
+        # Its product of queries and keys needs a summand of this shape.
+        zeros = mask.new_zeros(sizes.num_heads, 1, length)
 
-            def attend(states: Tensor) -> Tensor:
-                alibi = build_alibi_tensor(ones, sizes.num_heads, states.dtype) if with_bias else zeros
-                # The residual is part of the module; a zero of no size is not.
-                return module(states, states.new_zeros(()), alibi, mask)[0]
+        def attend(states: Tensor) -> Tensor:
+            alibi = build_alibi_tensor(ones, sizes.num_heads, states.dtype) if with_bias else zeros
+            # The residual is part of the module; a zero of no size is not.
+            return module(states, states.new_zeros(()), alibi, mask)[0]
 
-            return attend
+        return attend
 
-        return build
-
-    return _pair("BLOOM", "BLOOM, alibi", builder, setting, module)
+    return _pair("BLOOM", "BLOOM, alibi", build, setting, module)
 
 
 def _mpt(setting: Setting) -> list[Subject]:
@@ -220,21 +214,18 @@ def _mpt(setting: Setting) -> list[Subject]:
     module = MptAttention(MptConfig(d_model=sizes.hidden_size, n_heads=sizes.num_heads))
     module.Wqkv, module.out_proj = Copied(3), nn.Identity()
 
-    def builder(with_bias: bool) -> Builder:
-        def build(length: int) -> Any:
-            later = _later(length, setting)[None, None]
+    def build(with_bias: bool, length: int) -> Any:
+        later = _later(length, setting)[None, None]
 
-            def attend(states: Tensor) -> Tensor:
-                bias = None
-                if with_bias:
-                    bias = build_mpt_alibi_tensor(sizes.num_heads, length, device=setting.device).to(states.dtype)
-                return module(states, bias, attention_mask=later)[0]
+        def attend(states: Tensor) -> Tensor:
+            bias = None
+            if with_bias:
+                bias = build_mpt_alibi_tensor(sizes.num_heads, length, device=setting.device).to(states.dtype)
+            return module(states, bias, attention_mask=later)[0]
 
-            return attend
+        return attend
 
-        return build
-
-    return _pair("MPT", "MPT, alibi", builder, setting, module)
+    return _pair("MPT", "MPT, alibi", build, setting, module)
 
 
 def _t5(setting: Setting) -> list[Subject]:
@@ -244,14 +235,16 @@ def _t5(setting: Setting) -> list[Subject]:
         d_model=sizes.hidden_size, d_kv=sizes.hidden_size // sizes.num_heads, num_heads=sizes.num_heads,
         dropout_rate=0.0, is_decoder=True, attn_implementation="sdpa",
     )  # fmt: skip
-    modules = [T5Attention(config, has_relative_attention_bias=one, layer_idx=0, is_causal=True) for one in (0, 1)]
+    modules = [
+        T5Attention(config, has_relative_attention_bias=biased, layer_idx=0, is_causal=True) for biased in (0, 1)
+    ]
     for module in modules:
         module.q, module.k, module.v, module.o = Copied(), Copied(), Copied(), nn.Identity()
 
-    def builder(with_bias: bool) -> Builder:
-        return lambda length: lambda states: modules[with_bias](states)[0]
+    def build(with_bias: bool, length: int) -> Any:
+        return lambda states: modules[with_bias](states)[0]
 
-    return _pair("T5", "T5, bias computed in each call", builder, setting, *modules)
+    return _pair("T5", "T5, bias computed in each call", build, setting, *modules)
 
 
 def _x_transformers(setting: Setting) -> list[Subject]:
@@ -267,15 +260,12 @@ def _x_transformers(setting: Setting) -> list[Subject]:
     relative = RelativePositionBias(scale=head_dim**0.5, causal=True, heads=sizes.num_heads)
     rotary = RotaryEmbedding(head_dim)
 
-    def builder(positions: Callable[[int], dict[str, Any]]) -> Builder:
-        def build(length: int) -> Any:
-            def attend(states: Tensor) -> Tensor:
-                result = attention(states, **positions(length))
-                return result[0] if isinstance(result, tuple) else result
+    def build(positions: Callable[[int], dict[str, Any]], length: int) -> Any:
+        def attend(states: Tensor) -> Tensor:
+            result = attention(states, **positions(length))
+            return result[0] if isinstance(result, tuple) else result
 
-            return attend
-
-        return build
+        return attend
 
     without = "x-transformers without position"
     kinds: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -285,7 +275,7 @@ def _x_transformers(setting: Setting) -> list[Subject]:
         "x-transformers, rotary": lambda length: {"rotary_pos_emb": rotary.forward_from_seq_len(length)},
     }
     modules = (attention, alibi, relative, rotary)
-    return [_peer(name, without, builder(positions), setting, *modules) for name, positions in kinds.items()]
+    return [_peer(name, without, partial(build, positions), setting, *modules) for name, positions in kinds.items()]
 
 
 PEER_GROUPS: dict[str, Callable[[Setting], list[Subject]]] = {

@@ -25,7 +25,8 @@ from typing import Any
 from benchmarks.arguments import parse_options, subjects_of
 from benchmarks.errors import BenchmarkError
 from benchmarks.figure import draw_price
-from benchmarks.lineup import DECODERS, build_lineup
+from benchmarks.levels import DECODERS
+from benchmarks.lineup import build_lineup
 from benchmarks.machine import describe_machine, subnormal_ratio
 from benchmarks.memory import memory_requests, peak_memory
 from benchmarks.subjects import BARE, DECODING
@@ -131,10 +132,10 @@ def measure_cell(
     """
     level, phase, length = cell
     asked = _asked(options, cell)
-    found: dict[str, Any] = {"level": level, "phase": phase, "length": length, "asked": asked}
+    place: dict[str, Any] = {"level": level, "phase": phase, "length": length, "asked": asked}
     slow = _too_slow(options, cell, earlier)
     if BARE in slow:
-        return found | {"rounds": 0, "rows": [], "left_out": slow, "lasting": sorted(slow)}
+        return place | {"rounds": 0, "rows": [], "left_out": slow, "lasting": sorted(slow)}
     names = [name for name in asked["subjects"] if name not in slow]
     subjects, missing = build_lineup(level, names, asked["peers"], length, options.setting)
     subjects = [subject for subject in subjects if subject.name not in slow and subject.baseline not in slow]
@@ -144,7 +145,7 @@ def measure_cell(
         for name, reason in timings["left_out"].items()
     }
     timings |= {"left_out": missing | slow | now, "lasting": sorted({*slow, *timings["lasting"]})}
-    return found | timings
+    return place | timings
 
 
 def write_outputs(content: dict[str, Any], folder: Path) -> None:
@@ -161,28 +162,28 @@ def write_outputs(content: dict[str, Any], folder: Path) -> None:
 def _earlier(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     """The content of a results file, if this run may add to it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BenchmarkError(
             f"{path} cannot be read ({error}): it was changed since it was written. Remove it or pass --overwrite, "
             "and everything is measured anew."
         ) from error
-    if not isinstance(found, dict) or not fresh.keys() <= found.keys():
+    if not isinstance(content, dict) or not fresh.keys() <= content.keys():
         raise BenchmarkError(f"{path} does not hold results of this benchmark. Choose another --output_dir.")
     for kind in ("machine", "settings"):
-        check_same(found[kind], fresh[kind], kind, path)
-    return found
+        check_same(content[kind], fresh[kind], kind, path)
+    return content
 
 
-def check_same(found: dict[str, Any], now: dict[str, Any], kind: str, path: Path) -> None:
+def check_same(earlier: dict[str, Any], now: dict[str, Any], kind: str, path: Path) -> None:
     """Refuses results that cannot be compared with those of today.
 
     Raises:
         BenchmarkError: naming what differs.
     """
-    names = sorted(name for name in {*found, *now} if found.get(name) != now.get(name))
+    names = sorted(name for name in {*earlier, *now} if earlier.get(name) != now.get(name))
     if names:
-        told = "; ".join(f"{name} {found.get(name)!r} there, {now.get(name)!r} here" for name in names)
+        told = "; ".join(f"{name} {earlier.get(name)!r} there, {now.get(name)!r} here" for name in names)
         raise BenchmarkError(
             f"{path} was begun with another {kind} ({told}), and figures are only comparable within one. Choose "
             "another --output_dir, or pass --overwrite to measure everything anew."
@@ -208,7 +209,7 @@ def _too_slow(options: Namespace, cell: Cell, earlier: Mapping[str, dict[str, An
     No scheme grows faster than with the square of the length.
     """
     level, phase, length = cell
-    shorter = [one for one in sorted(options.lengths) if one < length]
+    shorter = [other for other in sorted(options.lengths) if other < length]
     before = earlier.get(f"{level} {phase} {shorter[-1]}") if shorter else None
     if before is None:
         return {}

@@ -11,9 +11,10 @@ import sys
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.arguments import add_device, length_of, parse_with_device, scheme_name, whole_number
-from benchmarks.lineup import DECODERS, LEVELS, build_lineup
+from benchmarks.levels import DECODERS, DEFAULT_LEVELS, SMOLLM2_LEVEL
+from benchmarks.lineup import build_lineup
 from benchmarks.machine import synchronize
-from benchmarks.subjects import BARE, PHASES, SMOLLM2_LEVEL, Setting, Subject
+from benchmarks.subjects import BARE, PHASES, Setting, Subject
 from hf_posenc.report.tables import format_table
 
 
@@ -26,31 +27,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("scheme", type=scheme_name)
     parser.add_argument("--length", type=length_of, default=2048, help="tokens")
     parser.add_argument("--phase", choices=PHASES, default="train")
-    parser.add_argument("--level", choices=(*LEVELS, SMOLLM2_LEVEL), default="model")
+    parser.add_argument("--level", choices=(*DEFAULT_LEVELS, SMOLLM2_LEVEL), default="model")
     add_device(parser)
     parser.add_argument("--calls", type=whole_number(1), default=3, help="of each model, in turn")
     parser.add_argument("--rows", type=int, default=20, help="operators that are shown")
-    found = parse_with_device(parser, arguments)
-    if found.phase == "decode" and found.level not in DECODERS:
+    options = parse_with_device(parser, arguments)
+    if options.phase == "decode" and options.level not in DECODERS:
         parser.error(f"only these levels decode, for others have no cache: {', '.join(DECODERS)}")
-    setting = Setting(device=found.device, dtype=found.dtype)
-    subjects, left_out = build_lineup(found.level, (BARE, found.scheme), (), found.length, setting)
-    if found.scheme in left_out:
-        print(f"profile_scheme: {left_out[found.scheme]}", file=sys.stderr)
+    setting = Setting(device=options.device, dtype=options.dtype)
+    subjects, left_out = build_lineup(options.level, (BARE, options.scheme), (), options.length, setting)
+    if options.scheme in left_out:
+        print(f"profile_scheme: {left_out[options.scheme]}", file=sys.stderr)
         return 2
-    bare, patched = (operators(one, found.phase, found.length, found.calls, found.device) for one in subjects)
+    bare, patched = (
+        operators(subject, options.phase, options.length, options.calls, options.device) for subject in subjects
+    )
     none = (0.0, 0.0)
     both = {name: (*patched.get(name, none), *bare.get(name, none)) for name in sorted({*bare, *patched})}
-    order = sorted(both, key=lambda name: both[name][2] - both[name][0])[: found.rows]
+    order = sorted(both, key=lambda name: both[name][2] - both[name][0])[: options.rows]
     mine, runs, floor, bare_runs = (sum(column) for column in zip(*both.values(), strict=True))
     both["all"] = mine, runs, floor, bare_runs
     rows = []
     for name in (*order, "all"):
         times = (both[name][0], both[name][2], both[name][0] - both[name][2])
-        rows.append((name, *(f"{one:.3f}" for one in times), f"{both[name][1]:.0f}", f"{both[name][3]:.0f}"))
-    print(f"{found.scheme}, {found.phase}, {found.length} tokens; milliseconds of self time in one call")
-    print(format_table(["operator", found.scheme, "bare", "more", "runs", "bare runs"], rows))
-    print(f"position is {1 - floor / mine:.1%} of the time of {found.scheme}")
+        rows.append((name, *(f"{time:.3f}" for time in times), f"{both[name][1]:.0f}", f"{both[name][3]:.0f}"))
+    print(f"{options.scheme}, {options.phase}, {options.length} tokens; milliseconds of self time in one call")
+    print(format_table(["operator", options.scheme, "bare", "more", "runs", "bare runs"], rows))
+    print(f"position is {1 - floor / mine:.1%} of the time of {options.scheme}")
     return 0
 
 

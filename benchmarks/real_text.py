@@ -56,37 +56,37 @@ class TextSetting(Setting):
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
-    found = _parse(arguments)
+    options = _parse(arguments)
     torch.manual_seed(0)
-    text = "\n".join(Path(one).read_text(encoding="utf-8") for one in found.text) or "\n".join(
+    text = "\n".join(Path(file).read_text(encoding="utf-8") for file in options.text) or "\n".join(
         pydoc_data.topics.topics.values()
     )
-    tokenizer = ByT5Tokenizer() if found.model is None else AutoTokenizer.from_pretrained(found.model)
+    tokenizer = ByT5Tokenizer() if options.model is None else AutoTokenizer.from_pretrained(options.model)
     stream = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    longest = max(found.lengths)
-    if len(stream) < longest + found.train_length:
+    longest = max(options.lengths)
+    if len(stream) < longest + options.train_length:
         print(f"real_text: the text has {len(stream)} tokens, which is too few for {longest}.", file=sys.stderr)
         return 2
-    model = _model(found, stream[: len(stream) - longest])
+    model = _model(options, stream[: len(stream) - longest])
     bare = shared_copy(model)
     patch_model(bare, "none")
     setting = TextSetting(stream=stream)
     subjects = [
         LanguageModel(BARE, BARE, setting, model=bare),
-        LanguageModel(found.scheme, "scheme", setting, model=model),
+        LanguageModel(options.scheme, "scheme", setting, model=model),
         LanguageModel(CONTROL, BARE, setting, model=shared_copy(bare)),
     ]
-    pace = Pace(rounds=found.rounds, cell_seconds=0.0, subject_seconds=math.inf)
+    pace = Pace(rounds=options.rounds, cell_seconds=0.0, subject_seconds=math.inf)
     print(machine_line(describe_machine("cpu")))
-    print(f"\n| phase | tokens | none, ms | none again | {found.scheme} | keys kept |")
+    print(f"\n| phase | tokens | none, ms | none again | {options.scheme} | keys kept |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for length in found.lengths:
+    for length in options.lengths:
         with _kept_keys() as kept, torch.no_grad():
             model.eval()(setting.tokens(length), use_cache=False, logits_to_keep=1)
         share = f"{mean(kept):.3f}" if kept else "all"
-        for phase in found.phases:
+        for phase in options.phases:
             rows = {row["subject"]: row for row in time_subjects(subjects, phase, length, pace, "cpu")["rows"]}
-            again, scheme = (rows[name]["to_bare"]["median"] for name in (CONTROL, found.scheme))
+            again, scheme = (rows[name]["to_bare"]["median"] for name in (CONTROL, options.scheme))
             print(
                 f"| {phase} | {length} | {rows[BARE]['milliseconds']:.0f} | {again:.2f} | {scheme:.2f} | {share} |",
                 flush=True,
@@ -107,18 +107,18 @@ def _parse(arguments: list[str] | None) -> Any:
     return parser.parse_args(arguments)
 
 
-def _model(found: Any, stream: Tensor) -> Any:
-    if found.model is None:
+def _model(options: Any, stream: Tensor) -> Any:
+    if options.model is None:
         config = LlamaConfig(
             hidden_size=512, intermediate_size=1376, num_hidden_layers=2, num_attention_heads=8, vocab_size=384
         )
-        model = patch_model(LlamaForCausalLM(config), found.scheme)
+        model = patch_model(LlamaForCausalLM(config), options.scheme)
         rate, rows = 1e-3, 4
     else:
-        model = AutoModelForCausalLM.from_pretrained(found.model, dtype=torch.float32)
-        swap_scheme(model, found.scheme, sample=stream[: 2 * found.train_length].view(2, -1))
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        swap_scheme(model, options.scheme, sample=stream[: 2 * options.train_length].view(2, -1))
         rate, rows = 1e-4, 2
-    _train(model, stream, found.steps, rows, found.train_length, rate)
+    _train(model, stream, options.steps, rows, options.train_length, rate)
     return model
 
 

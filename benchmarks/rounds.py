@@ -27,9 +27,9 @@ def measure(run: Callable[[str], Mapping[str, float]], names: Sequence[str], rou
     times: Times = {name: {phase: [] for phase in PHASES} for name in subjects}
     for _ in range(rounds):
         for name in generator.sample(subjects, len(subjects)):
-            found = run(names[0] if name == subjects[-1] else name)
+            by_phase = run(names[0] if name == subjects[-1] else name)
             for phase in PHASES:
-                times[name][phase].append(found[phase])
+                times[name][phase].append(by_phase[phase])
     return times
 
 
@@ -38,10 +38,15 @@ def again(name: str) -> str:
     return f"{name} again"
 
 
-def ratios(own: Sequence[float], first: Sequence[float]) -> tuple[float, float, float]:
+def ratios(times: Sequence[float], first: Sequence[float]) -> tuple[float, float, float]:
     """The median of the ratios within a round, and their quartiles: `(median, low, high)`."""
-    found = [mine / its for mine, its in zip(own, first, strict=True)]
-    if len(found) < 2:
-        return found[0], found[0], found[0]
-    low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
+    quotients = [mine / its for mine, its in zip(times, first, strict=True)]
+    if len(quotients) < 2:
+        return quotients[0], quotients[0], quotients[0]
+    low, middle, high = statistics.quantiles(quotients, n=4, method="inclusive")
     return middle, low, high
+
+
+def spread(middle: float, low: float, high: float) -> str:
+    """A ratio with its quartiles, as in "1.07 (1.06 to 1.10)"."""
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
+from benchmarks.levels import LEVELS, SMOLLM2, SMOLLM2_LEVEL, Sizes, image_side
 from benchmarks.machine import DTYPES
 from hf_posenc import accept_cache
 
@@ -29,51 +29,8 @@ DECODING = {"decode": 1, DECODE_BATCH: 16, "decode_compiled": 1}
 COMPILED = ("train_compiled", "decode_compiled")
 #: Tokens that a static cache has room for beyond its first ones.
 _ROOM = 64
-#: The level of a Llama of the shape of SmolLM2-135M; measured on request.
-SMOLLM2_LEVEL = "smollm2"
-#: A Llama so narrow that launching its kernels takes longer than running them; measured on request.
-NARROW_LEVEL = "narrow"
-#: A small ViT, and one of the shape of ViT-B; measured on request. Their lengths are numbers of patches.
-VISION_LEVELS = (VIT_LEVEL, VIT_BASE_LEVEL) = ("vit", "vit_base")
-#: Pixels along each side of a patch.
-PATCH = 16
 #: A cache of any length is grown from what the model itself writes for so many tokens.
 _SEED_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of all models. A head has `hidden_size / num_heads` dimensions.
-
-    Without `num_key_value_heads`, keys and values have `num_heads` heads.
-    """
-
-    hidden_size: int = 512
-    num_layers: int = 6
-    num_heads: int = 8
-    intermediate_size: int = 1376
-    vocab_size: int = 256
-    num_key_value_heads: int | None = None
-
-
-#: The shape of HuggingFaceTB/SmolLM2-135M, as its config has it.
-SMOLLM2 = Sizes(576, 30, 9, 1536, 49152, 3)
-
-
-NARROW = Sizes(64, 16, 4, 128)
-
-
-#: The shape of google/vit-base-patch16-224, as its config has it; no vocabulary.
-VIT_BASE = Sizes(768, 12, 12, 3072)
-
-
-def has_smollm2_shape(settings: Mapping[str, Any]) -> bool:
-    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs.
-
-    Args:
-        settings: of the run, JSON-ready.
-    """
-    return settings.get(SMOLLM2_LEVEL, dataclasses.asdict(SMOLLM2)) == dataclasses.asdict(SMOLLM2)
 
 
 @dataclass(frozen=True)
@@ -96,8 +53,8 @@ class Setting:
 
     def at(self, level: str) -> Setting:
         """The setting of one level, with its sizes in `sizes`."""
-        own = {SMOLLM2_LEVEL: self.smollm2, VIT_BASE_LEVEL: VIT_BASE, NARROW_LEVEL: NARROW}
-        return dataclasses.replace(self, sizes=own[level]) if level in own else self
+        sizes = self.smollm2 if level == SMOLLM2_LEVEL else LEVELS[level].sizes
+        return self if sizes is None else dataclasses.replace(self, sizes=sizes)
 
     def random(self, *shape: int) -> Tensor:
         """Standard normal numbers, the same ones in every run."""
@@ -249,21 +206,6 @@ class ImageClassifier(Subject):
             return Call(torch.no_grad()(lambda: model(pixel_values=pixels)))
         label = torch.zeros(1, dtype=torch.int64, device=self.setting.device)
         return Call(lambda: model(pixel_values=pixels, labels=label).loss.backward(), lambda: model.zero_grad())
-
-
-def image_side(length: int) -> int:
-    """Pixels along each side of a square image of so many patches.
-
-    Raises:
-        ValueError: for a number that is no square.
-    """
-    side = math.isqrt(length)
-    if side**2 != length:
-        raise ValueError(
-            f"{length} patches make no square image. Use squares: 196 for 224 pixels in patches of {PATCH}, 576 for "
-            "384, 1024 for 512."
-        )
-    return side * PATCH
 
 
 @dataclass

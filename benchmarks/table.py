@@ -6,32 +6,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.levels import LEVELS, SMOLLM2_LEVEL, has_smollm2_shape
 from benchmarks.lineup import CONTROL
 from benchmarks.machine import machine_line, subnormal_line
-from benchmarks.subjects import (
-    BARE,
-    NARROW,
-    NARROW_LEVEL,
-    SMOLLM2_LEVEL,
-    STOCK,
-    VIT_BASE,
-    VIT_BASE_LEVEL,
-    VIT_LEVEL,
-    has_smollm2_shape,
-)
+from benchmarks.subjects import BARE, STOCK
 from benchmarks.targets import verdicts
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.report.tables import format_table
 
-_LEVELS = {
-    "attention": "One attention call",
-    "model": "A small Llama",
-    SMOLLM2_LEVEL: "The shape of SmolLM2-135M",
-    NARROW_LEVEL: "A Llama of 16 layers that are 64 wide",
-    "encoder": "A small BERT",
-    VIT_LEVEL: "A small ViT, T patches of one image",
-    VIT_BASE_LEVEL: "The shape of ViT-B/16, T patches of one image",
-}
 _PHASES = {
     "forward": "forward",
     "train": "forward and backward",
@@ -75,10 +57,12 @@ def write_tables(content: dict[str, Any]) -> str:
     """
     settings = content["settings"]
     shapes = [f"{name} {settings[name]}" for name in ("sizes", SMOLLM2_LEVEL) if name in settings]
-    if any(cell["level"] == VIT_BASE_LEVEL for cell in content["cells"].values()):
-        shapes.append(f"{VIT_BASE_LEVEL} {asdict(VIT_BASE)}")
-    if any(cell["level"] == NARROW_LEVEL for cell in content["cells"].values()):
-        shapes.append(f"{NARROW_LEVEL} {asdict(NARROW)}")
+    measured = {cell["level"] for cell in content["cells"].values()}
+    shapes += [
+        f"{name} {asdict(level.sizes)}"
+        for name, level in LEVELS.items()
+        if name in measured and level.sizes is not None and name != SMOLLM2_LEVEL
+    ]
     introduction = f"""# What position encoding costs
 
 Time over that of the same model with no position at all (`{BARE}`), measured side by side. In every round each subject
@@ -117,8 +101,9 @@ def price_result(content: dict[str, Any]) -> Result:
         content: of `results.json`.
     """
     records = sorted([*_times(content), *_peaks(content)], key=lambda record: record.at["T"])
-    found = {(one.quantity, one.at["level"], one.at["phase"]) for one in records}
-    levels = _LEVELS | ({} if has_smollm2_shape(content["settings"]) else {SMOLLM2_LEVEL: "A tiny Llama"})
+    measured = {(figure.quantity, figure.at["level"], figure.at["phase"]) for figure in records}
+    titles = {name: level.title for name, level in LEVELS.items()}
+    titles |= {} if has_smollm2_shape(content["settings"]) else {SMOLLM2_LEVEL: "A tiny Llama"}
     views = [
         View(
             names,
@@ -127,10 +112,10 @@ def price_result(content: dict[str, Any]) -> Result:
             shown={"level": (level,), "phase": (phase,)},
             order=names[0],
         )
-        for level, title in levels.items()
+        for level, title in titles.items()
         for phase in _PHASES
         for names in _TABLES
-        if (names[0], level, phase) in found
+        if (names[0], level, phase) in measured
     ]
     return Result(
         task="price",
@@ -138,7 +123,7 @@ def price_result(content: dict[str, Any]) -> Result:
         quantities=tuple(Quantity(name, heading) for name, (heading, _) in _QUANTITIES.items()),
         subjects=tuple(
             Subject(name, name.partition("@")[0].partition(":")[0])
-            for name in dict.fromkeys(one.subject for one in records)
+            for name in dict.fromkeys(figure.subject for figure in records)
         ),
         records=tuple(records),
         views=tuple(views),
@@ -159,7 +144,7 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
                     yield Record(name, "peer_own", row["ratio"]["median"], at)
             else:
                 # Beside the bare model, only the shape of a real one is compared with stock.
-                others = ("to_bare", "to_stock") if cell["level"] in (SMOLLM2_LEVEL, NARROW_LEVEL) else ("to_bare",)
+                others = ("to_bare", "to_stock") if LEVELS[cell["level"]].to_stock else ("to_bare",)
                 for over in others:
                     if over in row and name != over.removeprefix("to_"):
                         yield Record(name, over, row[over]["median"], at, shown=spread(row[over]), details=row[over])
@@ -175,36 +160,36 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
 
 def _peaks(content: dict[str, Any]) -> Iterator[Record]:
     """Peaks of whole processes, where the bare model has one too."""
-    measured = [one for one in content["memory"].values() if "phase_bytes" in one]
-    bare = {(one["level"], one["phase"], one["length"]): one for one in measured if one["subject"] == BARE}
-    for one in measured:
-        floor = bare.get((one["level"], one["phase"], one["length"]))
+    measured = [peak for peak in content["memory"].values() if "phase_bytes" in peak]
+    bare = {(peak["level"], peak["phase"], peak["length"]): peak for peak in measured if peak["subject"] == BARE}
+    for peak in measured:
+        floor = bare.get((peak["level"], peak["phase"], peak["length"]))
         if floor is not None:
-            at = {"level": one["level"], "phase": one["phase"], "T": one["length"]}
-            megabytes = one["phase_bytes"] / 1e6
-            yield Record(one["subject"], "phase_bytes", megabytes, at, shown=f"{megabytes:.0f}")
+            at = {"level": peak["level"], "phase": peak["phase"], "T": peak["length"]}
+            megabytes = peak["phase_bytes"] / 1e6
+            yield Record(peak["subject"], "phase_bytes", megabytes, at, shown=f"{megabytes:.0f}")
             for kind in ("phase", "total"):
-                ratio = one[f"{kind}_bytes"] / floor[f"{kind}_bytes"]
-                yield Record(one["subject"], f"{kind}_over_bare", ratio, at, shown=f"{ratio:.3f}")
-            yield Record(one["subject"], "seconds", one["seconds"], at)
+                ratio = peak[f"{kind}_bytes"] / floor[f"{kind}_bytes"]
+                yield Record(peak["subject"], f"{kind}_over_bare", ratio, at, shown=f"{ratio:.3f}")
+            yield Record(peak["subject"], "seconds", peak["seconds"], at)
 
 
-def spread(found: dict[str, float]) -> str:
+def spread(quartiles: dict[str, float]) -> str:
     """A median with its quartiles, as in "1.073 (1.063-1.097)"."""
-    return f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
+    return f"{quartiles['median']:.3f} ({quartiles['low']:.3f}-{quartiles['high']:.3f})"
 
 
 def _noise(content: dict[str, Any]) -> str:
     """What the control shows."""
-    found = [
+    controls = [
         (abs(row["to_bare"]["median"] - 1), row["to_bare"]["median"], key)
         for key, cell in content["cells"].items()
         for row in cell["rows"]
         if row["subject"] == CONTROL
     ]
-    if not found:
+    if not controls:
         return ""
-    distance, ratio, key = max(found)
+    distance, ratio, key = max(controls)
     text = f"The second bare model was furthest from 1 in `{key}`: {ratio:.3f}."
     return text + "\n**The machine was not idle: smaller differences mean nothing here.**" * (distance > _QUIET)
 
@@ -221,9 +206,9 @@ def _left_out(content: dict[str, Any]) -> str:
     for key, cell in content["cells"].items():
         for name, reason in cell["left_out"].items():
             places.setdefault(f"- `{name}`: {reason}", []).append(key)
-    for key, one in content["memory"].items():
-        if "reason" in one:
-            places.setdefault(f"- `{one['subject']}`: {one['reason']}", []).append(f"memory of {key}")
+    for key, peak in content["memory"].items():
+        if "reason" in peak:
+            places.setdefault(f"- `{peak['subject']}`: {peak['reason']}", []).append(f"memory of {key}")
     lines = [f"{line} ({', '.join(keys)})" for line, keys in places.items()]
     lines += [f"- {key}: not begun within the budget" for key in content.get("not_begun", ())]
     return "## Left out\n\n" + "\n".join(lines) if lines else ""

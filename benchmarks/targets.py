@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.subjects import BARE, NARROW_LEVEL, SMOLLM2_LEVEL, has_smollm2_shape
+from benchmarks.levels import NARROW_LEVEL, SMOLLM2_LEVEL, has_smollm2_shape
+from benchmarks.subjects import BARE
 
 _LONG = 16384
 #: Whom a target is about: schemes by the family of their rows, or by name.
@@ -105,15 +106,15 @@ def _memory(content: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
     rows = [row for cell in content["cells"].values() for row in cell["rows"]]
     biases = {row["subject"] for row in rows if row["family"] == "distance bias"} | {"alibi", "t5", BARE}
     for phase, length in (("forward", 4096), ("train", 4096), ("train", _LONG)):
-        found = {
-            one["subject"]: one.get("phase_bytes", math.inf)
-            for one in content["memory"].values()
-            if (one["level"], one["phase"], one["length"]) == ("model", phase, length) and one["subject"] in biases
+        peaks = {
+            peak["subject"]: peak.get("phase_bytes", math.inf)
+            for peak in content["memory"].values()
+            if (peak["level"], peak["phase"], peak["length"]) == ("model", phase, length) and peak["subject"] in biases
         }
-        bare = found.pop(BARE, math.inf)
-        if found and bare < math.inf:
-            worst = max(found, key=lambda name: found[name])
-            ratio = found[worst] / bare
+        bare = peaks.pop(BARE, math.inf)
+        if peaks and bare < math.inf:
+            worst = max(peaks, key=lambda name: peaks[name])
+            ratio = peaks[worst] / bare
             told, met = ("at most 1.05 to bare", ratio <= 1.05) if length < _LONG else ("fits", ratio < math.inf)
             target = f"distance biases: peak memory {told}, model {phase} {length}"
             yield target, f"worst: {worst} {ratio:.3f}", met

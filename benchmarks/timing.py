@@ -107,9 +107,9 @@ def time_subjects(
                 left_out[subject.name] = f"what it is measured against, {subject.baseline!r}, could not be run"
 
     def first(call: Call) -> float:
-        seconds = _timed(call, device)
+        seconds = timed(call, device)
         # On a GPU the first call may have compiled its kernels.
-        return _timed(call, device) if seconds < _SLOW or device == "cuda" else seconds
+        return timed(call, device) if seconds < _SLOW or device == "cuda" else seconds
 
     with within_free_memory(device):
         for subject in subjects:
@@ -159,20 +159,20 @@ def row_of(subject: Subject, times: dict[str, list[float]]) -> dict[str, Any]:
         subject: whose row it is.
         times: seconds of every round, by subject.
     """
-    own = times[subject.name]
+    measured = times[subject.name]
     row: dict[str, Any] = {
         "subject": subject.name,
         "family": subject.family,
         "baseline": subject.baseline,
-        "milliseconds": round(statistics.median(own) * 1e3, 4),
+        "milliseconds": round(statistics.median(measured) * 1e3, 4),
     }
     for name, other in (("ratio", subject.baseline), ("to_bare", BARE), ("to_stock", STOCK)):
         if other in times:
-            ratios = [mine / theirs for mine, theirs in zip(own, times[other], strict=True)]
+            ratios = [mine / theirs for mine, theirs in zip(measured, times[other], strict=True)]
             low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            found = {"median": median, "low": low, "high": high, "of_minima": min(own) / min(times[other])}
-            row[name] = {key: round(value, 4) for key, value in found.items()}
-    return row | {"rounds": [round(one * 1e3, 4) for one in own]}
+            quartiles = {"median": median, "low": low, "high": high, "of_minima": min(measured) / min(times[other])}
+            row[name] = {key: round(value, 4) for key, value in quartiles.items()}
+    return row | {"rounds": [round(seconds * 1e3, 4) for seconds in measured]}
 
 
 def reason_of(error: Exception) -> tuple[str, bool]:
@@ -192,10 +192,11 @@ def _mean(call: Call, calls: int, warm: bool, device: str) -> float:
     """The mean seconds of some calls."""
     if warm:
         call.once()
-    return sum(_timed(call, device) for _ in range(calls)) / calls
+    return sum(timed(call, device) for _ in range(calls)) / calls
 
 
-def _timed(call: Call, device: str) -> float:
+def timed(call: Call, device: str) -> float:
+    """The seconds of one call."""
     synchronize(device)
     start = time.perf_counter()
     call.run()

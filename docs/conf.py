@@ -46,7 +46,7 @@ nb_execution_mode = "off"
 
 #: Markdown files outside docs/ that are pages of the site too.
 repository_pages = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md",
-                    "model_cards/README.md", "model_cards/findings-*.md"]  # fmt: skip
+                    "model_cards/README.md", "model_cards/findings-*.md", "tests/kits/README.md"]  # fmt: skip
 #: Where links to other files of the repository lead, such as "https://github.com/OWNER/hf_posenc". If it is empty, the
 #: site shows these files itself.
 repository_url = ""

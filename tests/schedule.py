@@ -31,7 +31,7 @@ LONGEST = (
     "tests/benchmarks/test_price.py",
     "tests/patching/test_given_positions.py",
     "tests/recipes/test_gradual.py",
-    "tests/benchmarks/test_gpu_kit.py",
+    "tests/kits/test_gpu.py",
     "tests/training/test_study_of_ones_own.py",
     "tests/training/test_launched.py",
     "tests/attention/test_compiled.py",

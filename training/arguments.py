@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
@@ -54,9 +54,9 @@ class WeightsArguments:
     def __post_init__(self) -> None:
         given = [name for name in ("model_name_or_path", "config_name", "model_type") if getattr(self, name)]
         if len(given) != 1:
-            found = f"Several models are named: --{', --'.join(given)}" if given else "No model is named"
+            problem = f"Several models are named: --{', --'.join(given)}" if given else "No model is named"
             raise SettingsError(
-                f"{found}. Give one of --model_name_or_path (pretrained weights), --config_name (from scratch, with "
+                f"{problem}. Give one of --model_name_or_path (pretrained weights), --config_name (from scratch, with "
                 "that config) and --model_type (from scratch, for example --model_type llama --config_overrides "
                 "hidden_size=64)."
             )
@@ -150,12 +150,7 @@ class DataArguments:
     preprocessing_num_workers: int | None = HfArg(default=None, help="Processes that tokenise.")
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("block_size", 2), ("max_train_samples", 1), ("max_eval_samples", 1), ("preprocessing_num_workers", 1)
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise SettingsError(f"--{name} is {value}; it must be at least {least}.")
+        require_at_least(self, block_size=2, max_train_samples=1, max_eval_samples=1, preprocessing_num_workers=1)
         for name, below in (("validation_split_percentage", 100), ("mlm_probability", 1)):
             if not 0 < getattr(self, name) < below:
                 raise SettingsError(f"--{name} is {getattr(self, name)}; it must be between 0 and {below}.")
@@ -180,7 +175,7 @@ class LoraArguments:
     )
 
     def __post_init__(self) -> None:
-        changed = [one.name for one in fields(LoraArguments) if getattr(self, one.name) != one.default]
+        changed = [option.name for option in fields(LoraArguments) if getattr(self, option.name) != option.default]
         if changed and not self.lora:
             raise SettingsError(f"--{changed[0]} is given without --lora.")
 
@@ -196,8 +191,20 @@ class RunArguments:
     )
 
 
-def check_trainer_arguments(arguments: TrainingArguments) -> None:
+def require_at_least(arguments: Any, **least: int) -> None:
+    """Raises `SettingsError` for the first option below its least value; `None` is not below."""
+    for name, limit in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < limit:
+            raise SettingsError(f"--{name} is {value}; it must be at least {limit}.")
+
+
+def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False) -> None:
     """Refuses arguments that these scripts would otherwise ignore, or that would break their promises.
+
+    Args:
+        arguments: of the Trainer.
+        lora: whether adapters are trained.
 
     Raises:
         SettingsError: naming the argument and the reason.
@@ -211,13 +218,17 @@ def check_trainer_arguments(arguments: TrainingArguments) -> None:
             raise SettingsError(f"--{name} can only be {only} here. {reason}")
     if arguments.mixed_precision == "fp16" and arguments.device.type == "cpu":
         raise SettingsError("--fp16 does nothing on a CPU: the run would go on in float32. Use --bf16 there.")
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if getattr(arguments, name) < 1:
-            raise SettingsError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
+    sizes = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    require_at_least(arguments, **dict.fromkeys(sizes, 1))
     if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
         raise SettingsError("--max_steps 0 or --num_train_epochs 0 trains nothing. To evaluate alone give --do_eval.")
     if arguments.train_sampling_strategy not in ("random", "sequential"):
         raise SettingsError(
             f"--train_sampling_strategy {arguments.train_sampling_strategy}: all rows have the same length, so "
             "there is nothing to group. Use random or sequential."
+        )
+    if lora and arguments.push_to_hub and arguments.hub_strategy != "end":
+        raise SettingsError(
+            f"--hub_strategy {arguments.hub_strategy} would upload adapters while training, and beside an adapter the "
+            "merged model of the end could not be loaded. With --lora give --hub_strategy end."
         )

@@ -162,10 +162,10 @@ def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
     earlier = read_json(folder / SETTINGS_FILE)
     if earlier is None:
-        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        if found:
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        if names:
             raise SettingsError(
-                f"{folder} is not empty ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}) and holds no run "
+                f"{folder} is not empty ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) and holds no run "
                 f"of this script: it has no {SETTINGS_FILE}. Name another --output_dir."
             )
         return False

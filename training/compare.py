@@ -27,15 +27,16 @@ from tqdm.auto import tqdm
 from training.checkpoints import latest_complete_checkpoint
 from training.launched import check_met, launched_on_cpu
 from training.one_run import exit_status
-from training.study.cells import FAILED, FINISHED, IMAGES, Cell, study_cells
+from training.study.cells import FAILED, FINISHED, Cell, study_cells
 from training.study.corpus import Corpus, load_corpus, study_tokenizer
-from training.study.data import pictures_summary
 from training.study.folder import check_cells, taken
 from training.study.models import task_model
 from training.study.outputs import write_outputs
 from training.study.rates import rates_study, with_chosen_rates
 from training.study.results import study_results
 from training.study.settings import StudySettings, parse_study
+from training.study.tasks import IMAGES
+from training.study.tasks.images import pictures_summary
 from training.study.workers import quiet, run_cells
 
 

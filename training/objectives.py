@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import EvalPrediction
 
-#: The label of a token that is not a target, in PyTorch and transformers alike.
-IGNORED = -100
+from hf_posenc.recipes.distillation import IGNORED as IGNORED
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, causal: bool, label_smoothing: float = 0.0) -> Tensor:

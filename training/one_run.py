@@ -19,13 +19,17 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_posenc import PositionEncodingError
-from training.arguments import RunArguments
-from training.checkpoints import SETTINGS_FILE, check_run, latest_complete_checkpoint
+from training.arguments import RunArguments, check_trainer_arguments
+from training.checkpoints import SETTINGS_FILE, check_run, checkpoint_settings, latest_complete_checkpoint
 from training.errors import SettingsError
 from training.files import write_json
 from training.launched import report
+from training.scheme_code import scheme_code
+from training.starting_model import weights_digest
 from training.trainer import SavingError, SchemeTrainer, TrainingError
 
+#: With `--lora`: the folder, inside the output folder, of what was trained.
+ADAPTER = "adapter"
 #: A disk that is full, over its quota, or cannot be written to.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 #: Errors of an upload: refused by the hub, not connected (the hub's HTTP client has errors of its own), or not allowed
@@ -68,10 +72,34 @@ def trains(arguments: TrainingArguments) -> bool:
     return arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
 
 
-def starting_point(
-    run: RunArguments, arguments: TrainingArguments, settings: dict[str, Any]
-) -> tuple[bool, Path | None]:
-    """Whether the output folder holds this run already, and the checkpoint to resume from.
+def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
+    """Begins to log, and refuses arguments of the Trainer that cannot work.
+
+    Raises:
+        SettingsError: see `check_trainer_arguments`.
+    """
+    set_up_logging(arguments)
+    arguments.remove_unused_columns = False  # the collator needs what the model does not take
+    check_trainer_arguments(arguments, lora=lora)
+
+
+def run_settings(arguments: TrainingArguments, model: Any, **others: Any) -> dict[str, Any]:
+    """What must stay the same for a run to be resumed: `checkpoint_settings`, the weights it starts from, and the code
+    of a scheme that is defined outside of this package.
+
+    Args:
+        arguments: of the Trainer.
+        model: as it will be trained.
+        **others: what else decides the curve, as in `checkpoint_settings`.
+    """
+    settings = checkpoint_settings(arguments, initial_weights=weights_digest(model), **others)
+    encoding = getattr(model, "position_encoding", None)
+    code = scheme_code(None if encoding is None else encoding.config)
+    return settings if code is None else settings | {"code of the scheme": code}
+
+
+def starting_point(run: RunArguments, arguments: TrainingArguments, settings: dict[str, Any]) -> Path | None:
+    """The checkpoint to resume from, if the output folder holds one of this run.
 
     Raises:
         SettingsError: if the folder holds a run with other settings, or files of something else.
@@ -86,15 +114,16 @@ def starting_point(
     state.wait_for_everyone()
     if checkpoint is not None and state.is_main_process:
         print(f"Resuming from {checkpoint}.", file=sys.stderr)
-    return begun, checkpoint
+    return checkpoint
 
 
-def build_trainer(arguments: TrainingArguments, model: Any, **options: Any) -> SchemeTrainer:
-    """The trainer of a run.
+def build_trainer(arguments: TrainingArguments, model: Any, settings: dict[str, Any], **options: Any) -> SchemeTrainer:
+    """The trainer of a run, whose settings are written down if it begins here.
 
     Args:
         arguments: of the Trainer.
         model: as it will be trained.
+        settings: of `run_settings`.
         **options: further arguments of `SchemeTrainer`.
 
     Raises:
@@ -102,21 +131,25 @@ def build_trainer(arguments: TrainingArguments, model: Any, **options: Any) -> S
     """
     try:
         SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed
-        return SchemeTrainer(model=model, args=arguments, **options)
+        trainer = SchemeTrainer(model=model, args=arguments, **options)
     except _HUB_ERRORS as error:
         written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {arguments.output_dir}"
         raise SettingsError(f"{written}: {error}") from error
     except (ValueError, ImportError, RuntimeError) as error:  # a tracker that is not installed, among others
         raise SettingsError(str(error)) from error
+    path = Path(str(arguments.output_dir), SETTINGS_FILE)
+    if trainer.is_world_process_zero() and not path.exists():
+        write_json(path, settings)
+    return trainer
 
 
-def train_and_save(trainer: SchemeTrainer, checkpoint: Path | None, folder: Path | None = None) -> dict[str, float]:
+def train_and_save(trainer: SchemeTrainer, checkpoint: Path | None, *, adapter: bool = False) -> dict[str, float]:
     """Trains to the end and saves the model.
 
     Args:
         trainer: of the run.
         checkpoint: where to resume from.
-        folder: for what was trained; by default the output folder.
+        adapter: whether only adapters were trained, which have a folder of their own.
 
     Returns:
         The metrics of the training.
@@ -127,13 +160,26 @@ def train_and_save(trainer: SchemeTrainer, checkpoint: Path | None, folder: Path
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.require_finite_weights()
     # An internal call uploads nothing.
-    trainer.save_model(None if folder is None else str(folder), _internal_call=True)
+    trainer.save_model(str(Path(str(trainer.args.output_dir), ADAPTER)) if adapter else None, _internal_call=True)
     trainer.save_state()
     metrics: dict[str, float] = outcome.metrics
     return metrics
 
 
-def finish(trainer: SchemeTrainer, results: dict[str, float], pushes: bool) -> None:
+def evaluate(trainer: SchemeTrainer) -> dict[str, float]:
+    """Evaluates, and shows the metrics."""
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    return metrics
+
+
+def merge_adapter(trainer: SchemeTrainer) -> None:
+    """Adds what LoRA has learned to the weights, and saves the whole model, which loads without peft."""
+    trainer.model = trainer.model_wrapped = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+    trainer.save_model(_internal_call=True)
+
+
+def finish(trainer: SchemeTrainer, results: dict[str, float]) -> None:
     """Writes the figures of a run, and pushes its model to the hub.
 
     Raises:
@@ -142,7 +188,7 @@ def finish(trainer: SchemeTrainer, results: dict[str, float], pushes: bool) -> N
     folder = Path(str(trainer.args.output_dir))
     if trainer.is_world_process_zero():
         write_json(folder / "all_results.json", results)
-    if pushes:
+    if trains(trainer.args) and trainer.args.push_to_hub:
         try:
             trainer.push_to_hub()
         except _HUB_ERRORS as error:

@@ -14,8 +14,8 @@ def processor_name() -> str:
     tell one generation from another, as in "AMD EPYC (family 25, model 1)".
     """
     information = Path("/proc/cpuinfo")
-    found = _from_cpuinfo(information.read_text(encoding="utf-8")) if information.is_file() else None
-    return found or platform.processor() or platform.machine()
+    name = _from_cpuinfo(information.read_text(encoding="utf-8")) if information.is_file() else None
+    return name or platform.processor() or platform.machine()
 
 
 def _from_cpuinfo(text: str) -> str | None:

@@ -11,18 +11,320 @@ in one YAML or JSON file; flags after it override it. The same command again res
 
 from __future__ import annotations
 
+import logging
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.images.classification import run_image_classification
+from transformers import AutoModelForImageClassification, TrainingArguments
+from transformers.hf_argparser import HfArg
+from transformers.image_processing_base import ImageProcessingMixin
+
+from hf_posenc.errors import MeasurementError, UsageError
+from hf_posenc.metrics.images.patches import PatchSize
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
+from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions, resolution_result
+from training.argument_files import parse_arguments
+from training.arguments import RunArguments, SchemeArguments, WeightsArguments, require_at_least
+from training.data.pictures import (
+    Augmentation,
+    PictureBatches,
+    PictureRows,
+    first_pictures,
+    image_processor,
+    split_pictures,
+)
+from training.errors import SettingsError
+from training.one_run import (
+    build_trainer,
+    evaluate,
+    exit_status,
+    finish,
+    run_settings,
+    set_up,
+    starting_point,
+    train_and_save,
+    trains,
+)
+from training.starting_model import apply_scheme, stock_model
+from training.trainer import data_seed, training_steps
+
+logger = logging.getLogger("run_image_classification")
+
+#: In the output folder: the accuracy by resolution, for `hf-posenc report`.
+RESOLUTION_FILE = "resolution.json"
+#: The model that is trained if none is named: small enough for a CPU. ViT draws weights with a standard deviation of
+#: 0.02, which is meant for 768 dimensions; at 64 it leaves attention uniform for too long.
+SMALL_VIT = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128, "patch_size": 4,
+    "initializer_range": 0.05,
+}  # fmt: skip
+#: Of the small ViT.
+_SMALL_RESOLUTION = 32
+
+
+@dataclass
+class ImageModelArguments(WeightsArguments):
+    """Which image classifier is trained, and from which weights. Without any: a ViT of 4 layers, 64 wide."""
+
+    ignore_mismatched_sizes: bool = HfArg(
+        default=False, help="Train a new head if that of the pretrained model is for other classes."
+    )
+
+    def __post_init__(self) -> None:
+        self.small = not (self.model_name_or_path or self.config_name or self.model_type)
+        if self.small:
+            self.model_type = "vit"
+        super().__post_init__()
+        if self.ignore_mismatched_sizes and self.model_name_or_path is None:
+            raise SettingsError(
+                "--ignore_mismatched_sizes is for the head of a pretrained model: --model_name_or_path."
+            )
+
+
+@dataclass
+class ImageArguments:
+    """Which pictures are read, and at which resolutions."""
+
+    dataset_name: str = HfArg(
+        default="digits",
+        help="'digits' for the 1,797 handwritten digits of scikit-learn, a folder with one folder per class, or a "
+        "dataset on the hub.",
+    )
+    dataset_config_name: str | None = HfArg(default=None, help="Configuration of the hub dataset.")
+    dataset_split: str = HfArg(default="train", help="The split to train on.")
+    validation_split: str | None = HfArg(
+        default=None, help="A split to validate on, such as validation, instead of pictures held out."
+    )
+    validation_split_percentage: float = HfArg(
+        default=20.0, help="Percentage of the pictures that is held out for validation."
+    )
+    split_seed: int = HfArg(
+        default=0, help="Selects the pictures held out. Independent of --seed, so that they stay the same."
+    )
+    image_column: str | None = HfArg(default=None, help="The column of pictures. Default: image or img.")
+    label_column: str | None = HfArg(default=None, help="The column of labels. Default: label, labels or fine_label.")
+    max_train_samples: int | None = HfArg(default=None, help="Train on at most this many pictures.")
+    max_eval_samples: int | None = HfArg(default=None, help="Validate on at most this many pictures.")
+    train_resolution: int | None = HfArg(
+        default=None,
+        help="Pixels along each side while training. Pictures are stretched to a square. Default: that of the "
+        "pretrained model or config, and 32 for the small ViT.",
+    )
+    eval_resolutions: list[int] = field(
+        default_factory=list,
+        metadata={
+            "help": "Resolutions at which the accuracy is measured after training. Default: that of training.",
+            "nargs": "+",
+        },
+    )
+    random_crop: float = HfArg(
+        default=1.0, help="While training, cut out at least this share of a picture at random; 1 cuts nothing."
+    )
+    random_flip: bool = HfArg(
+        default=False, help="While training, mirror every second picture at random. Not for digits and letters."
+    )
+
+    def __post_init__(self) -> None:
+        columns = ("dataset_config_name", "validation_split", "image_column", "label_column")
+        unused = [name for name in columns if getattr(self, name) is not None]
+        unused += ["dataset_split"] if self.dataset_split != "train" else []
+        if self.dataset_name == "digits" and unused:
+            raise SettingsError(
+                f"--{unused[0]} is for a folder or a hub dataset (--dataset_name). The digits have one split and no "
+                "columns."
+            )
+        require_at_least(self, max_train_samples=1, max_eval_samples=1, train_resolution=1)
+        if self.eval_resolutions and min(self.eval_resolutions) < 1:
+            raise SettingsError(f"--eval_resolutions holds {min(self.eval_resolutions)}; it must be at least 1.")
+        if not 0 < self.validation_split_percentage < 100:
+            raise SettingsError(
+                f"--validation_split_percentage is {self.validation_split_percentage}; it must be between 0 and 100."
+            )
+        if not 0 < self.random_crop <= 1:
+            raise SettingsError(f"--random_crop is {self.random_crop}; it must be more than 0 and at most 1.")
+
+
+#: All options, in the order of the arguments of `train`.
+OPTIONS = (ImageModelArguments, SchemeArguments, ImageArguments, RunArguments, TrainingArguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
-    return run_image_classification("run_image_classification", arguments, __doc__)
+    """The command line. Returns the exit status, see `exit_status`."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return exit_status("run_image_classification", lambda: train(*parse_arguments(OPTIONS, words, __doc__)))
+
+
+def train(
+    model_options: ImageModelArguments,
+    scheme: SchemeArguments,
+    images: ImageArguments,
+    run: RunArguments,
+    arguments: TrainingArguments,
+) -> dict[str, float]:
+    """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
+
+    Returns:
+        The content of `all_results.json`: loss and accuracy at the resolution of training, and `accuracy_at_N` for each
+        of `--eval_resolutions` that the model can read.
+
+    Raises:
+        SettingsError: for options that cannot work. All are checked before anything is written.
+        TrainingError: if the training had to stop.
+    """
+    # Options: what cannot work is refused before anything is written.
+    set_up(arguments)
+
+    # Data: pictures and their classes.
+    with arguments.main_process_first(desc="loading pictures"):
+        train_part, validation_part = _pictures(images)
+
+    # Model: the stock one for these classes, which says what resolutions it can read.
+    model = _stock_model(model_options, images, train_part, arguments.seed)
+    size, resolution = PatchSize.of(model), _resolution(images, model)
+    resolutions = images.eval_resolutions or [resolution]
+    try:
+        check_resolutions(size, [resolution, *resolutions])
+    except MeasurementError as error:
+        raise SettingsError(f"--train_resolution, --eval_resolutions: {error}") from error
+
+    # Patch: the scheme takes the place of the native one.
+    apply_scheme(model, scheme)
+
+    # Rows: pixels as the model reads them.
+    normalization = _normalization(model_options)
+    augmentation = Augmentation(images.random_crop, images.random_flip, data_seed(arguments))
+    train_rows = PictureRows(train_part, resolution, size.channels, normalization, augmentation)
+    eval_rows = PictureRows(validation_part, resolution, size.channels, normalization)
+    if trains(arguments):
+        training_steps(len(train_rows), arguments)
+
+    # Trainer: a run goes on only with the settings that decide its curve.
+    settings = run_settings(
+        arguments,
+        model,
+        objective="image_classification",
+        train_pictures=train_rows.digest(),
+        resolution=resolution,
+        random_crop=images.random_crop,
+        random_flip=images.random_flip,
+        scheme=scheme,
+        **({"validation_pictures": eval_rows.digest()} if arguments.load_best_model_at_end else {}),
+    )
+    checkpoint = starting_point(run, arguments, settings)
+    trainer = build_trainer(
+        arguments,
+        model,
+        settings,
+        causal=False,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        data_collator=PictureBatches(model),
+        processing_class=image_processor(resolution, normalization, size.channels),
+    )
+
+    # Train, evaluate and save.
+    results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
+    logger.info(
+        "%d pictures of %d classes from %s, %d more to validate on; %d pixels.",
+        len(train_rows), len(train_part.classes), train_part.source, len(eval_rows), resolution,
+    )  # fmt: skip
+    if trains(arguments):
+        results |= train_and_save(trainer, checkpoint)
+    results |= evaluate(trainer)
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    rows = accuracy_by_resolution(
+        trained, validation_part, resolutions, normalization=normalization,
+        batch_size=arguments.per_device_eval_batch_size,
+    )  # fmt: skip
+    results |= {f"accuracy_at_{row.resolution}": row.accuracy for row in rows if row.accuracy is not None}
+    if trainer.is_world_process_zero():
+        measured = resolution_result(trained, validation_part, rows)
+        measured.save(Path(str(arguments.output_dir), RESOLUTION_FILE))
+        print(measured.table())
+    finish(trainer, results)
+    return results
+
+
+def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
+    """The pictures to train on, and those to validate on.
+
+    Raises:
+        SettingsError: if they cannot be loaded, or the two have other classes.
+    """
+
+    def load(split: str) -> Pictures:
+        try:
+            return load_pictures(
+                images.dataset_name, images.dataset_config_name, split,
+                image_column=images.image_column, label_column=images.label_column,
+            )  # fmt: skip
+        except UsageError as error:
+            raise SettingsError(f"--dataset_name: {error}") from error
+
+    if images.validation_split is None:
+        train, validation = split_pictures(
+            load(images.dataset_split), [images.validation_split_percentage / 100], images.split_seed
+        )
+    else:
+        train, validation = load(images.dataset_split), load(images.validation_split)
+        if train.classes != validation.classes:
+            raise SettingsError(
+                f"--validation_split {images.validation_split} has other classes ({', '.join(validation.classes[:5])}, "
+                f"...) than --dataset_split {images.dataset_split} ({', '.join(train.classes[:5])}, ...)."
+            )
+    return first_pictures(train, images.max_train_samples), first_pictures(validation, images.max_eval_samples)
+
+
+def _stock_model(options: ImageModelArguments, images: ImageArguments, pictures: Pictures, seed: int) -> Any:
+    """The stock classifier of these classes.
+
+    Raises:
+        SettingsError: if it cannot be built, or its head is for other classes.
+    """
+    names = dict(enumerate(pictures.classes))
+    classes = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    changes: dict[str, Any] = classes | (SMALL_VIT if options.small else {})
+    wanted = images.train_resolution or (_SMALL_RESOLUTION if options.small else None)
+    if wanted is not None:
+        changes["image_size"] = wanted
+    mismatched = options.ignore_mismatched_sizes
+    return stock_model(
+        options, AutoModelForImageClassification, seed, changes, ignore_mismatched_sizes=mismatched, **classes
+    )
+
+
+def _resolution(images: ImageArguments, model: Any) -> int:
+    named = getattr(model.config, "image_size", None)
+    resolution = images.train_resolution or (named if isinstance(named, int) else None)
+    if resolution is None:
+        raise SettingsError(
+            f"The config of {type(model).__name__} names no resolution (image_size is {named}). Give "
+            "--train_resolution."
+        )
+    return resolution
+
+
+def _normalization(arguments: ImageModelArguments) -> Normalization:
+    """That of a pretrained model's image processor; from [0, 1] to [-1, 1] for a model without one."""
+    if arguments.model_name_or_path is None:
+        return Normalization()
+    try:
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(
+            arguments.model_name_or_path, revision=arguments.model_revision
+        )
+    except OSError:
+        logger.warning(
+            "%s has no image processor; its pixels are taken to be in [-1, 1].", arguments.model_name_or_path
+        )
+        return Normalization()
+    if "image_mean" not in processor:
+        return Normalization()
+    return Normalization(tuple(processor["image_mean"]), tuple(processor["image_std"]))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -24,27 +23,14 @@ def scheme_code(config: SchemeConfig | None) -> str | None:
         16 hexadecimal digits, or `None` if the modules are all part of hf_posenc or have no source file.
     """
     files = {getattr(sys.modules[module], "__file__", None) for module in _modules(config)}
-    found = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
-    code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in found]
+    sources = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
+    code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in sources]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if code else None
-
-
-def note_scheme_code(settings: dict[str, Any], model: Any) -> None:
-    """Adds the digest of a patched model's scheme to the settings that a resumed run is compared with, if it has one.
-
-    Args:
-        settings: changed in place.
-        model: patched or not.
-    """
-    encoding = getattr(model, "position_encoding", None)
-    code = scheme_code(None if encoding is None else encoding.config)
-    if code is not None:
-        settings["code of the scheme"] = code
 
 
 def _modules(config: SchemeConfig | None) -> set[str]:
     if config is None:
         return set()
     inside = {module for child in config.children().values() for module in _modules(child)}
-    own = type(config).__module__
-    return inside if own.partition(".")[0] == "hf_posenc" else inside | {own}
+    defined_in = type(config).__module__
+    return inside if defined_in.partition(".")[0] == "hf_posenc" else inside | {defined_in}

@@ -93,22 +93,22 @@ def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: 
 
 def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) -> dict[str, list[HeldOutLoss]]:
     """The losses of each window with the RoPE that the model has, with YaRN, and with the factors found."""
-    own = config_in_force(model)
-    assert isinstance(own, RopeConfig)
+    rope = config_in_force(model)
+    assert isinstance(rope, RopeConfig)
     scaling = YarnScaling(factor=windows.shape[1] / trained, original_max_positions=trained)
     # A factor of the scheme itself would hide that of the scaling.
-    factor = None if own.attention_scaling is None else own.attention_scaling * scaling.attention_scaling()
-    yarn = dataclasses.replace(own, scaling=scaling, attention_scaling=factor)
-    schemes = {"native": own, "yarn": yarn, "found": search.config}
+    factor = None if rope.attention_scaling is None else rope.attention_scaling * scaling.attention_scaling()
+    yarn = dataclasses.replace(rope, scaling=scaling, attention_scaling=factor)
+    schemes = {"native": rope, "yarn": yarn, "found": search.config}
     return {name: held_out_losses(model, config, windows, trained) for name, config in schemes.items()}
 
 
 def table(losses: dict[str, list[HeldOutLoss]]) -> str:
     """Means over the windows, and how each scheme differs from YaRN past the trained length, window by window."""
     rows = []
-    for name, found in losses.items():
-        less_yarn = [one.past - yarn.past for one, yarn in zip(found, losses["yarn"], strict=True)]
-        means = [fmean(one.within for one in found), fmean(one.past for one in found), fmean(less_yarn)]
+    for name, by_text in losses.items():
+        less_yarn = [loss.past - yarn.past for loss, yarn in zip(by_text, losses["yarn"], strict=True)]
+        means = [fmean(loss.within for loss in by_text), fmean(loss.past for loss in by_text), fmean(less_yarn)]
         lower = f"{sum(difference < 0 for difference in less_yarn)} of {len(less_yarn)}"
         rows.append([name, f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[2]:+.4f}", lower])
     head = ["scheme", "at the trained length", "past it", "minus yarn", "below yarn"]
@@ -170,7 +170,7 @@ def _run(options: argparse.Namespace) -> None:
         assert trained is not None
         losses = compared(model, search, held_out, trained)
         print(table(losses))
-        if fmean(one.past for one in losses["found"]) >= fmean(one.past for one in losses["yarn"]):
+        if fmean(loss.past for loss in losses["found"]) >= fmean(loss.past for loss in losses["yarn"]):
             raise SettingsError(
                 "The factors found are not better than YaRN on the held-out texts, so nothing was saved. Search on "
                 "more --text or with more --evaluations, or patch with NativeConfig(scaling=YarnScaling(...))."

@@ -141,12 +141,17 @@ def _config(arguments: WeightsArguments, changes: dict[str, Any]) -> Any:
     else:
         raise SettingsError(str(UnknownNameError("architecture", str(arguments.model_type), CONFIG_MAPPING)))
     overrides = _overrides(arguments.config_overrides or "")
+    check_overrides(config, overrides)
+    # Built anew, so that what the config derives from its fields (the width of a head), and its checks, see them.
+    return type(config).from_dict(written | changes | overrides)
+
+
+def check_overrides(config: Any, overrides: dict[str, Any]) -> None:
+    """Raises `SettingsError` for a field that a config does not have, with the nearest names."""
     for name in overrides:
         if not hasattr(config, name):
             unknown = UnknownNameError("field", name, config.to_dict(), owner=type(config).__name__)
             raise SettingsError(f"--config_overrides: {unknown}")
-    # Built anew, so that what the config derives from its fields (the width of a head), and its checks, see them.
-    return type(config).from_dict(written | changes | overrides)
 
 
 def _overrides(text: str) -> dict[str, Any]:
@@ -184,15 +189,8 @@ def apply_scheme(
     try:
         scheme, options = _scheme(arguments.scheme, "scheme"), _scheme_options(arguments)
         if healing is not None and healing.swaps:
-            recipes.swap_scheme(
-                model,
-                scheme,
-                initialization=healing.initialization,
-                sample=None if healing.initialization == "default" else sample_rows(rows),
-                table_extension=healing.table_extension,
-                gradual=healing.gradual_steps > 0,
-                **options,
-            )
+            sample = None if healing.initialization == "default" else sample_rows(rows)
+            healing.swap(model, scheme, sample, options)
             return
         if arguments.scheme_layers is not None:
             options["layers"] = parse_layers(arguments.scheme_layers)

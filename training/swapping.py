@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDistillation, Swap, swap_scheme
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS
 from hf_posenc.recipes.perturbed_positions import SHIFTS
 from hf_posenc.recipes.swap import INITIALIZATIONS
+from training.arguments import ModelArguments, SchemeArguments
 from training.errors import SettingsError
 from training.trainer import LossHook
 
@@ -25,42 +27,35 @@ SAMPLE_ROWS = 8
 class HealingArguments:
     """How a pretrained model gets its scheme, and what helps it to recover."""
 
-    initialization: str = field(
+    initialization: str = HfArg(
         default="default",
-        metadata={
-            "help": "Where the scheme's parameters start: 'fitted' to what the old scheme did on training text, 'auto' "
-            "the same where there is anything to fit, 'default' as in a new model.",
-            "choices": list(INITIALIZATIONS),
-        },
+        help="Where the scheme's parameters start: 'fitted' to what the old scheme did on training text, 'auto' the "
+        "same where there is anything to fit, 'default' as in a new model.",
+        metadata={"choices": list(INITIALIZATIONS)},
     )
-    table_extension: str | None = field(
+    table_extension: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "With a fitted table that is longer than the old one: how it goes on.",
-            "choices": list(TABLE_EXTENSIONS),
-        },
+        help="With a fitted table that is longer than the old one: how it goes on.",
+        metadata={"choices": list(TABLE_EXTENSIONS)},
     )
-    gradual_steps: int = field(
-        default=0,
-        metadata={"help": "Lead the model from the old scheme to the new one over this many steps; 0: at once."},
+    gradual_steps: int = HfArg(
+        default=0, help="Lead the model from the old scheme to the new one over this many steps; 0: at once."
     )
-    distill: bool = field(default=False, metadata={"help": "Learn from the model as it was before the swap, too."})
-    distill_temperature: float = field(default=2.0, metadata={"help": "Softens what the teacher predicts."})
-    distill_weight: float = field(
-        default=0.5, metadata={"help": "The teacher's share of the loss, above 0; 1 leaves the text's own tokens out."}
+    distill: bool = HfArg(default=False, help="Learn from the model as it was before the swap, too.")
+    distill_temperature: float = HfArg(default=2.0, help="Softens what the teacher predicts.")
+    distill_weight: float = HfArg(
+        default=0.5, help="The teacher's share of the loss, above 0; 1 leaves the text's own tokens out."
     )
-    self_distill: bool = field(
-        default=False, metadata={"help": "Learn to predict the same from perturbed positions (causal models)."}
+    self_distill: bool = HfArg(
+        default=False, help="Learn to predict the same from perturbed positions (causal models)."
     )
-    self_distill_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the divergence between the views, added to the loss; above 0."}
+    self_distill_weight: float = HfArg(
+        default=1.0, help="Weight of the divergence between the views, added to the loss; above 0."
     )
-    self_distill_shift: str = field(
+    self_distill_shift: str = HfArg(
         default="skip",
-        metadata={
-            "help": "How positions are perturbed: 'skip' moves the rest of a text further away, 'cyclic' rotates all.",
-            "choices": list(SHIFTS),
-        },
+        help="How positions are perturbed: 'skip' moves the rest of a text further away, 'cyclic' rotates all.",
+        metadata={"choices": list(SHIFTS)},
     )
 
     def __post_init__(self) -> None:
@@ -104,6 +99,28 @@ class HealingArguments:
                 "language models: run_clm.py, or the task 'causal' of a study."
             )
 
+    def check_start(self, scheme: SchemeArguments, model: ModelArguments) -> None:
+        """Raises `SettingsError` if there is nothing to swap, or nothing to learn from."""
+        if self.swaps and (scheme.scheme is None or scheme.scheme_layers is not None):
+            raise SettingsError(
+                "--initialization and --gradual_steps are about a new scheme: give --scheme, for some layers only as "
+                '\'{"scheme": "schedule", "layers": [...]}\' without --scheme_layers.'
+            )
+        if (self.swaps or self.distill) and model.model_name_or_path is None:
+            raise SettingsError(
+                "--initialization, --gradual_steps and --distill take over what a model has learned: give "
+                "--model_name_or_path."
+            )
+
+    def check_run(self, arguments: TrainingArguments, steps: int, lora: bool) -> None:
+        """As `check_training`, for a run with these arguments of the Trainer."""
+        self.check_training(steps, lora)
+        try:
+            for callback in self.callbacks():
+                callback.check_training(arguments, steps)
+        except ValueError as error:
+            raise SettingsError(f"--gradual_steps {self.gradual_steps}: {error}") from error
+
     def check_training(self, steps: int, lora: bool) -> None:
         """Raises `SettingsError` if the training ends before the old scheme is gone, or cannot follow the change."""
         if self.gradual_steps and lora:
@@ -117,11 +134,11 @@ class HealingArguments:
                 "scheme still has a share. Give fewer gradual steps, or train longer."
             )
 
-    def swap(self, model: Any, config: Any, sample: Tensor | None, options: dict[str, Any]) -> Swap[Any]:
-        """Gives a trained model another scheme; `config` by name can take options from the old scheme."""
+    def swap(self, model: Any, scheme: Any, sample: Tensor | None, options: dict[str, Any]) -> Swap[Any]:
+        """Gives a trained model another scheme; `scheme` by name can take options from the old scheme."""
         return swap_scheme(
             model,
-            config,
+            scheme,
             initialization=self.initialization,
             sample=sample,
             table_extension=self.table_extension,
@@ -129,7 +146,11 @@ class HealingArguments:
             **options,
         )
 
-    def callbacks(self) -> list[TrainerCallback]:
+    def settings(self) -> dict[str, Any]:
+        """What a resumed run is compared with."""
+        return {"healing": asdict(self)} if self.swaps or self.teaches else {}
+
+    def callbacks(self) -> list[GradualSwapCallback]:
         """For the Trainer: what raises the new scheme's share."""
         return [GradualSwapCallback(self.gradual_steps)] if self.gradual_steps else []
 

@@ -294,6 +294,23 @@ class SchemeTrainer(Trainer):
             card.save(Path(str(self.args.output_dir)) / "README.md")
 
 
+def data_seed(arguments: TrainingArguments) -> int:
+    """The seed of the order of rows, and of what is drawn for them."""
+    return int(arguments.seed if arguments.data_seed is None else arguments.data_seed)
+
+
+def training_steps(rows: int, arguments: TrainingArguments) -> int:
+    """The updates of a run over so many rows.
+
+    Raises:
+        SettingsError: if there are fewer rows than one update takes.
+    """
+    order = row_order(rows, arguments)
+    if arguments.max_steps > 0:
+        return int(arguments.max_steps)
+    return math.ceil(arguments.num_train_epochs * (len(order) // order.multiple))
+
+
 def row_order(rows: int, arguments: TrainingArguments) -> EpochOrder:
     """Returns the order in which a run reads its rows.
 
@@ -303,7 +320,7 @@ def row_order(rows: int, arguments: TrainingArguments) -> EpochOrder:
     return EpochOrder(
         rows,
         multiple=arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
-        seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
+        seed=data_seed(arguments),
         shuffle=arguments.train_sampling_strategy != "sequential",
     )
 

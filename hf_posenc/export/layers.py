@@ -238,7 +238,7 @@ def rotation_of(layer: Layer) -> Rotation:
 
 
 def _rotation(part: QueryKeyMap, head_dim: int) -> Rotation:
-    if isinstance(part, ChainedMap) and isinstance(part.position_map, AffineMap):
+    if isinstance(part, ChainedMap) and isinstance(part.position_map, AffineMap) and len(part.members()) == 1:
         # An offset is not visible, because a rotation depends on distances only.
         inner = _rotation(part.members()[0], head_dim)
         return dataclasses.replace(inner, frequencies=inner.frequencies * part.position_map.factor)

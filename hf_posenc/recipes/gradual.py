@@ -107,8 +107,7 @@ def finish_blend(model: nn.Module) -> None:
     """
     target = unwrapped(model)
     encoding = _blend_of(target)
-    strength = blend_strength(target)
-    if strength != 1:
+    if (strength := blend_strength(target)) != 1:
         raise UnsupportedError(
             f"The strength of the new scheme is {strength}: removing the old scheme now would change the outputs of "
             "the model. Train to strength 1 first, or call set_blend_strength(model, 1.0) to skip the rest."
@@ -144,12 +143,12 @@ def freeze_old(encoding: PositionEncoding) -> None:
 
 def places_of_parts(stacks: Mapping[str, StackEncoding]) -> list[Any]:
     """Every place of a part of a scheme in some stacks of a model, in order; `None` for an empty place."""
-    found: list[Any] = []
+    places: list[Any] = []
     for stack in stacks.values():
-        found.append(stack.additive)
+        places.append(stack.additive)
         for layer in stack.layers:
-            found += [layer.query_key_map, layer.logit_bias, layer.logit_scale]
-    return found
+            places += [layer.query_key_map, layer.logit_bias, layer.logit_scale]
+    return places
 
 
 def _blend_of(target: PreTrainedModel) -> PositionEncoding:

@@ -79,8 +79,7 @@ class SchemePhases:
             config = with_native_options(config, stacks, native)
         if in_force == config:
             return False
-        planned = Transaction(model).plan_alone(config, stacks) if step > 0 else None
-        count = 0 if planned is None else parameter_count(planned)
+        count = parameter_count(Transaction(model).plan_alone(config, stacks)) if step > 0 else 0
         if count:
             raise UnsupportedError(
                 f"Scheme {config.name!r}, which starts at step {step}, has {count} parameters, which an existing "

@@ -35,6 +35,28 @@ def document_starts(positions: Tensor, real: Tensor) -> Tensor:
     return starts
 
 
+def mask_of_documents(documents: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
+    """`(batch, 1, length, length)`: 0, or the lowest number of the dtype where a token would see another document.
+
+    Args:
+        documents: `(batch, length)`, a number for each document of a row.
+        dtype: of the mask.
+        causal: whether it also hides later tokens.
+    """
+    hidden = documents[:, None, :, None] != documents[:, None, None, :]
+    if causal:
+        hidden = hidden | torch.ones_like(hidden[0, 0]).triu(1)
+    return hidden.to(dtype) * torch.finfo(dtype).min
+
+
+def spread_distance(first: Tensor, second: Tensor) -> float:
+    """The largest difference, in units of the spread of the second."""
+    if not len(first):
+        return 0.0
+    second = second.float()
+    return float((first.float() - second).abs().max() / second.std().clamp(min=1e-9))
+
+
 @dataclass(frozen=True)
 class View:
     """A batch with its standard positions.
@@ -119,8 +141,8 @@ class PositionViews:
 
     def logits(self, view: View, positions: Tensor) -> Tensor:
         """`(batch, length, vocabulary)` of a batch at `(batch, length)` positions."""
-        found: Tensor = self.model(**(self._uncached | view.given | {"position_ids": positions})).logits
-        return found
+        logits: Tensor = self.model(**(self._uncached | view.given | {"position_ids": positions})).logits
+        return logits
 
     def _view(self, inputs: Mapping[str, Any], logits: Tensor) -> View:
         implementation = str(getattr(self.target.config, "_attn_implementation", ""))
@@ -174,11 +196,7 @@ class PositionViews:
         starts = document_starts(positions, real)
         if not bool(starts[:, 1:].any()):
             return torch.ones_like(positions)
-        documents = starts.cumsum(-1)
-        hidden = documents[:, None, :, None] != documents[:, None, None, :]
-        hidden = hidden | torch.ones_like(hidden[0, 0]).triu(1)
-        dtype = self.target.dtype
-        return hidden.to(dtype) * torch.finfo(dtype).min
+        return mask_of_documents(starts.cumsum(-1), self.target.dtype)
 
     def _check(self, inputs: Mapping[str, Any], view: View) -> bool:
         """Compares the model with itself one position away, in evaluation mode, and refuses it if they do not fit.
@@ -208,7 +226,7 @@ class PositionViews:
                 tokens = tokens.clone()
                 tokens[row, slot - 1] = (tokens[row, slot - 1] + 1) % same.shape[-1]
                 changed = self.logits(replace(view, given=view.given | {"input_ids": tokens}), others)
-        name, effect = type(self.target).__name__, _distance(moved[row, behind], same[row, behind])
+        name, effect = type(self.target).__name__, spread_distance(moved[row, behind], same[row, behind])
         if effect <= _NOTHING:
             encoding = current_encoding(self.target)
             scheme = "its own scheme" if encoding is None else f"the scheme {encoding.config.name!r}"
@@ -217,7 +235,7 @@ class PositionViews:
                 "still such that they have no effect. There is nothing to distil; train without perturbed positions."
             )
         tolerance = max(_ROUNDED, _SHARE * effect)
-        if _distance(same[view.real], usual[view.real]) > tolerance:
+        if spread_distance(same[view.real], usual[view.real]) > tolerance:
             raise UnsupportedError(
                 f"{name} gives other logits with the same positions and an explicit attention mask, so its views would "
                 "differ in more than their positions. Documents that share a row cannot be kept apart in both views of "
@@ -225,23 +243,15 @@ class PositionViews:
                 "document per row (in the training scripts: --packing concatenate). A model whose positions do not "
                 "begin at 0 needs position_ids in its inputs."
             )
-        if _distance(moved[row, before], same[row, before]) > tolerance:
+        if spread_distance(moved[row, before], same[row, before]) > tolerance:
             raise UnsupportedError(
                 f"In this {name}, tokens change with the positions of later ones: it is not causal. Perturbed "
                 "positions are for causal language models."
             )
-        if changed is not None and _distance(changed[row, behind], moved[row, behind]) <= _NOTHING:
+        if changed is not None and spread_distance(changed[row, behind], moved[row, behind]) <= _NOTHING:
             raise UnsupportedError(
                 f"In this {name}, tokens behind a jump of the positions do not see those before it: its attention "
                 f"({self.target.config._attn_implementation}) takes the jump for the start of another document. Load "
                 'the model with attn_implementation="sdpa".'
             )
         return True
-
-
-def _distance(first: Tensor, second: Tensor) -> float:
-    """Largest difference, in units of the spread of the second."""
-    if not len(first):
-        return 0.0
-    second = second.float()
-    return float((first.float() - second).abs().max() / second.std().clamp(min=1e-9))

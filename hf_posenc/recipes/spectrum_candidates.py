@@ -57,9 +57,8 @@ class CandidateSpace:
             self.extension = math.nextafter(self.extension, math.inf)
         self.frequencies = rope_inverse_frequencies(scheme.theta, rotary_dim).double()
         slow = (self.frequencies * trained < 2 * math.pi).nonzero().flatten().tolist()
-        pairs = len(self.frequencies)
-        self.critical = min(slow, default=pairs - 1)
-        self.pairs, self.rotary_dim = pairs, rotary_dim
+        self.pairs, self.rotary_dim = len(self.frequencies), rotary_dim
+        self.critical = min(slow, default=self.pairs - 1)
 
     def config(self, candidate: SpectrumCandidate) -> RopeConfig:
         """RoPE with the factors of a candidate past the trained length."""
@@ -80,20 +79,20 @@ class CandidateSpace:
         factors = (self.frequencies / scaled).tolist()
         return SpectrumCandidate(self._rising(factors), scaling.attention_scaling())
 
-    def proposals(self, found: list[SpectrumCandidate], generator: Generator) -> Iterator[SpectrumCandidate]:
+    def proposals(self, measured: list[SpectrumCandidate], generator: Generator) -> Iterator[SpectrumCandidate]:
         """What to measure next, without end.
 
         Args:
-            found: what was measured: YaRN, and then each proposal, added by the caller.
+            measured: what was measured: YaRN, and then each proposal, added by the caller.
             generator: of the mutations.
         """
         step = 2 * _ATTENTION_STEP * math.log(self.extension)
         yield from self._along(
-            lambda x: dataclasses.replace(found[0], attention_factor=_limited(found[0], x)), step, found
+            lambda x: dataclasses.replace(measured[0], attention_factor=_limited(measured[0], x)), step, measured
         )
-        attention_factor = _best(found).attention_factor
-        yarn = dataclasses.replace(found[0], attention_factor=attention_factor)
-        yield from self._along(lambda x: self._shifted(yarn, x), max(1.0, self.pairs / 16), found)
+        attention_factor = _best(measured).attention_factor
+        yarn = dataclasses.replace(measured[0], attention_factor=attention_factor)
+        yield from self._along(lambda x: self._shifted(yarn, x), max(1.0, self.pairs / 16), measured)
         starts = {max(1, self.critical), max(1, self.critical - self.pairs // 8)}
         for start in sorted(starts & set(range(self.pairs)), reverse=True):
             # Slow pairs have the whole factor; faster ones follow from it as in NTK scaling.
@@ -101,17 +100,17 @@ class CandidateSpace:
             slow = [self.extension] * (self.pairs - start)
             yield SpectrumCandidate(self._rising([*fast, *slow]), attention_factor)
         while True:
-            yield self.mutated(sorted(found, key=lambda one: one.loss)[:_PARENTS], generator)
+            yield self.mutated(sorted(measured, key=lambda candidate: candidate.loss)[:_PARENTS], generator)
 
     def _along(
-        self, candidate_at: Callable[[float], SpectrumCandidate], step: float, found: list[SpectrumCandidate]
+        self, candidate_at: Callable[[float], SpectrumCandidate], step: float, measured: list[SpectrumCandidate]
     ) -> Iterator[SpectrumCandidate]:
         """Candidates a step before and a step after the best one, and where a parabola through the three is lowest."""
-        middle = _best(found).loss
+        middle = _best(measured).loss
         losses = []
         for sign in (-1, 1):
             yield candidate_at(sign * step)
-            losses.append(found[-1].loss)
+            losses.append(measured[-1].loss)
         bend = losses[0] - 2 * middle + losses[1]
         if bend > 0 and math.isfinite(bend):
             yield candidate_at(step * min(max((losses[0] - losses[1]) / (2 * bend), -2.0), 2.0))
@@ -147,8 +146,8 @@ class CandidateSpace:
         return tuple(np.sqrt(above * below).tolist())
 
 
-def _best(found: list[SpectrumCandidate]) -> SpectrumCandidate:
-    return min(found, key=lambda one: one.loss)
+def _best(measured: list[SpectrumCandidate]) -> SpectrumCandidate:
+    return min(measured, key=lambda candidate: candidate.loss)
 
 
 def _limited(candidate: SpectrumCandidate, change: float) -> float:

@@ -122,24 +122,24 @@ def search_spectrum(
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
         patch_model(target, space.config(candidate))
         loss = objective(target, texts, needles, needle_weight)
-        found = dataclasses.replace(candidate, loss=loss)
+        result = dataclasses.replace(candidate, loss=loss)
         if on_evaluation is not None:
-            on_evaluation(found)
-        return found
+            on_evaluation(result)
+        return result
 
     try:
         with evaluation_mode(target), warnings.catch_warnings():
             # Candidates are read without a cache.
             warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
-            found = [measured(space.yarn())]
-            proposals = space.proposals(found, generator)
-            while len(found) < evaluations:
-                found.append(measured(next(proposals)))
+            candidates = [measured(space.yarn())]
+            proposals = space.proposals(candidates, generator)
+            while len(candidates) < evaluations:
+                candidates.append(measured(next(proposals)))
     finally:
         restore_encoding(target, before)
-    best = min(found, key=lambda one: one.loss)
-    losses = tuple(np.minimum.accumulate([one.loss for one in found]).tolist())
-    return SpectrumSearch(space.config(best), best, found[0], space.critical, losses)
+    best = min(candidates, key=lambda tried: tried.loss)
+    losses = tuple(np.minimum.accumulate([tried.loss for tried in candidates]).tolist())
+    return SpectrumSearch(space.config(best), best, candidates[0], space.critical, losses)
 
 
 def _plain_rope(model: PreTrainedModel) -> RopeConfig:
@@ -164,10 +164,10 @@ def _rotary_dim(model: PreTrainedModel, scheme: RopeConfig) -> int:
     """How many dimensions of a head the scheme rotates in this model."""
     planned = Transaction(model).plan_alone(scheme, find_stacks(model, [TEXT]))
     layers = [layer for stack in planned.stacks.values() for layer in stack.layers]
-    found: set[int] = {getattr(layer.query_key_map, "rotary_dim", 0) for layer in layers}
-    if len(found) != 1:
+    dims: set[int] = {getattr(layer.query_key_map, "rotary_dim", 0) for layer in layers}
+    if len(dims) != 1:
         raise UnsupportedError(
-            f"The layers of {type(model).__name__} rotate {sorted(map(str, found))} dimensions; the search needs one "
+            f"The layers of {type(model).__name__} rotate {sorted(map(str, dims))} dimensions; the search needs one "
             "number for all of them."
         )
-    return found.pop()
+    return dims.pop()

@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from benchmarks import timing
 from benchmarks.arguments import parse_options, subjects_of
+from benchmarks.levels import SMOLLM2
 from benchmarks.lineup import build_lineup
 from benchmarks.machine import subnormal_line, subnormal_ratio
 from benchmarks.peers import peer_subjects
-from benchmarks.subjects import SMOLLM2, Call
+from benchmarks.subjects import Call
 from benchmarks.table import figure_tables
 from benchmarks.targets import verdicts
 from benchmarks.timing import Pace, time_subjects
@@ -93,8 +94,8 @@ class _FirstSlow(Sleeper):
 
 def test_goals_on_a_gpu_compare_backends_by_name():
     def row(name, family, median):
-        found = {"median": median, "low": median, "high": median, "of_minima": median}
-        return {"subject": name, "family": family, "to_bare": found, "to_stock": found}
+        ratio = {"median": median, "low": median, "high": median, "of_minima": median}
+        return {"subject": name, "family": family, "to_bare": ratio, "to_stock": ratio}
 
     rows = [
         row("alibi", "distance bias", 1.03),
@@ -144,9 +145,9 @@ def test_a_scheme_may_name_its_backend(capsys):
     (eager, default), _ = build_lineup("model", ["alibi@eager", "alibi"], (), 16, TINY)
     assert (eager.family, default.family) == ("eager", "distance bias")
     logits = []
-    for one in (eager, default):
+    for subject in (eager, default):
         with torch.no_grad():
-            logits.append(one.model.eval()(input_ids=TINY.tokens(16)).logits)
+            logits.append(subject.model.eval()(input_ids=TINY.tokens(16)).logits)
     assert eager.model.config._attn_implementation == "eager"
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
@@ -156,7 +157,7 @@ def test_flash_attention_is_given_the_slopes_of_alibi(monkeypatch):
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, alibi_slopes: Tensor | None) -> Tensor:
         assert causal
-        query, key, value = (one.transpose(1, 2) for one in (q, k, v))
+        query, key, value = (states.transpose(1, 2) for states in (q, k, v))
         positions = torch.arange(q.shape[1])
         distance = positions[None, :] - positions[:, None]
         slopes = torch.zeros(q.shape[2]) if alibi_slopes is None else alibi_slopes
@@ -170,11 +171,11 @@ def test_flash_attention_is_given_the_slopes_of_alibi(monkeypatch):
     module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     assert "half precision" in peer_subjects(["flash"], TINY)[1]["FlashAttention"]
-    found = {subject.name: subject for subject in peer_subjects(["flash", "mask"], setting)[0]}
+    subjects = {subject.name: subject for subject in peer_subjects(["flash", "mask"], setting)[0]}
     states = setting.random(1, 32, setting.sizes.hidden_size)
-    slopes = found["alibi, FlashAttention slopes"].build(32)(states)
-    torch.testing.assert_close(slopes, found["alibi, mask built once"].build(32)(states), atol=2e-2, rtol=2e-2)
-    assert not torch.allclose(slopes, found["FlashAttention without position"].build(32)(states), atol=2e-2)
+    slopes = subjects["alibi, FlashAttention slopes"].build(32)(states)
+    torch.testing.assert_close(slopes, subjects["alibi, mask built once"].build(32)(states), atol=2e-2, rtol=2e-2)
+    assert not torch.allclose(slopes, subjects["FlashAttention without position"].build(32)(states), atol=2e-2)
 
 
 def test_missing_flash_attention_is_told():

@@ -153,7 +153,7 @@ def test_targets_are_judged_by_the_worst_scheme(finished):
     content, _ = finished
     content = json.loads(json.dumps(content))
     assert verdicts(content) == []
-    row = next(one for one in content["cells"]["model forward 32"]["rows"] if one["subject"] == "alibi")
+    row = next(each for each in content["cells"]["model forward 32"]["rows"] if each["subject"] == "alibi")
 
     def bias(name: str, median: float) -> dict:
         return row | {
@@ -167,9 +167,9 @@ def test_targets_are_judged_by_the_worst_scheme(finished):
             "length": 4096,
             "rows": [bias("alibi", 1.1), bias("t5", worst)],
         }
-        ((target, measured, found),) = verdicts(content)
+        ((target, measured, verdict),) = verdicts(content)
         assert target == "distance biases: at most 1.25 to bare, model forward 4096"
-        assert found is met
+        assert verdict is met
         assert measured.startswith(f"{1 + met} of 2; worst: t5 {worst:.3f}")
 
 
@@ -184,9 +184,9 @@ def test_the_figure_is_drawn_from_two_lengths_on(finished, tmp_path):
 
 def test_memory_of_a_fresh_process():
     request = {"level": "model", "subject": "rope", "phase": "train", "length": 16, "peers": []}
-    found = peak_memory(request, TINY)
-    assert found["phase_bytes"] >= 0
-    assert found["total_bytes"] == found["before_bytes"] + found["phase_bytes"]
+    peak = peak_memory(request, TINY)
+    assert peak["phase_bytes"] >= 0
+    assert peak["total_bytes"] == peak["before_bytes"] + peak["phase_bytes"]
 
 
 def test_what_a_fresh_process_cannot_measure_is_told(monkeypatch):
@@ -228,14 +228,14 @@ def test_memory_grows_with_what_a_call_allocates():
 def test_long_inputs_are_planned_for_few_subjects(tmp_path):
     options = tiny_options(tmp_path, schemes=("rope", "alibi", "t5", "fire"))
     requests = memory_requests(tiny_options(tmp_path, schemes=options.schemes, memory_lengths=(4096, 16384)))
-    assert all(one["phase"] == "forward" for one in requests)
+    assert all(request["phase"] == "forward" for request in requests)
     both = memory_requests(
         tiny_options(tmp_path, schemes=options.schemes, phases=("forward", "train"), memory_lengths=(4096, 16384))
     )
-    long_ones = [one for one in both if one["length"] == 16384]
-    assert {(one["level"], one["phase"]) for one in long_ones} == {("model", "train")}
-    assert {one["subject"] for one in long_ones} == {"bare", "rope", "alibi", "t5"}
-    assert {one["subject"] for one in both if one["peers"]} == {
+    long_ones = [request for request in both if request["length"] == 16384]
+    assert {(request["level"], request["phase"]) for request in long_ones} == {("model", "train")}
+    assert {request["subject"] for request in long_ones} == {"bare", "rope", "alibi", "t5"}
+    assert {request["subject"] for request in both if request["peers"]} == {
         "sdpa",
         "alibi, mask built in each call",
         "alibi, mask built once",

@@ -6,7 +6,8 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks.arguments import parse_options
 from benchmarks.bare import without_rotation
-from benchmarks.lineup import REFERENCES, USUAL_SCHEMES, build_lineup
+from benchmarks.levels import LEVELS
+from benchmarks.lineup import REFERENCES, build_lineup
 from benchmarks.peers import PEER_GROUPS
 from benchmarks.subjects import AttentionCall, LanguageModel
 from hf_posenc import list_schemes
@@ -44,7 +45,7 @@ def test_one_layer_of_a_bare_llama_sees_which_tokens_came_before_and_not_in_whic
     for name, subject in subjects.items():
         # Two layers can tell the order by what the causal mask hides, with no positions at all.
         subject.model.config.num_hidden_layers = 1
-        last[name] = [logits(subject, one)[:, -1] for one in (tokens, shuffled)]
+        last[name] = [logits(subject, order)[:, -1] for order in (tokens, shuffled)]
     torch.testing.assert_close(*last["bare"], **_ROUNDING)
     assert not torch.allclose(*last["stock"], **_ROUNDING)
 
@@ -89,15 +90,15 @@ def test_models_share_weights_and_not_gradients(level):
     with subjects["rope"].ready("train", 16) as call:
         call.run()
         if level != "attention":
-            assert any(one.grad is not None for one in subjects["rope"].model.parameters())
+            assert any(parameter.grad is not None for parameter in subjects["rope"].model.parameters())
             mine, other = (dict(subjects[name].model.named_parameters()) for name in ("rope", "bare"))
             shared = [name for name in mine if name in other]
             assert len(shared) > 10
             assert all(mine[name].data_ptr() == other[name].data_ptr() for name in shared)
-            assert all(one.grad is None for one in other.values())
+            assert all(parameter.grad is None for parameter in other.values())
         call.after()
     if level != "attention":
-        assert all(one.grad is None for one in subjects["rope"].model.parameters())
+        assert all(parameter.grad is None for parameter in subjects["rope"].model.parameters())
 
 
 @pytest.mark.parametrize("scheme", ["bare", "stock", "rope", "alibi", "pope", "forget_gate"])
@@ -128,17 +129,17 @@ def test_a_grown_cache_is_what_the_model_writes_for_repeated_tokens():
 def test_every_scheme_is_measured_or_refused_with_the_reason():
     for level in ("attention", "model", "encoder"):
         subjects, left_out = build_lineup(level, [*REFERENCES, *list_schemes()], (), 32, TINY)
-        found = {subject.name for subject in subjects}
-        assert found | set(left_out) == {*REFERENCES, *list_schemes()}
+        measured = {subject.name for subject in subjects}
+        assert measured | set(left_out) == {*REFERENCES, *list_schemes()}
         assert all(reason.startswith("refused: ") and len(reason) > 40 for reason in left_out.values())
         if level != "encoder":
             assert not left_out
         else:
-            assert set(USUAL_SCHEMES["encoder"]) <= found
+            assert set(LEVELS["encoder"].usual) <= measured
 
 
 def test_families_are_those_of_the_targets():
-    families = {name: one.family for name, one in named("model", *list_schemes()).items()}
+    families = {name: subject.family for name, subject in named("model", *list_schemes()).items()}
     assert {name for name, family in families.items() if family == "distance bias"} >= {"alibi", "t5", "kerple"}
     assert {name for name, family in families.items() if family == "rotation"} >= {"rope", "p_rope", "xpos"}
     assert families["sinusoidal"] == "additive"
@@ -184,15 +185,15 @@ def test_t5_adds_its_table(attention):
 
 def test_x_transformers_computes_the_same_attention():
     pytest.importorskip("x_transformers", reason="pip install -c constraints.txt -e '.[bench]'")
-    found = named("attention", "bare", "alibi", peers=("x_transformers",))
+    subjects = named("attention", "bare", "alibi", peers=("x_transformers",))
     pairs = (
         ("x-transformers without position", "bare"),
         ("x-transformers, alibi (bias kept between calls)", "alibi"),
     )
     for name, ours in pairs:
-        torch.testing.assert_close(attended(found[name], 32), attended(found[ours], 32), **_ROUNDING)
+        torch.testing.assert_close(attended(subjects[name], 32), attended(subjects[ours], 32), **_ROUNDING)
     for name in ("x-transformers, rotary", "x-transformers, T5 bias"):
-        assert not torch.allclose(attended(found[name], 32), attended(found["bare"], 32), **_ROUNDING)
+        assert not torch.allclose(attended(subjects[name], 32), attended(subjects["bare"], 32), **_ROUNDING)
 
 
 def test_missing_x_transformers_tells_the_command(monkeypatch):
@@ -218,7 +219,7 @@ def test_a_bare_vit_is_the_patched_model_of_no_scheme_and_does_not_see_places():
     for name, subject in subjects.items():
         model = subject.model.eval()
         with torch.no_grad():
-            outputs[name] = [model(pixel_values=one).logits for one in (pixels, moved)]
+            outputs[name] = [model(pixel_values=pictures).logits for pictures in (pixels, moved)]
     torch.testing.assert_close(*outputs["bare"], **_ROUNDING)
     torch.testing.assert_close(outputs["bare"], outputs["none"], **_ROUNDING)
     assert not torch.allclose(*outputs["stock"], **_ROUNDING)

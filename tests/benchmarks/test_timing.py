@@ -97,9 +97,9 @@ def test_the_collector_runs_again_afterwards():
 
 def test_ratios_are_taken_within_rounds():
     times = {"alibi": [2.0, 40.0, 3.0], "bare": [1.0, 20.0, 2.0]}
-    found = row_of(Sleeper("alibi", 0.0), times)["to_bare"]
-    assert found["median"] == found["of_minima"] == 2.0
-    assert found["low"] == 1.75
+    ratio = row_of(Sleeper("alibi", 0.0), times)["to_bare"]
+    assert ratio["median"] == ratio["of_minima"] == 2.0
+    assert ratio["low"] == 1.75
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(10.0, 1), (0.002, 2), (1e-6, 30)])

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.arguments import parse_options
-from benchmarks.subjects import Call, Setting, Sizes
+from benchmarks.levels import Sizes
+from benchmarks.subjects import Call, Setting
 from benchmarks.timing import Pace
 
 TINY = Setting(Sizes(hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48, vocab_size=64))

@@ -26,8 +26,7 @@ from tests.models import tiny
 from tests.real.conftest import minilm_folder  # noqa: F401
 from training import compare, run_image_classification, search_spectrum
 from training.argument_files import parse_arguments
-from training.images.classification import _ARGUMENTS as _IMAGE_ARGUMENTS
-from training.language_modeling import _ARGUMENTS
+from training.run_clm import OPTIONS
 from training.study.settings import parse_study
 
 PAGES = [
@@ -165,7 +164,7 @@ def test_trl_trains_saves_and_loads(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_yarn_model_is_exported_and_loads_without_the_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     (words,) = [words for words in commands("extend_smollm2", "python training/run_clm.py") if "smollm2-135m" in words]
-    scheme = parse_arguments(_ARGUMENTS, words, "")[1]
+    scheme = parse_arguments(OPTIONS, words, "")[1]
     model = hf_posenc.patch_model(small_llama(), scheme.scheme, **json.loads(scheme.scheme_options))
     model.save_pretrained("yarn")
     words_tokenizer().save_pretrained("yarn")
@@ -217,7 +216,7 @@ def test_a_vit_with_two_dimensional_rope_is_trained_and_loaded(capsys: pytest.Ca
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_is_valid(page: str) -> None:
     parsed = 0
-    for script, kinds in (("run_clm.py", _ARGUMENTS), ("run_image_classification.py", _IMAGE_ARGUMENTS)):
+    for script, kinds in (("run_clm.py", OPTIONS), ("run_image_classification.py", run_image_classification.OPTIONS)):
         for words in training_commands(page, script):
             arguments = parse_arguments(kinds, [word for word in words if word != "--bf16"], "")
             assert any(isinstance(one, TrainingArguments) for one in arguments)

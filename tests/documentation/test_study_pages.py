@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -11,27 +10,22 @@ from types import ModuleType
 
 import pytest
 
-from docs.generate import study_leaderboard, study_models
-from training.study.claims import CLAIMS, read_runs
+from docs.study import leaderboard, make_pages, measured
+from docs.study.claims import CLAIMS, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("study_pages", ROOT / "docs" / "generate" / "study.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return make_pages
 
 
 @pytest.mark.parametrize("name", ["results.md", "leaderboard.md"])
 def test_the_tables_of_a_page_are_up_to_date(study: ModuleType, name: str) -> None:
     assert name in study.PAGES
     page = (study.FOLDER / name).read_text(encoding="utf-8")
-    assert study.filled(page, read_runs(study.RUNS)) == page, "Run: python docs/generate/study.py --no-draw"
+    assert study.filled(page, read_runs(study.RUNS)) == page, "Run: python docs/study/make_pages.py --no-draw"
 
 
 def test_every_table_stands_on_a_page(study: ModuleType) -> None:
@@ -40,7 +34,7 @@ def test_every_table_stands_on_a_page(study: ModuleType) -> None:
 
 
 def test_without_runs_every_table_says_so(study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_models, "FOLDER", tmp_path)
+    monkeypatch.setattr(measured, "FOLDER", tmp_path)
     for name, table in study.TABLES.items():
         if name == "diverged":
             assert table({}) == "None."
@@ -138,7 +132,7 @@ def test_the_catalogue_is_compared_with_the_better_rope_of_its_processor(process
         "reference_control": [of_processor("rope", 1.21, "fast")],
         "reference_half_rate": [of_processor("rope", 1.20, "fast")],
     }
-    found = study_leaderboard._above_rope(runs, "reference_catalogue", {0: of_processor("cope", 1.19, processor)})
+    found = leaderboard._above_rope(runs, "reference_catalogue", {0: of_processor("cope", 1.19, processor)})
     assert found.value == pytest.approx(math.nan if above is None else above, nan_ok=True)
 
 
@@ -192,9 +186,9 @@ def test_times_are_relative_to_the_same_processor() -> None:
 
     slow, fast = run("none", 10.0, "slow"), run("none", 4.0, "fast")
     runs = {"reference": [slow], "reference_control": [fast]}
-    assert study_leaderboard._relative_time(runs, {0: run("cope", 8.0, "fast")}) == "2.00"
-    assert study_leaderboard._relative_time(runs, {0: run("cope", 8.0, "slow")}) == "0.80"
-    assert study_leaderboard._relative_time(runs, {0: run("cope", 8.0, "another")}) == ""
+    assert leaderboard._relative_time(runs, {0: run("cope", 8.0, "fast")}) == "2.00"
+    assert leaderboard._relative_time(runs, {0: run("cope", 8.0, "slow")}) == "0.80"
+    assert leaderboard._relative_time(runs, {0: run("cope", 8.0, "another")}) == ""
 
 
 def test_what_is_quoted_is_compared_seed_by_seed(study: ModuleType) -> None:
@@ -289,4 +283,4 @@ def test_a_new_seed_that_diverged_is_not_inside(study: ModuleType) -> None:
 @pytest.mark.parametrize(("name", "numbers"), [("rope", 256), ("forget_gate", 256 + 16), (None, 256)])
 def test_cached_numbers_count_keys_values_and_features(study: ModuleType, name: str | None, numbers: int) -> None:
     # 4 heads of width 32; a forget gate adds 16 bytes to the key of each head, which are four numbers.
-    assert study_leaderboard.cached_numbers({} if name is None else {"scheme": name}) == numbers
+    assert leaderboard.cached_numbers({} if name is None else {"scheme": name}) == numbers

@@ -38,12 +38,12 @@ def test_soft_targets_by_hand():
 def test_gradients_keep_their_size_at_any_temperature():
     """The reason for the factor T ** 2 (arXiv:1503.02531, section 2.1): for small logits the gradients are equal."""
     teacher = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(0)) * 0.1
-    found = []
+    sizes = []
     for temperature in (5.0, 50.0):
         student = torch.zeros(1, 4, 50, requires_grad=True)
         soft_target_loss(student, teacher, torch.ones(1, 4, dtype=torch.bool), temperature).backward()
-        found.append(student.grad)
-    assert torch.allclose(found[0], found[1], rtol=0.1, atol=1e-4)
+        sizes.append(student.grad)
+    assert torch.allclose(sizes[0], sizes[1], rtol=0.1, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -70,6 +70,11 @@ def _loaded(folder: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
+@torch.no_grad()
+def _outputs(model: Any, architecture: str = "llama_gqa") -> torch.Tensor:
+    return outputs(model, ARCHITECTURES[architecture], tokens())
+
+
 def _name(scheme: Any) -> str:
     return "native" if scheme is None else scheme if isinstance(scheme, str) else "+".join(scheme)
 
@@ -126,41 +131,33 @@ def test_equal_schemes_on_both_sides_share_nothing():
 
 
 def test_rotations_of_the_same_pairs_blend_into_one_of_interpolated_frequencies():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
-    model, linear = (
-        patched("llama_gqa", None).eval(),
-        patched("llama_gqa", RopeConfig(scaling=LinearScaling(4.0))).eval(),
-    )
+    schemes = (None, RopeConfig(scaling=LinearScaling(4.0)))
+    model, linear = (patched("llama_gqa", scheme).eval() for scheme in schemes)
     begin_blend(model, "none")
     set_blend_strength(model, 0.75)
-    with torch.no_grad():
-        # A quarter of all positions is position interpolation by 4; angles differ by the rounding of a product.
-        assert distance(outputs(model, row, ids), outputs(linear, row, ids)) < 1e-5
+    # A quarter of all positions is position interpolation by 4; angles differ by the rounding of a product.
+    assert distance(_outputs(model), _outputs(linear)) < 1e-5
 
 
 def test_the_temperature_of_yarn_comes_by_degrees():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
     scaled = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=8, attention_factor=1.5))
     model = patched("llama_gqa", "rope").eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
-        begin_blend(model, scaled)
-        assert distance(outputs(model, row, ids), before) < CLOSE
-        set_blend_strength(model, 1.0)
-        assert distance(outputs(model, row, ids), outputs(patched("llama_gqa", scaled).eval(), row, ids)) < CLOSE
+    before = _outputs(model)
+    begin_blend(model, scaled)
+    assert distance(_outputs(model), before) < CLOSE
+    set_blend_strength(model, 1.0)
+    assert distance(_outputs(model), _outputs(patched("llama_gqa", scaled).eval())) < CLOSE
 
 
 def test_the_way_is_continuous():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
     model = patched("llama_gqa", None).eval()
     begin_blend(model, ["sinusoidal", "alibi", "ssmax"])
-    found = []
-    with torch.no_grad():
-        for strength in torch.linspace(0, 1, 41).tolist():
-            set_blend_strength(model, strength)
-            found.append(outputs(model, row, ids))
-    whole = distance(found[-1], found[0])
-    steps = [distance(after, before) for before, after in itertools.pairwise(found)]
+    way = []
+    for strength in torch.linspace(0, 1, 41).tolist():
+        set_blend_strength(model, strength)
+        way.append(_outputs(model))
+    whole = distance(way[-1], way[0])
+    steps = [distance(after, before) for before, after in itertools.pairwise(way)]
     assert max(steps) < whole / 2
 
 
@@ -177,17 +174,15 @@ def test_decoding_with_a_cache_equals_the_whole_sequence():
 
 
 def test_layers_that_differ_are_blended_one_by_one():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
     model = patched("llama_gqa", None).eval()
     new = ScheduleConfig((RopeConfig(), NoneConfig()))
-    with torch.no_grad():
-        before = outputs(model, row, ids)
-        begin_blend(model, new)
-        assert distance(outputs(model, row, ids), before) < CLOSE
-        assert isinstance(model.position_encoding.config, ScheduleConfig)
-        set_blend_strength(model, 1.0)
-        finish_blend(model)
-        assert distance(outputs(model, row, ids), outputs(patched("llama_gqa", new).eval(), row, ids)) < CLOSE
+    before = _outputs(model)
+    begin_blend(model, new)
+    assert distance(_outputs(model), before) < CLOSE
+    assert isinstance(model.position_encoding.config, ScheduleConfig)
+    set_blend_strength(model, 1.0)
+    finish_blend(model)
+    assert distance(_outputs(model), _outputs(patched("llama_gqa", new).eval())) < CLOSE
 
 
 def test_a_blend_is_saved_and_loaded_at_its_strength(tmp_path):
@@ -232,14 +227,12 @@ def test_only_the_new_scheme_is_trained():
     ],
 )
 def test_what_cannot_act_by_degrees_is_refused_and_changes_nothing(architecture, old, new, message):
-    row, ids = ARCHITECTURES[architecture], tokens()
     model = patched(architecture, old).eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
-        for attempt in (lambda: begin_blend(model, new), lambda: swap_scheme(model, new, gradual=True)):
-            with pytest.raises(UnsupportedError, match=message):
-                attempt()
-        assert torch.equal(outputs(model, row, ids), before)
+    before = _outputs(model, architecture)
+    for attempt in (lambda: begin_blend(model, new), lambda: swap_scheme(model, new, gradual=True)):
+        with pytest.raises(UnsupportedError, match=message):
+            attempt()
+    assert torch.equal(_outputs(model, architecture), before)
     assert hasattr(model, "position_encoding") == (old is not None)
 
 

@@ -50,7 +50,7 @@ def test_a_bias_of_the_text_part_is_fitted_and_other_parts_keep_what_they_learne
     swap = swap_scheme(model, "kerple", sample=SAMPLE)
     assert [fit.residual < fit.residual_before for fit in swap.fits] == [True]
     kept = model.position_encoding.stacks["vision_tower"].parameters()
-    assert all(torch.equal(one, other) for one, other in zip(kept, trained, strict=True))
+    assert all(torch.equal(before, other) for before, other in zip(kept, trained, strict=True))
     with pytest.raises(ValueError, match="text: pass sample="):
         swap_scheme(model, "t5")
 

@@ -131,12 +131,12 @@ def _by_hand(model: Any, inputs: dict[str, Any], moved: Tensor, standard: Tensor
         other = model(ids, attention_mask=mask, position_ids=moved).logits
     for row in range(ids.shape[0]):
         targets = [slot for slot in range(ids.shape[1] - 1) if labels[row, slot + 1] != -100]
-        found = []
+        divergences = []
         for slot in targets:
             if moved[row, slot] != standard[row, slot]:
                 student, teacher = other[row, slot].softmax(-1), usual[row, slot].softmax(-1)
-                found.append(float((student * (student.log() - teacher.log())).sum()))
-        total += len(targets) * sum(found) / max(1, len(found))
+                divergences.append(float((student * (student.log() - teacher.log())).sum()))
+        total += len(targets) * sum(divergences) / max(1, len(divergences))
     return total
 
 
@@ -176,8 +176,8 @@ def test_no_gradient_flows_through_the_standard_view():
     hook = PerturbedSelfDistillation(model, generator=_generator(4))
     hook(inputs, outputs, torch.zeros(()), 26).backward()
     assert outputs.logits.grad is None
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(grad is not None for grad in found.values())
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(grad is not None for grad in gradients.values())
     # The gradient is that of the perturbed view alone, with the standard view as constants.
     model.zero_grad()
     moved = perturbed_positions(torch.arange(14).expand(2, 14), generator=_generator(4))
@@ -188,7 +188,7 @@ def test_no_gradient_flows_through_the_standard_view():
     (each.sum(-1) / behind.sum(-1).clamp(min=1) * 13 / 26).sum().backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            assert torch.allclose(parameter.grad, found[name], rtol=1e-3, atol=1e-6), name
+            assert torch.allclose(parameter.grad, gradients[name], rtol=1e-3, atol=1e-6), name
 
 
 def test_accumulated_batches_are_one_batch():
@@ -395,7 +395,7 @@ def test_the_check_leaves_no_trace():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
-    ids, found = tokens(), []
+    ids, gradients = tokens(), []
     for checkpointing in (False, True):
         model = patched("llama_gqa", "rope").train()
         if checkpointing:
@@ -404,10 +404,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
         hook = PerturbedSelfDistillation(model, generator=_generator(4))
         loss = outputs.logits.float().logsumexp(-1).mean()
         hook({"input_ids": ids, "labels": ids}, outputs, loss, 26).backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        assert torch.allclose(found[1][name], gradient, rtol=1e-4, atol=1e-6), name
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradients[1][name], gradient, rtol=1e-4, atol=1e-6), name
 
 
 def test_bfloat16_is_near_float32():
@@ -477,4 +477,4 @@ def test_a_trainer_of_transformers(tmp_path, monkeypatch):
     assert {items for items, _ in calls} == {4 * 13}
     assert all(added > 0 for _, added in calls)
     after = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(not torch.equal(start, other) for start, other in zip(before, after, strict=True))

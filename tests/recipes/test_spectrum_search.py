@@ -43,29 +43,29 @@ def tail_loss(model: Any, tokens: Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def search() -> Any:
     return search_spectrum(rope_model(), speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=40)
 
 
-def test_the_factors_are_better_than_yarn_on_other_texts(found: Any) -> None:
+def test_the_factors_are_better_than_yarn_on_other_texts(search: Any) -> None:
     held_out = speeches(100, 48)
     yarn = RopeConfig(scaling=YarnScaling(factor=LENGTH / TRAINED, original_max_positions=TRAINED))
-    losses = [tail_loss(patch_model(rope_model(), config), held_out) for config in (found.config, yarn)]
+    losses = [tail_loss(patch_model(rope_model(), config), held_out) for config in (search.config, yarn)]
     assert losses[0] < losses[1] - 0.02
     assert tail_loss(rope_model(), held_out) > losses[0]
 
 
-def test_the_search_goes_down_and_begins_with_yarn(found: Any) -> None:
-    assert len(found.losses) == 40
-    assert list(found.losses) == sorted(found.losses, reverse=True)
-    assert found.losses[0] == found.yarn.loss
-    assert found.losses[-1] == found.best.loss < found.yarn.loss
+def test_the_search_goes_down_and_begins_with_yarn(search: Any) -> None:
+    assert len(search.losses) == 40
+    assert list(search.losses) == sorted(search.losses, reverse=True)
+    assert search.losses[0] == search.yarn.loss
+    assert search.losses[-1] == search.best.loss < search.yarn.loss
     expected = patch_model(
         rope_model(), RopeConfig(scaling=YarnScaling(factor=LENGTH / TRAINED, original_max_positions=TRAINED))
     )
-    scaling = found.config.scaling
+    scaling = search.config.scaling
     same = LongRopeScaling(
-        scaling.short_factor, found.yarn.factors, TRAINED, LENGTH / TRAINED, found.yarn.attention_factor
+        scaling.short_factor, search.yarn.factors, TRAINED, LENGTH / TRAINED, search.yarn.attention_factor
     )
     tokens = speeches(0, 2)
     with torch.no_grad():
@@ -75,13 +75,13 @@ def test_the_search_goes_down_and_begins_with_yarn(found: Any) -> None:
         )  # fmt: skip
 
 
-def test_factors_never_fall_and_short_texts_keep_theirs(found: Any) -> None:
-    factors = found.best.factors
+def test_factors_never_fall_and_short_texts_keep_theirs(search: Any) -> None:
+    factors = search.best.factors
     assert list(factors) == sorted(factors)
     assert factors[0] >= 1
     # Heads of 16 dimensions have 8 pairs; 1/theta**(m/8) of theta 10,000 falls below 2 pi / 64 at pair 3.
-    assert (len(factors), found.critical_pair) == (8, 3)
-    kept = replace(found.config, scaling=replace(found.config.scaling, attention_factor=1.0))
+    assert (len(factors), search.critical_pair) == (8, 3)
+    kept = replace(search.config, scaling=replace(search.config.scaling, attention_factor=1.0))
     short = speeches(0, 2)[:, :TRAINED]
     with torch.no_grad():
         torch.testing.assert_close(
@@ -99,14 +99,14 @@ def test_the_first_candidates_find_the_lowest_point_of_two_parabolas() -> None:
         # A pair of YaRN's ramp, whose factor falls steadily with the shift.
         return replace(candidate, loss=3 + ratio**2 + (candidate.factors[2] - shifted[2]) ** 2)
 
-    found = [measured(space.yarn())]
-    proposals = space.proposals(found, np.random.default_rng(0))
+    candidates = [measured(space.yarn())]
+    proposals = space.proposals(candidates, np.random.default_rng(0))
     for _ in range(6):
-        found.append(measured(next(proposals)))
-    assert found[3].attention_factor == pytest.approx(lowest)
-    assert found[3].factors == found[0].factors
-    assert found[6].attention_factor == found[3].attention_factor
-    assert found[6].loss < min(one.loss for one in found[:6])
+        candidates.append(measured(next(proposals)))
+    assert candidates[3].attention_factor == pytest.approx(lowest)
+    assert candidates[3].factors == candidates[0].factors
+    assert candidates[6].attention_factor == candidates[3].attention_factor
+    assert candidates[6].loss < min(tried.loss for tried in candidates[:6])
     for start, candidate in zip((3, 2), (next(proposals), next(proposals)), strict=True):
         # NTK scaling up to the first slow pair.
         assert candidate.factors[1] == pytest.approx(4.0 ** (1 / start))
@@ -116,32 +116,32 @@ def test_the_first_candidates_find_the_lowest_point_of_two_parabolas() -> None:
 @pytest.mark.parametrize("finite", [True, False])
 def test_without_a_lowest_point_there_is_no_candidate_for_it(finite: bool) -> None:
     space = CandidateSpace(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
-    found = [replace(space.yarn(), loss=1.0)]
-    proposals = space.proposals(found, np.random.default_rng(0))
+    candidates = [replace(space.yarn(), loss=1.0)]
+    proposals = space.proposals(candidates, np.random.default_rng(0))
     for loss in (0.5, 1.5 if finite else math.inf):
-        found.append(replace(next(proposals), loss=loss))
+        candidates.append(replace(next(proposals), loss=loss))
     # The losses lie on a line, or one of them is none: the next candidates are shifted already.
-    assert next(proposals).factors != found[0].factors
+    assert next(proposals).factors != candidates[0].factors
 
 
 def test_a_parabola_is_exact_for_long_extensions_too() -> None:
     # YaRN's factor is 1.49, and the step before it is as far away as the one after it, at 2.4.
     space, lowest = CandidateSpace(RopeConfig(), 2048, 2**18, 64), 1.8
-    found = [replace(one, loss=math.log(one.attention_factor / lowest) ** 2) for one in [space.yarn()]]
-    proposals = space.proposals(found, np.random.default_rng(0))
+    candidates = [replace(start, loss=math.log(start.attention_factor / lowest) ** 2) for start in [space.yarn()]]
+    proposals = space.proposals(candidates, np.random.default_rng(0))
     for candidate in (next(proposals) for _ in range(3)):
-        found.append(replace(candidate, loss=math.log(candidate.attention_factor / lowest) ** 2))
-    assert found[3].attention_factor == pytest.approx(lowest)
+        candidates.append(replace(candidate, loss=math.log(candidate.attention_factor / lowest) ** 2))
+    assert candidates[3].attention_factor == pytest.approx(lowest)
 
 
 def test_the_smallest_spaces_have_candidates() -> None:
     space = CandidateSpace(RopeConfig(), 49, 64, 2)
-    found = [replace(space.yarn(), loss=1.0)]
-    proposals = space.proposals(found, np.random.default_rng(0))
+    candidates = [replace(space.yarn(), loss=1.0)]
+    proposals = space.proposals(candidates, np.random.default_rng(0))
     for loss in range(10):
-        found.append(replace(next(proposals), loss=float(loss)))
+        candidates.append(replace(next(proposals), loss=float(loss)))
     # 64 / 49 * 49 is below 64 in floating point.
-    assert int(space.config(found[-1]).scaling.factor * 49) == 64
+    assert int(space.config(candidates[-1]).scaling.factor * 49) == 64
 
 
 def test_texts_without_room_for_a_repeated_span() -> None:
@@ -174,7 +174,7 @@ def test_needles_stand_at_equal_distances_in_the_last_quarter() -> None:
 
 def test_candidates_do_not_warn_about_a_cache_that_is_not_used(recwarn: pytest.WarningsRecorder) -> None:
     search_spectrum(rope_model(), speeches(0, 1), LENGTH, trained_length=TRAINED, evaluations=2)
-    assert not [one for one in recwarn if "no cache can be extended" in str(one.message)]
+    assert not [warning for warning in recwarn if "no cache can be extended" in str(warning.message)]
 
 
 def test_the_same_seed_finds_the_same_and_the_model_stays_as_it_was() -> None:
@@ -189,13 +189,13 @@ def test_the_same_seed_finds_the_same_and_the_model_stays_as_it_was() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_native_rope_is_searched_too_and_the_result_is_a_stock_checkpoint(found: Any, tmp_path: Path) -> None:
+def test_native_rope_is_searched_too_and_the_result_is_a_stock_checkpoint(search: Any, tmp_path: Path) -> None:
     stock = unpatch_model(rope_model())
     again = search_spectrum(stock, speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=3)
-    assert again.yarn.loss == pytest.approx(found.yarn.loss, abs=1e-5)
+    assert again.yarn.loss == pytest.approx(search.yarn.loss, abs=1e-5)
     assert not hasattr(stock, "position_encoding")
 
-    model = patch_model(rope_model(), found.config)
+    model = patch_model(rope_model(), search.config)
     export_model(model, tmp_path / "stock")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
     assert not hasattr(loaded, "position_encoding")
@@ -221,9 +221,9 @@ def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: st
 
 
 def test_a_factor_of_the_config_itself_hides_nothing() -> None:
-    plain, own = rope_model(), patch_model(rope_model(), RopeConfig(attention_scaling=1.2))
+    plain, scaled = rope_model(), patch_model(rope_model(), RopeConfig(attention_scaling=1.2))
     options: dict[str, Any] = {"trained_length": TRAINED, "evaluations": 1}
-    first, second = (search_spectrum(model, speeches(0, 2), LENGTH, **options) for model in (plain, own))
+    first, second = (search_spectrum(model, speeches(0, 2), LENGTH, **options) for model in (plain, scaled))
     assert second.config.attention_scaling is None
     assert second.config.scaling.attention_factor == pytest.approx(1.2 * first.config.scaling.attention_factor)
     assert second.yarn.loss != first.yarn.loss
@@ -248,8 +248,8 @@ def test_partial_rotations_have_fewer_pairs_and_encoders_are_refused() -> None:
     partial = tiny(
         "GPTNeoXForCausalLM", vocab_size=300, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     )
-    found = search_spectrum(partial, speeches(0, 1), LENGTH, **options)
-    assert len(found.best.factors) == 2
+    result = search_spectrum(partial, speeches(0, 1), LENGTH, **options)
+    assert len(result.best.factors) == 2
     for name in ("RoFormerForMaskedLM", "T5ForConditionalGeneration"):
         with pytest.raises(UnsupportedError, match="no decoder that predicts the next token"):
             search_spectrum(tiny(name), speeches(0, 1), LENGTH, **options)

@@ -48,20 +48,21 @@ def _additive(model: Any) -> Any:
     return stack.additive
 
 
+@torch.no_grad()
+def _outputs(model: Any, architecture: str) -> Tensor:
+    return outputs(model, ARCHITECTURES[architecture], tokens())
+
+
 def _exact(model: Any, architecture: str, before: Tensor, tolerance: float) -> None:
-    with torch.no_grad():
-        after = outputs(model, ARCHITECTURES[architecture], tokens())
-    assert distance(after, before) < tolerance
+    assert distance(_outputs(model, architecture), before) < tolerance
 
 
 # Tables
 
 
 def test_a_table_takes_over_what_a_formula_added():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
     model = patched("llama_gqa", SinusoidalConfig(scale=0.5)).eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
+    before = _outputs(model, "llama_gqa")
     swap = swap_scheme(model, "learned", num_positions=64, initialization="fitted")
     _exact(model, "llama_gqa", before, 1e-6)
     (fit,) = swap.fits
@@ -71,10 +72,8 @@ def test_a_table_takes_over_what_a_formula_added():
 
 
 def test_a_table_where_nothing_was_added_starts_at_zero():
-    row, ids = ARCHITECTURES["llama_gqa"], tokens()
     model = patched("llama_gqa", "rope").eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
+    before = _outputs(model, "llama_gqa")
     swap = swap_scheme(model, ["rope", LearnedConfig(num_positions=32)])
     _exact(model, "llama_gqa", before, 1e-6)
     assert swap.fits[0].residual_before is None
@@ -82,10 +81,8 @@ def test_a_table_where_nothing_was_added_starts_at_zero():
 
 
 def test_a_table_beside_a_formula_holds_the_difference():
-    row, ids = ARCHITECTURES["bert"], tokens()
     model = patched("bert", None).eval()
-    with torch.no_grad():
-        before = outputs(model, row, ids)
+    before = _outputs(model, "bert")
     swap_scheme(model, [LearnedConfig(), "sinusoidal"])
     _exact(model, "bert", before, 1e-5)
 
@@ -132,12 +129,12 @@ def test_mean_logits_by_distance(causal):
     model = patched("llama_gqa", "rope").eval()
     encoding = current_encoding(model)
     heads = recorded_heads(model, encoding, _sample())[1]
-    found = mean_logits(SchemeParts(), heads, causal)
+    means = mean_logits(SchemeParts(), heads, causal)
     key = heads.key.repeat_interleave(heads.query.shape[1] // heads.key.shape[1], dim=1)
     logits = heads.query @ key.transpose(-1, -2) * heads.scaling
-    assert found.shape[-1] == (SAMPLE_LENGTH if causal else 2 * SAMPLE_LENGTH - 1)
+    assert means.shape[-1] == (SAMPLE_LENGTH if causal else 2 * SAMPLE_LENGTH - 1)
     for index, distance_ in enumerate(range(1 - SAMPLE_LENGTH, 1 if causal else SAMPLE_LENGTH)):
-        assert torch.allclose(found[:, index], _mean_by_hand(logits, distance_), atol=1e-5)
+        assert torch.allclose(means[:, index], _mean_by_hand(logits, distance_), atol=1e-5)
 
 
 def test_a_fitted_bias_takes_the_place_of_one_in_scaled_keys():
@@ -188,15 +185,15 @@ def test_a_bias_takes_over_a_bias(old, new, tolerance):
     with torch.no_grad():
         distances = torch.arange(1 - SAMPLE_LENGTH, 1)
         wanted = _layer(model).logit_bias(distances)
-        before = outputs(model, ARCHITECTURES["llama_gqa"], tokens())
+        before = _outputs(model, "llama_gqa")
     torch.manual_seed(3)
     swap = swap_scheme(model, new, sample=_sample(), initialization="fitted")
     (fit,) = swap.fits
     assert fit.where == "logit_bias of layers 0-1"
     assert fit.residual < tolerance
     with torch.no_grad():
-        found = _layer(model).logit_bias(distances)
-        missed = (found - found.mean(-1, keepdim=True)) - (wanted - wanted.mean(-1, keepdim=True))
+        bias = _layer(model).logit_bias(distances)
+        missed = (bias - bias.mean(-1, keepdim=True)) - (wanted - wanted.mean(-1, keepdim=True))
     assert float(missed.abs().max()) < 10 * tolerance * float(wanted.abs().max())
     _exact(model, "llama_gqa", before, 20 * tolerance)
 
@@ -223,16 +220,16 @@ def test_a_fit_that_steps_over_a_cliff_keeps_its_best_parameters(slope):
 
 
 def test_a_bias_for_every_layer_fits_better_than_one_for_all():
-    found = {}
+    errors = {}
     for shared in (True, False):
         model = patched("llama_gqa", None)
         torch.manual_seed(3)
         swap = swap_scheme(model, T5Config(shared=shared, max_distance=32), sample=_sample())
-        found[shared] = [fit.residual for fit in swap.fits]
+        errors[shared] = [fit.residual for fit in swap.fits]
         assert all(fit.residual < fit.residual_before for fit in swap.fits)
-    assert len(found[True]) == 1
-    assert len(found[False]) == 2
-    assert max(found[False]) < found[True][0]
+    assert len(errors[True]) == 1
+    assert len(errors[False]) == 2
+    assert max(errors[False]) < errors[True][0]
 
 
 @pytest.mark.parametrize("architecture", ["llama_gqa", "bert"])
@@ -256,8 +253,8 @@ def test_the_target_is_what_the_new_logits_lack():
     swap_scheme(model, T5Config(num_buckets=64, max_distance=64, shared=False), sample=_sample())
     for index in range(2):
         parts = SchemeParts(logit_bias=_layer(model, index).logit_bias)
-        found = mean_logits(parts, heads[index], causal=True)
-        difference = found - wanted[index]
+        means = mean_logits(parts, heads[index], causal=True)
+        difference = means - wanted[index]
         # Far distances have few pairs, and so little weight against the fit's price for leaving the start.
         assert float(difference.detach().std(-1).max()) < 0.01 * float(wanted[index].std(-1).max())
 
@@ -289,17 +286,14 @@ def test_the_end_of_a_blend_is_fitted(new):
     torch.manual_seed(3)
     swap_scheme(plain, new, sample=_sample())
     torch.manual_seed(3)
-    with torch.no_grad():
-        before = outputs(model, ARCHITECTURES["bert"], tokens())
+    before = _outputs(model, "bert")
     swap = swap_scheme(model, new, sample=_sample(), gradual=True)
     assert swap.gradual
     _exact(model, "bert", before, 1e-6)
     set_blend_strength(model, 1.0)
     finish_blend(model)
-    with torch.no_grad():
-        # The same least squares from the same start, in the same order of operations.
-        expected = outputs(plain, ARCHITECTURES["bert"], tokens())
-        assert distance(outputs(model, ARCHITECTURES["bert"], tokens()), expected) < 1e-4
+    # The same least squares from the same start, in the same order of operations.
+    _exact(model, "bert", _outputs(plain, "bert"), 1e-4)
 
 
 def test_the_default_is_what_patch_model_does():
@@ -309,7 +303,7 @@ def test_the_default_is_what_patch_model_does():
     torch.manual_seed(3)
     patch_model(plain, "t5")
     assert swap.fits == ()
-    _exact(model, "bert", outputs(plain, ARCHITECTURES["bert"], tokens()).detach(), 1e-9)
+    _exact(model, "bert", _outputs(plain, "bert"), 1e-9)
 
 
 # Refusals

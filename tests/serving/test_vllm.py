@@ -72,7 +72,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_log_probabilities_and_greedy_text_are_those_of_transformers(folder: Path, scheme: object) -> None:
     assert "hf_posenc" in {entry.name for entry in entry_points(group="vllm.general_plugins")}, "pip install -e ."
     save(folder, scheme)
-    answer = run("-m", "benchmarks.engine_agreement", str(folder), "--tokens", "8")
+    answer = run("-m", "tests.kits.engine_agreement", str(folder), "--tokens", "8")
     found = re.search(r"log-probability (\S+), greedy text (\w+)", answer.stdout)
     assert found is not None, answer.stderr[-3000:]
     # Two implementations of the same layers in float32.

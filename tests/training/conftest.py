@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-if str(REPOSITORY) not in sys.path:
-    sys.path.insert(0, str(REPOSITORY))
+from tests.training.run_cases import write_texts
 
 SENTENCES = (
     "The ship left the harbour before dawn, and nobody on the quay saw it go. ",
@@ -34,6 +31,12 @@ def text_folder(tmp_path_factory) -> Path:
         order = SENTENCES[index % 4 :] + SENTENCES[: index % 4]
         (folder / f"document{index}.txt").write_text("".join(order) * (index + 2), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight other documents, for runs."""
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture

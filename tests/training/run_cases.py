@@ -54,6 +54,11 @@ def words(texts: Path, output: Path, causal: bool = True, **changes: Any) -> lis
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
+def trained_on(model: Path) -> dict[str, Any]:
+    """Options of a run that begins with a pretrained model and its tokenizer."""
+    return {"model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": model}
+
+
 def run(arguments: list[str], causal: bool = True) -> int:
     """In this process."""
     return (run_clm if causal else run_mlm).main(arguments)
@@ -84,9 +89,9 @@ def launch(config: Path, script: Path, arguments: list[str], fails: bool = False
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port",
         str(port), str(script), *arguments,
     ]  # fmt: skip
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert (found.returncode != 0) == fails, found.stderr[-3000:]
-    return found.stdout + found.stderr
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 def curve(output: Path) -> list[dict[str, float]]:

@@ -85,6 +85,6 @@ class _Pinning:
 
 def test_memory_is_pinned_only_where_an_accelerator_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for available in (False, True):
-        monkeypatch.setattr("torch.accelerator.is_available", lambda found=available: found)
+        monkeypatch.setattr("torch.accelerator.is_available", lambda available=available: available)
         assert parse_arguments([_Pinning], [])[0].dataloader_pin_memory is available
         assert parse_arguments([_Pinning], ["--dataloader_pin_memory", "true"])[0].dataloader_pin_memory is True

@@ -17,14 +17,20 @@ import pytest
 import torch
 from filelock import FileLock
 
+from docs.study import archive
 from tests.thinning import mostly_slow
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
-from training.study import archive, outputs, run, workers
+from training.study import outputs, run, workers
 from training.study.folder import LOCK
 
 STRETCHED = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}, "theta": 500.0}}
+
+
+def runs_in(folder: Path) -> list[dict[str, object]]:
+    """The trainings of a study."""
+    return json.loads((folder / "results.json").read_text())["runs"]
 
 
 def curves(folder: Path) -> dict[str, object]:
@@ -35,8 +41,8 @@ def curves(folder: Path) -> dict[str, object]:
     )
     figures = ("curve", "by_length", "exact_match", "dog")
     return {
-        f"{found['task']}-{found['scheme']}-{found['seed']}": [found.get(name) for name in figures]
-        for found in results["runs"]
+        f"{training['task']}-{training['scheme']}-{training['seed']}": [training.get(name) for name in figures]
+        for training in results["runs"]
     }
 
 
@@ -86,7 +92,7 @@ def test_results_hold_settings_versions_and_every_training(finished, results):
     assert results["corpus"]["train_documents"] == 6
     assert results["corpus"]["validation_documents"] == 2
     assert 1.0 < results["tasks"]["causal"]["unigram_cross_entropy"] < math.log(384)
-    names = [(found["task"], found["scheme"], found["seed"]) for found in results["runs"]]
+    names = [(training["task"], training["scheme"], training["seed"]) for training in results["runs"]]
     labels = ("none", "native", "rope", "stretched")
     assert names == [
         (task, label, seed)
@@ -94,28 +100,30 @@ def test_results_hold_settings_versions_and_every_training(finished, results):
         for label in chosen
         for seed in (0, 1)
     ]
-    for found in results["runs"]:
-        assert found["status"] == "finished"
-        assert found["parameters"] > 0
-        curve = found["curve"]
+    for training in results["runs"]:
+        assert training["status"] == "finished"
+        assert training["parameters"] > 0
+        curve = training["curve"]
         assert all(0 < loss < 10 for loss in curve["train_loss"] + curve["validation_loss"])
-        if found["scheme"] == "stretched":
-            assert (curve["step"], found["seconds"]) == ([0], 0)
+        if training["scheme"] == "stretched":
+            assert (curve["step"], training["seconds"]) == ([0], 0)
         else:
             assert curve["step"] == [2, 4, 6]
-            assert found["seconds"] > 0
-        if found["task"] == "repeated_copy":
-            assert all(0 <= share <= 1 for share in found["exact_match"]["accuracy"])
+            assert training["seconds"] > 0
+        if training["task"] == "repeated_copy":
+            assert all(0 <= share <= 1 for share in training["exact_match"]["accuracy"])
         else:
-            assert len(found["by_length"]["loss"]) == len(found["by_length"]["tail_loss"]) == 3
-            assert found["by_length"]["position_edges"][-1] == 64
+            assert len(training["by_length"]["loss"]) == len(training["by_length"]["tail_loss"]) == 3
+            assert training["by_length"]["position_edges"][-1] == 64
 
 
 def figures(results, task, scheme, seed=0):
-    (found,) = [
-        found for found in results["runs"] if (found["task"], found["scheme"], found["seed"]) == (task, scheme, seed)
+    (training,) = [
+        training
+        for training in results["runs"]
+        if (training["task"], training["scheme"], training["seed"]) == (task, scheme, seed)
     ]
-    return found["curve"]["validation_loss"], found["by_length"]["loss"]
+    return training["curve"]["validation_loss"], training["by_length"]["loss"]
 
 
 def test_the_unpatched_model_is_the_control(results):
@@ -134,15 +142,15 @@ def test_seeds_and_zero_shot_swaps_differ(results):
 
 
 def test_dog_distance_is_zero_only_without_positions(results):
-    masked = {found["scheme"]: found["dog"] for found in results["runs"] if found["task"] == "masked"}
+    masked = {training["scheme"]: training["dog"] for training in results["runs"] if training["task"] == "masked"}
     assert masked["none"]["layers"][-1] < 1e-5
     assert masked["rope"]["layers"][-1] > 1e-4
 
 
 def test_training_changes_the_loss(results):
-    for found in results["runs"]:
-        losses = found["curve"]["validation_loss"]
-        assert found["scheme"] == "stretched" or losses[-1] < losses[0]
+    for training in results["runs"]:
+        losses = training["curve"]["validation_loss"]
+        assert training["scheme"] == "stretched" or losses[-1] < losses[0]
 
 
 def test_saved_models_come_back_in_a_fresh_process(finished):
@@ -304,8 +312,8 @@ def test_a_training_without_figures_may_begin_again_with_other_settings(tiny, tm
     assert compare.main(too_few) == 0
     enough = tiny(schemes="none,learned", scheme_options='{"learned": {"num_positions": 64}}', **options)
     assert compare.main(enough) == 0
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    assert [training["status"] for training in found] == ["finished", "finished"]
+    trainings = runs_in(tmp_path / "out")
+    assert [training["status"] for training in trainings] == ["finished", "finished"]
 
 
 def test_one_learning_rate_and_a_choice_of_several_exclude_each_other(tiny, capsys):
@@ -317,7 +325,7 @@ def test_trainings_that_choose_a_learning_rate_read_no_more_than_losses(tiny, tm
     assert compare.main(tiny(tasks="causal", schemes="none", learning_rates="[1e-3]", max_steps=2, eval_every=1)) == 0
 
     def reading(folder):
-        (run,) = json.loads((tmp_path / folder / "results.json").read_text())["runs"]
+        (run,) = runs_in(tmp_path / folder)
         return set(run["by_length"])
 
     assert reading("out_rates") == {"lengths", "loss"}
@@ -338,7 +346,7 @@ def test_models_cannot_be_asked_for_afterwards(tiny, capsys):
 def test_a_scheme_the_model_cannot_take_is_a_row_with_its_reason(tiny, tmp_path, scheme, options, reason):
     arguments = tiny(tasks="masked", schemes=f"{scheme},none", scheme_options=options, max_steps=2)
     assert compare.main(arguments) == 0
-    first, second = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    first, second = runs_in(tmp_path / "out")
     assert (first["status"], second["status"]) == ("unsupported", "finished")
     assert reason in first["reason"]
     assert first["reason"] in (tmp_path / "out" / "table.md").read_text()
@@ -348,7 +356,7 @@ def test_a_training_that_starts_from_an_unsupported_one_is_unsupported_too(tiny,
     options = {"learned": {"num_positions": 20}, "swapped": {"scheme": "none", "from": "learned"}}
     arguments = tiny(schemes="learned,swapped", tasks="causal", scheme_options=json.dumps(options), max_steps=2)
     assert compare.main(arguments) == 1  # no training finished
-    _, swapped = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    _, swapped = runs_in(tmp_path / "out")
     assert swapped["status"] == "unsupported"
     assert "starts from 'learned'" in swapped["reason"]
 
@@ -364,8 +372,8 @@ def test_a_diverging_loss_is_recorded_and_the_others_go_on(tiny, tmp_path, monke
 
     monkeypatch.setattr(run, "begin", poisoned)
     assert compare.main(tiny(tasks="causal", max_steps=2)) == 0
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    assert [training["status"] for training in found] == ["diverged", "finished"]
+    trainings = runs_in(tmp_path / "out")
+    assert [training["status"] for training in trainings] == ["diverged", "finished"]
     assert "loss became nan" in (tmp_path / "out" / "table.md").read_text()
 
 
@@ -389,13 +397,13 @@ def test_two_runs_cannot_share_a_folder(tiny, tmp_path, capsys):
 
 
 def test_a_folder_of_something_else_is_left_alone(tiny, tmp_path, capsys):
-    own = tmp_path / "out" / "data" / "mine.txt"
-    own.parent.mkdir(parents=True)
-    own.write_text("precious")
+    precious = tmp_path / "out" / "data" / "mine.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("precious")
     assert compare.main(tiny()) == 2
     assert "is not empty (data)" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["data", "mine.txt"]
-    assert compare.main(tiny(output_dir=own)) == 2
+    assert compare.main(tiny(output_dir=precious)) == 2
     assert "is a file" in capsys.readouterr().err
 
 
@@ -434,14 +442,14 @@ def test_threads_are_those_of_the_trainings_not_of_the_last_start(tiny, tmp_path
 def test_two_processes_equal_one(tiny, tmp_path):
     """The same batch dealt out to two processes gives the same curve; only sums are taken in another order."""
     options = {"tasks": "masked", "schemes": "t5", "max_steps": 4}
-    found = []
+    losses = []
     for count in (1, 2):
         folder = tmp_path / str(count)
         config = CONFIGS / ("ddp_cpu.yaml" if count == 2 else "one_process.yaml")
         said = launch(config, REPOSITORY / "training/compare.py", tiny(output_dir=folder, **options))
-        (result,) = json.loads((folder / "results.json").read_text())["runs"]
+        (result,) = runs_in(folder)
         assert result["processes"] == count
         assert said.count("Written to ") == 1
-        found.append(torch.tensor(result["curve"]["train_loss"] + result["by_length"]["loss"]))
+        losses.append(torch.tensor(result["curve"]["train_loss"] + result["by_length"]["loss"]))
     # Losses are rounded to four places in the results.
-    torch.testing.assert_close(found[0], found[1], atol=2e-4, rtol=0)
+    torch.testing.assert_close(losses[0], losses[1], atol=2e-4, rtol=0)

@@ -13,7 +13,6 @@ from training.compare import compare
 from training.errors import SettingsError
 from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
-from training.study.data import cell_data
 from training.study.models import new_model
 from training.study.settings import StudySettings, validated
 
@@ -50,7 +49,7 @@ def test_the_loss_of_a_study_is_that_of_the_class_itself(tmp_path: Path) -> None
     """transformers computes the same mean loss from the labels of the validation rows."""
     study = study_of(tmp_path, "marian", schemes=["native"], max_steps=2, eval_every=2, learning_rate=1e-9)
     (cell,), tokenizer = study_cells(study), study_tokenizer(study)
-    data = cell_data(cell, tokenizer)
+    data = cell.task.data(cell, tokenizer)
     (run,) = compare(study, [])["runs"]
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / run["model"]).eval()
     with torch.no_grad():

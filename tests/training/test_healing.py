@@ -23,8 +23,8 @@ from hf_posenc.recipes import GradualSwapCallback
 from training import compare
 from training.study import outputs
 from training.study.corpus import load_corpus
-from training.study.embedding import Teacher, Texts
 from training.study.settings import StudySettings
+from training.study.tasks.embedding import Teacher, Texts
 
 
 @pytest.fixture(autouse=True)
@@ -116,13 +116,13 @@ SCHEMES = {
 def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_path, capsys):
     words = _words(llama, text_folder, tmp_path / "out", SCHEMES)
     assert compare.main(words) == 0, capsys.readouterr().err
-    found = {name.removesuffix("-0"): run for name, run in _runs(tmp_path / "out").items()}
-    assert set(found) == set(SCHEMES)
-    fitted = found.pop("alibi-fitted")
+    runs = {name.removesuffix("-0"): run for name, run in _runs(tmp_path / "out").items()}
+    assert set(runs) == set(SCHEMES)
+    fitted = runs.pop("alibi-fitted")
     assert fitted["status"] == "unsupported"
     assert "learnable=True" in fitted["reason"]
-    before = {name: run["before"]["loss"] for name, run in found.items()}
-    for name, run in found.items():
+    before = {name: run["before"]["loss"] for name, run in runs.items()}
+    for name, run in runs.items():
         assert run["status"] == "finished"
         steps = {"read": [0], "again": [0, 2]}.get(name, [0, 2, 4])
         assert run["curve"]["step"] == steps
@@ -130,12 +130,12 @@ def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_pat
         assert (run["by_length"]["loss"] == before[name]) == (name == "read")
     assert before["alibi-gradual"] == pytest.approx(before["control"], abs=1e-4)
     assert before["none-lora"] == before["read"] != before["control"]
-    assert found["t5-fitted"]["swap"]["fits"][0]["residual"] < 1
+    assert runs["t5-fitted"]["swap"]["fits"][0]["residual"] < 1
     # An option that is left out is taken from the old scheme, and told.
-    assert found["p_rope-distilled"]["swap"]["options"] == {"theta": 500.0}
-    assert found["p_rope-distilled"]["config"]["theta"] == 500.0
-    assert found["none-lora"]["parameters"] < found["control"]["parameters"]
-    assert found["p_rope-distilled"]["curve"]["validation_loss"] != found["control"]["curve"]["validation_loss"]
+    assert runs["p_rope-distilled"]["swap"]["options"] == {"theta": 500.0}
+    assert runs["p_rope-distilled"]["config"]["theta"] == 500.0
+    assert runs["none-lora"]["parameters"] < runs["control"]["parameters"]
+    assert runs["p_rope-distilled"]["curve"]["validation_loss"] != runs["control"]["curve"]["validation_loss"]
     table = (tmp_path / "out" / "table.md").read_text()
     assert all(f"| {name} [" in table for name in SCHEMES)
     assert "right after the swap, 32" in table

@@ -10,15 +10,15 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from docs.study import python_source
 from training import compare, train_tokenizer
-from training.data import python_source
 from training.study import outputs
 from training.study.cells import study_cells
 from training.study.models import new_model
 from training.study.results import Task
 from training.study.settings import parse_study
 
-STUDY = Path(__file__).resolve().parents[2] / "training" / "studies" / "reference_gpu.yaml"
+STUDY = Path(__file__).resolve().parents[2] / "docs" / "study" / "settings" / "reference_gpu.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_the_larger_study_has_the_size_that_its_text_says() -> None:
     task = study_cells(study)[0].task
     words = Tokenizer(models.WordLevel({str(token): token for token in range(8192)}, unk_token="0"))
     model = new_model(task, study, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1"), 8192)
-    assert sum(one.numel() for one in model.parameters()) == pytest.approx(15e6, rel=0.01)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(15e6, rel=0.01)
     assert "15 million parameters" in STUDY.read_text()
 
 

@@ -30,8 +30,8 @@ def test_streaming_reads_the_first_documents_and_no_more(tmp_path: Path, monkeyp
         return stream.map(read)
 
     monkeypatch.setattr(datasets, "load_dataset", of_the_hub)
-    found, source = load_named_dataset("someone/texts", "english", "train", first=3)
-    assert found["text"] == ["document 0", "document 1", "document 2"]
+    loaded, source = load_named_dataset("someone/texts", "english", "train", first=3)
+    assert loaded["text"] == ["document 0", "document 1", "document 2"]
     assert asked == [("someone/texts", "english", "train", True)]
     assert source == "someone/texts"
     assert len(passed) <= 4  # `take` looks one document ahead
@@ -40,7 +40,7 @@ def test_streaming_reads_the_first_documents_and_no_more(tmp_path: Path, monkeyp
 def test_a_saved_dataset_with_several_splits(tmp_path: Path) -> None:
     parts = {name: datasets.Dataset.from_dict({"text": [name] * 4}) for name in ("train", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    found, _ = load_named_dataset(str(tmp_path / "saved"), split="test", first=2)
-    assert found["text"] == ["test", "test"]
+    loaded, _ = load_named_dataset(str(tmp_path / "saved"), split="test", first=2)
+    assert loaded["text"] == ["test", "test"]
     with pytest.raises(SettingsError, match="no split 'validation', but train, test"):
         load_named_dataset(str(tmp_path / "saved"), split="validation")

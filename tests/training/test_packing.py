@@ -37,21 +37,21 @@ def rows(packing: str = "documents", block_size: int = 6) -> PackedRows:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_stream_reads_any_stretch(chunked: bool) -> None:
     parts = [datasets.Dataset.from_dict({"input_ids": DOCUMENTS[cut]}) for cut in (slice(0, 2), slice(2, 6))]
-    found = TokenStream.of_documents(datasets.concatenate_datasets(parts)) if chunked else stream()
+    kept = TokenStream.of_documents(datasets.concatenate_datasets(parts)) if chunked else stream()
     flat = [token for document in DOCUMENTS for token in document]
-    assert len(found) == len(flat) == 22
-    assert found.documents == 6
+    assert len(kept) == len(flat) == 22
+    assert kept.documents == 6
     for start in range(22):
         for stop in range(start + 1, 23):
-            tokens, places = found.read(start, stop)
+            tokens, places = kept.read(start, stop)
             assert tokens.tolist() == flat[start:stop]
             expected: list[int] = []
             for document in DOCUMENTS:
                 inside = [token for token in document if token in flat[start:stop]]
                 expected += range(len(inside))
             assert places.tolist() == expected
-    assert found.digest() == stream().digest()
-    assert found.digest() != stream([[*DOCUMENTS[0], 8], *DOCUMENTS[2:]]).digest()
+    assert kept.digest() == stream().digest()
+    assert kept.digest() != stream([[*DOCUMENTS[0], 8], *DOCUMENTS[2:]]).digest()
 
 
 def test_a_selection_of_documents_is_read_in_its_order() -> None:
@@ -83,8 +83,8 @@ def test_text_that_does_not_fill_one_row_is_refused() -> None:
 
 def test_tokenising_drops_blanks_and_closes_documents() -> None:
     texts = datasets.Dataset.from_dict({"body": ["ab", "  ", None, "c"]})
-    found = tokenize(texts, "body", ByT5Tokenizer())
-    assert found["input_ids"] == [[100, 101, 1], [102, 1]]
+    tokens = tokenize(texts, "body", ByT5Tokenizer())
+    assert tokens["input_ids"] == [[100, 101, 1], [102, 1]]
     with pytest.raises(SettingsError, match="'body' holds int, not text"):
         tokenize(datasets.Dataset.from_dict({"body": [1, 2]}), "body", ByT5Tokenizer())
 
@@ -127,9 +127,9 @@ def test_masks_depend_on_seed_epoch_and_row_alone() -> None:
     np.random.default_rng(1)
     make(tokens, epoch=5, row=1)
     again = masking()(tokens, epoch=0, row=7)
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(first, again, strict=True))
     others = [make(tokens, 1, 7), make(tokens, 0, 8), masking(1)(tokens, 0, 7), masking(0, 1)(tokens, 0, 7)]
-    assert all(not torch.equal(first[1], other[1]) for other in others)
+    assert all(not torch.equal(first[1], right[1]) for right in others)
 
 
 def test_masks_are_those_of_bert() -> None:

@@ -25,7 +25,7 @@ from transformers import (
 
 import hf_posenc
 from tests.thinning import mostly_slow
-from tests.training.run_cases import SIZES, curve, environment, results, run, words, write_texts
+from tests.training.run_cases import SIZES, curve, environment, results, run, trained_on, words
 
 #: Renamed within the supported range of transformers.
 CHECKPOINTING = (
@@ -33,11 +33,6 @@ CHECKPOINTING = (
     if "activation_checkpointing" in TrainingArguments.__dataclass_fields__
     else "gradient_checkpointing"
 )
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +44,13 @@ def alibi(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_learns_and_writes_its_figures(alibi: Path) -> None:
-    found = results(alibi)
+    figures = results(alibi)
     losses = [entry["loss"] for entry in curve(alibi) if "loss" in entry]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 1
-    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
-    assert found["eval_loss"] < losses[0] - 1
-    assert [entry["eval_loss"] for entry in curve(alibi) if "eval_loss" in entry][-1] == found["eval_loss"]
+    assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
+    assert figures["eval_loss"] < losses[0] - 1
+    assert [entry["eval_loss"] for entry in curve(alibi) if "eval_loss" in entry][-1] == figures["eval_loss"]
 
 
 def test_the_saved_model_loads_in_a_fresh_process(alibi: Path) -> None:
@@ -90,9 +85,7 @@ def test_the_control_is_the_stock_model(texts: Path, tmp_path: Path, recwarn: py
 
 
 def test_a_patched_folder_is_trained_on(alibi: Path, texts: Path, tmp_path: Path) -> None:
-    pretrained: dict[str, Any] = {
-        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
-    }  # fmt: skip
+    pretrained = trained_on(alibi)
     assert run(words(texts, tmp_path / "on", max_steps=1, **pretrained)) == 0
     assert curve(tmp_path / "on")[0]["loss"] < curve(alibi)[0]["loss"] - 1
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "on").position_encoding.config.name == "alibi"
@@ -231,10 +224,7 @@ def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: 
 
 def test_a_pretrained_model_is_led_to_another_scheme(alibi: Path, texts: Path, tmp_path: Path) -> None:
     """From ALiBi, whose biases a learned T5 table can start at, with the model before as its teacher."""
-    options: dict[str, Any] = {
-        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
-        "scheme": "t5", "max_steps": 4, "learning_rate": 1e-4,
-    }  # fmt: skip
+    options = trained_on(alibi) | {"scheme": "t5", "max_steps": 4, "learning_rate": 1e-4}
     ways: dict[str, dict[str, Any]] = {
         "plain": {}, "fitted": {"initialization": "fitted"},
         "led": {"initialization": "fitted", "gradual_steps": 3, "distill": "true"},

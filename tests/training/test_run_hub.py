@@ -14,12 +14,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from tests.hub import Hub, Place, serving
-from tests.training.run_cases import environment, results, run, start, words, write_texts
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
+from tests.training.run_cases import environment, results, run, start, words
 
 
 class Pushes:

@@ -17,8 +17,8 @@ from hf_posenc.metrics.images.pictures import Pictures, load_pictures
 from hf_posenc.report import Result
 from tests.training.run_cases import curve, results
 from training import run_image_classification
-from training.images.arguments import ImageArguments
-from training.images.rows import Augmentation, PictureRows, split_pictures
+from training.data.pictures import Augmentation, PictureRows, split_pictures
+from training.run_image_classification import ImageArguments
 from training.trainer import SettingsError
 
 SIZES = {
@@ -56,22 +56,22 @@ def test_a_run_learns_and_reads_other_resolutions(mixed: Path) -> None:
     losses = [entry["loss"] for entry in curve(mixed) if "loss" in entry]
     assert len(losses) == 12
     assert sum(losses[-4:]) < sum(losses[:4])
-    found = results(mixed)
-    assert found["train_rows"] == 96
-    assert found["eval_accuracy"] == found["accuracy_at_16"]
+    figures = results(mixed)
+    assert figures["train_rows"] == 96
+    assert figures["eval_accuracy"] == figures["accuracy_at_16"]
     measured = Result.load(mixed / "resolution.json")
     (label,) = measured.labels
     assert label == "rope_nd(assignment=mixed)"
     for resolution in (12, 16, 24):
-        assert measured.value(label, "accuracy", resolution=resolution) == found[f"accuracy_at_{resolution}"]
+        assert measured.value(label, "accuracy", resolution=resolution) == figures[f"accuracy_at_{resolution}"]
 
 
 def test_the_saved_model_is_the_one_that_was_measured(mixed: Path) -> None:
     model = AutoModelForImageClassification.from_pretrained(mixed).eval()
     assert model.position_encoding.config == hf_posenc.RopeNdConfig(assignment="mixed")
     held_out = split_pictures(load_pictures(), [0.2], 0)[1].select(range(40))
-    found = {row.resolution: row.accuracy for row in accuracy_by_resolution(model, held_out, [12, 16, 24])}
-    assert found == {size: results(mixed)[f"accuracy_at_{size}"] for size in (12, 16, 24)}
+    accuracies = {row.resolution: row.accuracy for row in accuracy_by_resolution(model, held_out, [12, 16, 24])}
+    assert accuracies == {size: results(mixed)[f"accuracy_at_{size}"] for size in (12, 16, 24)}
     assert model.config.id2label[9] == "9"
 
 
@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_with_the_same_curve(mixed: Path, tmp_path: Path) 
         for path in sorted((output / name).iterdir()):
             path.unlink()
     assert run(output, **scheme, eval_resolutions=[12, 16, 24]) == 0
-    assert [one for one in curve(output) if "loss" in one] == [one for one in curve(mixed) if "loss" in one]
+    assert [entry for entry in curve(output) if "loss" in entry] == [entry for entry in curve(mixed) if "loss" in entry]
     assert (output / "model.safetensors").read_bytes() == (mixed / "model.safetensors").read_bytes()
 
 
@@ -166,9 +166,9 @@ def test_what_is_cut_out_depends_on_seed_epoch_and_row_alone() -> None:
     augment = Augmentation(crop=0.5, flip=True, seed=1)
     shown = [augment(picture, row, epoch) for epoch in (0, 1) for row in range(20)]
     again = [augment(picture, row, epoch) for epoch in (0, 1) for row in range(20)]
-    assert all(torch.equal(one, other) for one, other in zip(shown, again, strict=True))
-    assert len({tuple(one.shape) for one in shown}) > 20
-    assert all(0.4 < one.numel() / picture.numel() <= 1 for one in shown)
+    assert all(torch.equal(crop, other) for crop, other in zip(shown, again, strict=True))
+    assert len({tuple(crop.shape) for crop in shown}) > 20
+    assert all(0.4 < crop.numel() / picture.numel() <= 1 for crop in shown)
     assert torch.equal(Augmentation()(picture, 0, 0), picture)
 
 

@@ -25,14 +25,8 @@ from tests.training.run_cases import (
     run,
     start,
     words,
-    write_texts,
 )
 from tests.versions import since
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.slow), False], ids=["clm", "mlm"])
@@ -59,10 +53,10 @@ def test_a_killed_run_resumes_to_the_identical_curve(causal: bool, texts: Path, 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def close(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
+def close(first: list[dict[str, float]], second: list[dict[str, float]]) -> None:
     """The same figures up to sums in another order, which training amplifies."""
-    assert len(one) == len(two)
-    for ours, theirs in zip(one, two, strict=True):
+    assert len(first) == len(second)
+    for ours, theirs in zip(first, second, strict=True):
         for name in ("loss", "eval_loss", "grad_norm", "train_loss"):
             if name in ours:
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-4), (name, ours, theirs)

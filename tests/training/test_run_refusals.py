@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.run_cases import SIZES, run, words, write_texts
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
+from tests.training.run_cases import SIZES, run, trained_on, words, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +90,7 @@ def test_a_wrong_scheme_is_noticed_before_text_and_model(
 ) -> None:
     """The default Llama has 6.7 billion parameters."""
     for function in ("load_rows", "build_model"):
-        monkeypatch.setattr(f"training.language_modeling.{function}", lambda *_: pytest.fail("too late"))
+        monkeypatch.setattr(f"training.run_clm.{function}", lambda *_: pytest.fail("too late"))
     assert run(words(texts, tmp_path / "out", **changes)) == 2
     assert "Unknown " in capsys.readouterr().err
 
@@ -175,11 +170,7 @@ def test_a_folder_with_other_files_is_left_alone(texts: Path, tmp_path: Path, ca
 def test_a_swap_that_cannot_be_is_refused(
     alibi: Path, texts: Path, tmp_path: Path, capsys: Any, changes: dict[str, Any], message: str
 ) -> None:
-    options: dict[str, Any] = {
-        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
-        "scheme": "t5",
-    }  # fmt: skip
-    assert run(words(texts, tmp_path / "out", **(options | changes))) == 2
+    assert run(words(texts, tmp_path / "out", **(trained_on(alibi) | {"scheme": "t5"} | changes))) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -51,12 +51,12 @@ def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
     assert main([str(folder), str(output), *words, "--held_out", *texts(tmp_path, 100, 24)]) == 0
     printed, progress = capsys.readouterr()
     assert re.search(r"20/20 .*YaRN \d\.\d{4}, lowest \d\.\d{4}", progress)
-    own, yarn, found = (numbers(printed, scheme) for scheme in ("native", "yarn", "found"))
+    native, yarn, best = (numbers(printed, scheme) for scheme in ("native", "yarn", "found"))
     # At the trained length, only the factor of cosine and sine that was found is in force.
-    assert found[0] == pytest.approx(own[0], abs=0.01)
-    assert yarn[0] > own[0] + 0.01
-    assert found[1] < yarn[1] < own[1]
-    assert found[2] == pytest.approx(found[1] - yarn[1], abs=2e-4)
+    assert best[0] == pytest.approx(native[0], abs=0.01)
+    assert yarn[0] > native[0] + 0.01
+    assert best[1] < yarn[1] < native[1]
+    assert best[2] == pytest.approx(best[1] - yarn[1], abs=2e-4)
     stock = AutoModelForCausalLM.from_pretrained(output)
     assert getattr(stock, "position_encoding", None) is None
     assert stock.config.max_position_embeddings == AutoTokenizer.from_pretrained(output).model_max_length == 256
@@ -65,7 +65,7 @@ def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
         logits = stock(windows).logits[:, 63:-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 64:].flatten())
     # The table has four digits.
-    assert loss.item() == pytest.approx(found[1], abs=1e-4)
+    assert loss.item() == pytest.approx(best[1], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_posenc.recipes import PerturbedSelfDistillation
-from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words, write_texts
+from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words
 from tests.training.trainer_cases import Rows, tiny, trainer
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
 from training.study import outputs
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
-
-
-def _weights(one: Trainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in one.model.state_dict().items()}
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
@@ -39,11 +34,11 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
         for steps in (3, 6) if stops else (6,):
             model = tiny(scheme="rope")
             hooks = [PerturbedSelfDistillation(model)]
-            one = trainer(folder, model=model, **options, max_steps=steps, loss_hooks=hooks)
+            made = trainer(folder, model=model, **options, max_steps=steps, loss_hooks=hooks)
             checkpoint = latest_complete_checkpoint(folder)
             torch.manual_seed(1 if checkpoint is None else 99)
-            one.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        ends.append(_weights(one))
+            made.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        ends.append(_weights(made))
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
     plain = trainer(tmp_path / "plain", model=tiny(scheme="rope"), **options, max_steps=6)
     torch.manual_seed(1)
@@ -112,7 +107,7 @@ def test_a_study_with_and_without(texts: Path, tmp_path: Path, monkeypatch: Any,
     arguments = [f"--{name}={value}" for name, value in options.items()]
     assert compare.main(arguments) == 0, capsys.readouterr().err
     content = json.loads((tmp_path / "out/results.json").read_text())
-    runs = {one["scheme"]: one for one in content["runs"]}
+    runs = {run["scheme"]: run for run in content["runs"]}
     assert runs["none"]["status"] == "unsupported"
     assert "change nothing" in runs["none"]["reason"]
     assert all(runs[name]["status"] == "finished" for name in ("control", "self", "cyclic"))
@@ -132,5 +127,5 @@ def test_two_processes_learn_what_one_does(texts: Path, tmp_path: Path) -> None:
     both = words(texts, tmp_path / "both", per_device_train_batch_size=4, **common)
     both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
     launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/run_clm.py", both)
-    for one, other in zip(curve(tmp_path / "alone"), curve(tmp_path / "both"), strict=True):
-        assert one.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-4)
+    for left, right in zip(curve(tmp_path / "alone"), curve(tmp_path / "both"), strict=True):
+        assert left.get("loss", 0) == pytest.approx(right.get("loss", 0), rel=1e-4)

@@ -39,7 +39,7 @@ def test_the_hub_reads_every_result_back(tmp_path):
     results = with_models(three_seeds())
     write_outputs(results, tmp_path, tmp_path / "cards")
     card = ModelCard.load(tmp_path / "cards" / "tiny-causal-rope-500k.md", ignore_metadata_errors=False)
-    found = {(score.metric_type, score.metric_name): score.metric_value for score in card.data.eval_results}
+    reported = {(score.metric_type, score.metric_name): score.metric_value for score in card.data.eval_results}
     losses = [[base + seed / 8 for seed in range(3)] for base in (2.5, 2.75, 3.0)]
     expected = {
         ("loss", f"Loss at {n} tokens"): sum(values) / 3 for n, values in zip(LENGTHS, losses, strict=True)
@@ -47,7 +47,7 @@ def test_the_hub_reads_every_result_back(tmp_path):
         ("perplexity", f"Perplexity at {n} tokens"): round(sum(map(math.exp, values)) / 3, 4)
         for n, values in zip(LENGTHS, losses, strict=True)
     }  # fmt: skip
-    assert found == expected
+    assert reported == expected
     assert {score.metric_args["seeds"] for score in card.data.eval_results} == {3}
     assert {score.dataset_type for score in card.data.eval_results} == {"sotu"}
     assert (card.data.pipeline_tag, card.data.license, card.data.language) == ("text-generation", "apache-2.0", "en")
@@ -62,8 +62,8 @@ def test_the_hub_reads_every_result_back(tmp_path):
 
 
 def test_a_card_says_how_to_repeat_and_load_the_models_and_what_they_do_beside_the_control():
-    found = cards(with_models(three_seeds()))
-    text = found["tiny-causal-rope-500k"].text
+    texts = cards(with_models(three_seeds()))
+    text = texts["tiny-causal-rope-500k"].text
     for part in (
         "python training/compare.py training/studies/tiny.yaml",
         '"theta": 500000.0',
@@ -81,7 +81,7 @@ def test_a_card_says_how_to_repeat_and_load_the_models_and_what_they_do_beside_t
         assert part in text
     assert row(text, "rope-500k")[1:3] == ["3", "2.625 ± 0.311"]
     assert row(text, "native")[1:3] == ["3", "2.625 ± 0.311"]
-    control = found["tiny-causal-native"].text
+    control = texts["tiny-causal-native"].text
     assert "import hf_posenc" not in control
     assert "These models are the control" in control
 
@@ -90,12 +90,12 @@ def test_a_card_is_plain_markdown_without_leftovers():
     longer = {"max_steps": 20, "train_length": 64, "learning_rate": 0.1}
     healed = finished("causal", "p_rope", model="models/b", training=longer) | {"from": "rope-500k"}
     results = with_models(three_seeds())
-    found = cards(results | {"runs": [*results["runs"], healed]})
-    for card in found.values():
+    texts = cards(results | {"runs": [*results["runs"], healed]})
+    for card in texts.values():
         assert not re.search(r"\{\{|\{%|None|\n\n\n", card.content)
         for block in re.findall(r"(?:^\|.*\n)+", card.text, flags=re.M):
             assert len({line.count("|") for line in block.splitlines()}) == 1
-    text = found["tiny-causal-p_rope"].text
+    text = texts["tiny-causal-p_rope"].text
     for line in (
         "starts from | `rope-500k` of",
         "| train_length | 64 |",

@@ -14,9 +14,9 @@ from training import compare
 from training.errors import SettingsError
 from training.study import outputs
 from training.study.cells import study_cells
-from training.study.data import pictures_summary
 from training.study.rates import rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study, validated
+from training.study.tasks.images import pictures_summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,21 +41,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(finished: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((finished / "results.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((finished / "results.json").read_text())
+    return content
 
 
 def test_every_model_is_read_at_every_resolution_that_its_scheme_can(results: dict[str, Any]) -> None:
     assert results["tasks"]["images"]["lengths"] == [12, 16, 48]
     assert results["versions"]["scikit-learn"]
     assert results["tasks"]["images"]["pictures"]["test_pictures"] == 20
-    for found in results["runs"]:
-        assert found["status"] == "finished"
-        reading = found["by_resolution"]
+    for training in results["runs"]:
+        assert training["status"] == "finished"
+        reading = training["by_resolution"]
         assert all(0 <= value <= 1 for value in reading["accuracy"][:2])
-        assert (reading["accuracy"][2] is None) == (found["scheme"] == "short")
-        assert found["dog"]["told_apart"] == (found["scheme"] != "none")
-        assert len(found["curve"]["validation_accuracy"]) == len(found["curve"]["step"])
+        assert (reading["accuracy"][2] is None) == (training["scheme"] == "short")
+        assert training["dog"]["told_apart"] == (training["scheme"] != "none")
+        assert len(training["curve"]["validation_accuracy"]) == len(training["curve"]["step"])
 
 
 def test_the_rate_of_each_scheme_is_the_one_with_the_lowest_validation_loss(
@@ -154,8 +154,8 @@ def test_schemes_with_a_rate_of_their_own_are_left_alone() -> None:
     tasks = {"task_options": {"copy": {"schemes": ["alibi"], "seeds": [5]}}, "tasks": ["causal", "copy"]}
     assert rates_study(validated(StudySettings, given | tasks, "The study")).tasks == ["causal"]
     tasks["task_options"]["copy"] = {"learning_rate": 0.3}
-    own = validated(StudySettings, given | tasks, "The study")
-    assert rates_study(own).tasks == ["causal"]
+    settings = validated(StudySettings, given | tasks, "The study")
+    assert rates_study(settings).tasks == ["causal"]
     only = validated(StudySettings, given | {"schemes": ["alibi", "on"]}, "The study")
     with pytest.raises(SettingsError, match="--learning_rates are for schemes"):
         rates_study(only)
@@ -163,9 +163,9 @@ def test_schemes_with_a_rate_of_their_own_are_left_alone() -> None:
 
 def test_every_task_chooses_its_own_rate() -> None:
     given = {"learning_rates": [0.1, 0.2], "schemes": ["t5", "rope"], "tasks": ["copy", "reverse"], "seeds": [1]}
-    own = {"reverse": {"scheme_options": {"t5": {"max_distance": 40, "training": {"warmup_steps": 7}}}}}
+    options = {"reverse": {"scheme_options": {"t5": {"max_distance": 40, "training": {"warmup_steps": 7}}}}}
     study = validated(
-        StudySettings, given | {"task_options": own, "scheme_options": {"t5": {"bidirectional": False}}}, ""
+        StudySettings, given | {"task_options": options, "scheme_options": {"t5": {"bidirectional": False}}}, ""
     )
     tried = {(cell.task.name, cell.label): cell for cell in study_cells(rates_study(study))}
     assert len(tried) == 2 * 2 * 2

@@ -14,10 +14,11 @@ from tests.cli.test_schemes import THIRD_PARTY
 from training import compare, run_clm
 from training.errors import SettingsError
 from training.files import write_json
-from training.study.cells import StudyTask, study_cells
+from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
 from training.study.models import new_image_model, new_model
 from training.study.settings import StudySettings, TrainingSettings
+from training.study.tasks import study_task
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def own_scheme(tmp_path, monkeypatch):
     monkeypatch.setattr(extensions, "_imported", None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
-    own = THIRD_PARTY.replace("SchemeConfig):", "NoneConfig):").replace("far_for_tests", "own_for_tests")
-    (tmp_path / "own_schemes.py").write_text(own)
+    source = THIRD_PARTY.replace("SchemeConfig):", "NoneConfig):").replace("far_for_tests", "own_for_tests")
+    (tmp_path / "own_schemes.py").write_text(source)
     yield "own_for_tests"
     sys.modules.pop("own_schemes", None)
 
@@ -109,7 +110,7 @@ def test_a_run_takes_an_imported_scheme(tmp_path, own_scheme, capsys):
 
 
 def task(name="causal", **settings):
-    return StudyTask(name, TrainingSettings(**{"hidden_size": 32, "num_layers": 1, "num_heads": 2} | settings))
+    return study_task(name, TrainingSettings(**{"hidden_size": 32, "num_layers": 1, "num_heads": 2} | settings))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +138,8 @@ def test_the_default_architectures():
     llama = LlamaConfig(**common, tie_word_embeddings=True, use_cache=False)
     bert = BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     for name, config in (("causal", llama), ("masked", bert)):
-        found = new_model(task(name), task(name).settings, tokenizer, 24).config.to_dict()
-        assert found | {"architectures": None, "dtype": None} == config.to_dict() | {"dtype": None}
+        built = new_model(task(name), task(name).settings, tokenizer, 24).config.to_dict()
+        assert built | {"architectures": None, "dtype": None} == config.to_dict() | {"dtype": None}
 
 
 @pytest.mark.parametrize(
@@ -170,17 +171,17 @@ def test_further_fields_of_the_config():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "found"),
+    ("model_type", "overrides", "expected"),
     [
         ("gpt2", {"n_inner": 40}, {"n_inner": 40, "n_embd": 32}),
         ("gpt2", {"n_positions": 50}, {"max_position_embeddings": 50}),
         ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, {}),
     ],
 )
-def test_fields_go_by_the_names_of_the_architecture_too(model_type, overrides, found):
+def test_fields_go_by_the_names_of_the_architecture_too(model_type, overrides, expected):
     chosen = task(model_type=model_type, config_overrides=overrides)
     config = new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24).config
-    for name, value in (overrides | found).items():
+    for name, value in (overrides | expected).items():
         assert getattr(config, name) == value
 
 

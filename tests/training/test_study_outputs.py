@@ -272,7 +272,7 @@ def test_refused_results_leave_earlier_files_alone(tmp_path, capsys):
 
 
 def seen(results):
-    return {name: " ".join(one) for name, one in study_summary(check_results(results), records(results)).items()}
+    return {name: " ".join(lines) for name, lines in study_summary(check_results(results), records(results)).items()}
 
 
 def compared(*losses, seeds=3):

@@ -8,11 +8,10 @@ from hf_posenc.metrics.generalization.exact_match import GeneralizationResult
 from training import compare
 from training.errors import SettingsError
 from training.objectives import IGNORED
-from training.study import reading
 from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
-from training.study.data import cell_data
 from training.study.settings import StudySettings, parse_numbers, parse_study, validated
+from training.study.tasks import algorithms
 
 
 def settings(**options):
@@ -133,8 +132,8 @@ def test_a_wrong_command_line_leaves_no_output_folder(tmp_path, capsys):
 
 
 def test_lengths():
-    found = StudySettings(train_length=24, length_factor=4)
-    assert found.lengths == [24, 48, 96]
+    settings = StudySettings(train_length=24, length_factor=4)
+    assert settings.lengths == [24, 48, 96]
     assert parse_numbers("5, 1-3,2") == parse_numbers([5, "1-3"]) == [1, 2, 3, 5]
     # A date, as a seed.
     assert StudySettings(seeds="20260101").seeds == [20260101]
@@ -271,9 +270,11 @@ def test_every_option_has_a_help_text(capsys):
 
 def test_every_seed_is_asked_other_questions_and_every_scheme_the_same(monkeypatch):
     asked = []
-    monkeypatch.setattr(reading, "exact_match", lambda *_, seed, **__: asked.append(seed) or GeneralizationResult(()))
+    monkeypatch.setattr(
+        algorithms, "exact_match", lambda *_, seed, **__: asked.append(seed) or GeneralizationResult(())
+    )
     for cell in study_cells(settings(tasks="copy", schemes="rope,alibi", seeds="0,1")):
-        reading.read_lengths(cell, None, None, None, None)
+        cell.task.read(cell, None, None, None)
     # 0 is the seed of the validation examples, which the learning rate is chosen by.
     assert asked == [1, 1, 2, 2]
 
@@ -291,9 +292,9 @@ def test_a_scheme_can_be_trained_on_other_lengths_of_a_synthetic_task():
     plain, longer = study_cells(study)
     assert (plain.train_lengths, longer.train_lengths) == (list(range(1, 11)), [7])
     tokenizer = study_tokenizer(study)
-    found, other = (cell_data(cell, tokenizer) for cell in (longer, plain))
-    assert len({len(found.train[index]["input_ids"]) for index in range(8)}) == 1
-    targets = {int((found.train[index]["labels"] != IGNORED).sum()) for index in range(len(found.train))}
+    data, other = (cell.task.data(cell, tokenizer) for cell in (longer, plain))
+    assert len({len(data.train[index]["input_ids"]) for index in range(8)}) == 1
+    targets = {int((data.train[index]["labels"] != IGNORED).sum()) for index in range(len(data.train))}
     assert len(targets) == 1
     assert len({int((other.train[index]["labels"] != IGNORED).sum()) for index in range(len(other.train))}) > 1
-    assert torch.equal(found.validation.datasets["input_ids"], other.validation.datasets["input_ids"])
+    assert torch.equal(data.validation.datasets["input_ids"], other.validation.datasets["input_ids"])

@@ -43,9 +43,9 @@ def test_weight_decay_is_what_the_schemes_paper_wants(tmp_path: Path) -> None:
         assert group["weight_decay"] == expected["weight_decay"]
         assert {id(parameter) for parameter in group["params"]} == {id(parameter) for parameter in expected["params"]}
     undecayed = {id(parameter) for parameter in groups[1]["params"]}
-    own = list(made.model.position_encoding.parameters())
-    assert own
-    assert all(id(parameter) in undecayed for parameter in own)
+    learned = list(made.model.position_encoding.parameters())
+    assert learned
+    assert all(id(parameter) in undecayed for parameter in learned)
 
 
 @both
@@ -91,10 +91,10 @@ def test_accumulated_batches_equal_one_large_one(tmp_path: Path, causal: bool) -
     small = trainer(tmp_path / "b", causal, tiny(causal, dropout=0.0), gradient_accumulation_steps=4, **common)
     large.train()
     small.train()
-    for one, many in zip(curve(large), curve(small), strict=True):
+    for whole, many in zip(curve(large), curve(small), strict=True):
         for name in ("loss", "grad_norm"):
-            if name in one:
-                assert many[name] == pytest.approx(one[name], rel=1e-5), (name, one, many)  # fp32 sums in another order
+            if name in whole:
+                assert many[name] == pytest.approx(whole[name], rel=1e-5), (whole, many)  # fp32 sums in another order
 
 
 @both
@@ -155,10 +155,10 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path: Path, monkeypatch:
         made.train()
     monkeypatch.undo()
     assert not (tmp_path / "cut/checkpoint-4").exists()
-    found = latest_complete_checkpoint(tmp_path / "cut")
-    assert found == tmp_path / "cut/checkpoint-2"
+    checkpoint = latest_complete_checkpoint(tmp_path / "cut")
+    assert checkpoint == tmp_path / "cut/checkpoint-2"
     again = trainer(tmp_path / "cut", **options)
-    again.train(resume_from_checkpoint=str(found))
+    again.train(resume_from_checkpoint=str(checkpoint))
     assert curve(again) == curve(whole)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hf_posenc import PositionEncodingError
 from hf_posenc.preserve import evaluation_mode
+from hf_posenc.recipes.position_views import mask_of_documents, spread_distance
+from training.arguments import DataArguments
 from training.errors import SettingsError
 
 #: Differences between a packed row and its documents alone, as a share of the difference that packing without any
@@ -44,11 +46,7 @@ class Blocking:
         """
         arguments = {"position_ids": places + self.first_position} if self.position_ids else {}
         if self.mask:
-            documents = (places == 0).cumsum(-1)
-            hidden = documents[:, None, :, None] != documents[:, None, None, :]
-            if self.causal:
-                hidden = hidden | torch.ones_like(hidden[0, 0]).triu(1)
-            arguments["attention_mask"] = hidden.to(self.dtype) * torch.finfo(self.dtype).min
+            arguments["attention_mask"] = mask_of_documents((places == 0).cumsum(-1), self.dtype, causal=self.causal)
         return arguments
 
 
@@ -67,6 +65,22 @@ class Batches:
         batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels", "places")}
         places = batch.pop("places")
         return batch | ({} if self.blocking is None else self.blocking.arguments(places))
+
+
+def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: int) -> Batches:
+    """The collator of packed rows for a model, which is tried out first.
+
+    Args:
+        model: as it will be trained.
+        data: how rows are packed.
+        causal: whether the model is trained to predict the next token.
+        vocabulary: number of tokens to draw from.
+
+    Raises:
+        SettingsError: if the model cannot read such rows, or keep the documents in a row apart.
+    """
+    check_reads(model, data.block_size, causal, vocabulary)
+    return Batches(find_blocking(model, data.block_size, causal, vocabulary) if data.packing == "documents" else None)
 
 
 def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) -> Blocking:
@@ -93,20 +107,20 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
     padding = getattr(model.config, "pad_token_id", None)
     with evaluation_mode(model):
         alone = torch.cat([_logits(model, document) for document in tokens.split(lengths, dim=1)], dim=1)
-        unblocked = _distance(_logits(model, tokens), alone)
+        unblocked = spread_distance(_logits(model, tokens), alone)
         if unblocked <= 1e-4:
             raise SettingsError(
                 "Packing documents changes nothing in this model as it stands: its attention has no effect yet, so it "
                 "cannot be checked that documents are kept apart. Use --packing concatenate."
             )
         tolerance = unblocked * (_EXACT if alone.dtype == torch.float32 else _ROUNDED)
-        found = []
+        tried = []
         for first in [0] if padding is None else [0, padding + 1]:
             for positions, mask in ((True, False), (True, True), (False, True)):
                 if (mask or causal) and (positions or not first):
                     blocking = Blocking(positions, mask, first, causal, model.dtype)
                     try:
-                        distance = _distance(_logits(model, tokens, **blocking.arguments(places)), alone)
+                        distance = spread_distance(_logits(model, tokens, **blocking.arguments(places)), alone)
                         outcome = f"off by {distance:.1e}, where no blocking is off by {unblocked:.1e}"
                     except PositionEncodingError as error:
                         raise SettingsError(
@@ -116,9 +130,9 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
                         distance, outcome = float("inf"), f"{type(error).__name__}: {error}"
                     if distance <= tolerance:
                         return blocking
-                    found.append(f"{blocking}: {outcome}")
+                    tried.append(f"{blocking}: {outcome}")
         raise SettingsError(
-            f"{type(model).__name__} cannot keep apart documents that share a row ({'; '.join(found)}). Use --packing "
+            f"{type(model).__name__} cannot keep apart documents that share a row ({'; '.join(tried)}). Use --packing "
             "concatenate, where attention and positions run through the row."
         )
 
@@ -142,7 +156,7 @@ def check_reads(model: Any, block_size: int, causal: bool, vocabulary: int) -> N
         if causal:
             changed = tokens.clone()
             changed[0, -1] = tokens[0, 0] if tokens[0, 0] != tokens[0, -1] else tokens[0, 1]
-            if _distance(_logits(model, changed)[:, :-1], before[:, :-1]) > 1e-3:
+            if spread_distance(_logits(model, changed)[:, :-1], before[:, :-1]) > 1e-3:
                 raise SettingsError(
                     f"{type(model).__name__} sees the token it is to predict: it attends in both directions. Train it "
                     "with run_mlm.py, or use a causal model (for BERT and its like --config_overrides is_decoder=true)."
@@ -163,9 +177,3 @@ def _logits(model: Any, tokens: Tensor, **arguments: Tensor) -> Tensor:
     uncached = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     logits: Tensor = model(input_ids=tokens, **uncached, **arguments).logits
     return logits
-
-
-def _distance(first: Tensor, second: Tensor) -> float:
-    """Largest difference, in units of the spread of the second."""
-    second = second.float()
-    return float((first.float() - second).abs().max() / second.std().clamp(min=1e-9))

@@ -38,12 +38,17 @@ def load_rows(
         held_out, from_where = _load(data, data.dataset_name, data.validation_split, data.max_eval_samples)
         from_where = f"{from_where} ({data.validation_split})"
     else:
-        documents, held_out = _split(documents, data, source)
+        if len(documents) < 2:
+            raise SettingsError(
+                f"{source!r} holds {len(documents)} document, so none can be held out for validation. Cut it with "
+                "--sample_by paragraph, or name other text with --validation_file."
+            )
+        number = round(len(documents) * data.validation_split_percentage / 100)
+        documents, held_out = split_documents(documents, number, data.split_seed)
         from_where = f"{source} (held out)"
     rows = []
     for number, (part, most) in enumerate(((documents, data.max_train_samples), (held_out, data.max_eval_samples))):
-        part = part if most is None else part.select(range(min(most, len(part))))
-        tokens = tokenize(part, data.text_column, tokenizer, data.preprocessing_num_workers)
+        tokens = tokenize(first_documents(part, most), data.text_column, tokenizer, data.preprocessing_num_workers)
         # Masks of the validation rows are the same for every seed.
         masking = None if causal else RowMasking(tokenizer, data.mlm_probability, 0 if number else seed, stream=number)
         name = f"{'validation' if number else 'training'} part of {source!r}"
@@ -58,18 +63,24 @@ def load_rows(
 def _load(data: DataArguments, name: str | None, split: str, most: int | None) -> tuple[Any, str]:
     config_name = data.dataset_config_name if name == data.dataset_name else None
     first = most if data.streaming else None
-    found, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
-    require_column(found, data.text_column, source)
-    return found, source
+    dataset, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
+    require_column(dataset, data.text_column, source)
+    return dataset, source
 
 
-def _split(documents: Any, data: DataArguments, source: str) -> tuple[Any, Any]:
-    if len(documents) < 2:
-        raise SettingsError(
-            f"{source!r} holds {len(documents)} document, so none can be held out for validation. Cut it with "
-            "--sample_by paragraph, or name other text with --validation_file."
-        )
-    order = np.random.default_rng(data.split_seed).permutation(len(documents))
-    share = round(len(documents) * data.validation_split_percentage / 100)
-    held_out = min(max(1, share), len(documents) - 1)
+def split_documents(documents: Any, held_out: int, seed: int) -> tuple[Any, Any]:
+    """Cuts documents at random into those to train on and those to validate on; neither is empty.
+
+    Args:
+        documents: two or more.
+        held_out: how many are to be held out.
+        seed: of the permutation.
+    """
+    order = np.random.default_rng(seed).permutation(len(documents))
+    held_out = min(max(1, held_out), len(documents) - 1)
     return documents.select(order[held_out:]), documents.select(order[:held_out])
+
+
+def first_documents(documents: Any, most: int | None) -> Any:
+    """At most so many of the documents; all of them for `None`."""
+    return documents if most is None else documents.select(range(min(most, len(documents))))

@@ -86,8 +86,8 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
         ],
     )
     control = result.settings["control"]
-    compared = [one for one in result.subjects if one.label in (first.scheme, control)]
-    labels = [one.label for one in compared]
+    compared = [subject for subject in result.subjects if subject.label in (first.scheme, control)]
+    labels = [subject.label for subject in compared]
     shown = [record for record in result.records if record.subject in labels]
     return ModelCard.from_template(
         data,

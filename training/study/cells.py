@@ -7,20 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-
-from hf_posenc import PositionEncodingError, UnknownNameError, get_scheme
-from hf_posenc.metrics.generalization import SYNTHETIC_TASKS, SyntheticTask
+from hf_posenc import PositionEncodingError, get_scheme
 from hf_posenc.schemes.config import SchemeConfig
 from training.errors import SettingsError
 from training.files import read_json
 from training.scheme_code import scheme_code
 from training.study.settings import SchemeOptions, StudySettings, TaskOptions, TrainingSettings
+from training.study.tasks import CAUSAL, IMAGES, MASKED, StudyTask, study_task
 
 FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged", "failed"
-CAUSAL, MASKED, EMBEDDING, IMAGES = "causal", "masked", "embedding", "images"
-#: The kind of the task "images".
-IMAGE_CLASSIFICATION = "image_classification"
 
 #: The scheme of the unpatched model, the control.
 NATIVE = "native"
@@ -29,82 +24,17 @@ NATIVE = "native"
 #: scaled down to the tokens instead: at scale 1 they would drown them.
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
 
-#: Text with fewer tokens has no tail, and no room between the special tokens of a sentence.
-_SHORTEST = 8
 _SHAPE = ("hidden_size", "num_layers", "num_heads")
 #: The same for all schemes of a task, so that they can be compared.
 _OF_THE_TASK = (
     "length_factor", "test_lengths", "test_samples", "eval_windows", "model_type", "config_overrides",
     "test_resolutions", "patch_size",
 )  # fmt: skip
-_OF_IMAGES = ("train_resolution", "test_resolutions", "patch_size", "random_crop")
-_OF_SEQUENCES = ("train_length", "length_factor", "train_lengths", "test_lengths", "eval_windows")
 
 
 def default_options(label: str, asked: SchemeOptions) -> dict[str, Any]:
     """Options of a scheme that a study uses where `scheme_options` says nothing else."""
     return DEFAULT_OPTIONS.get(label, {}) if asked.scheme in (None, label) else {}
-
-
-@dataclass(frozen=True)
-class StudyTask:
-    """What the models of a study are trained on.
-
-    Args:
-        name: "causal", "masked", "embedding", "images", or that of a synthetic task.
-        settings: of its trainings.
-        pretrained: whether its models begin with pretrained weights.
-    """
-
-    name: str
-    settings: TrainingSettings
-    pretrained: bool = False
-
-    @property
-    def synthetic(self) -> SyntheticTask | None:
-        """The synthetic task; `None` for text and images."""
-        return SYNTHETIC_TASKS.get(self.name)
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether it is trained on the text of the study."""
-        return self.synthetic is None and self.name != IMAGES
-
-    @property
-    def causal(self) -> bool:
-        """Whether its models predict the next token."""
-        return self.name not in (MASKED, EMBEDDING, IMAGES) and not self.encoder_decoder
-
-    @property
-    def encoder_decoder(self) -> bool:
-        """Whether its models read a prompt with an encoder, and write the answer with a decoder."""
-        known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-        return self.synthetic is not None and self.settings.model_type in known
-
-    @property
-    def kind(self) -> str:
-        """What is measured: "language_modeling", "embedding", "generalization" or "image_classification"."""
-        if self.synthetic is not None:
-            return "generalization"
-        if self.name == IMAGES:
-            return IMAGE_CLASSIFICATION
-        return EMBEDDING if self.name == EMBEDDING else "language_modeling"
-
-    def train_lengths(self, settings: TrainingSettings) -> list[int]:
-        """The lengths, or for images the resolution, trained on with the settings of the task or of one scheme."""
-        if self.name == IMAGES:
-            return [settings.train_resolution]
-        by_default = [settings.train_length] if self.synthetic is None else list(self.synthetic.train_lengths)
-        return settings.train_lengths or by_default
-
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths, or for images the resolutions, it is evaluated at."""
-        if self.name == IMAGES:
-            return self.settings.test_resolutions or [self.settings.train_resolution]
-        if self.synthetic is None:
-            return self.settings.lengths
-        return self.settings.test_lengths or list(self.synthetic.test_lengths)
 
 
 @dataclass(frozen=True)
@@ -232,10 +162,7 @@ class Cell:
             "corpus digest": digests.get("corpus") if self.task.reads_text else None,
             "model digest": digests.get("model"),
         }
-        if self.task.synthetic is not None:
-            identity["question seed"] = self.question_seed
-        if self.task.name == IMAGES:
-            identity["pictures digest"] = digests.get("pictures")
+        identity |= self.task.identity(self, digests)
         code = scheme_code(self.config)
         if code is not None:
             identity["code of the scheme"] = code
@@ -261,7 +188,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
             )
         key = (task.name, label, seed)
         if key not in cells:
-            starts = {one: study.options_of(one, task.name).start for one in study.schemes}
+            starts = {name: study.options_of(name, task.name).start for name in study.schemes}
             begins = starts[label]
             start = None if begins is None else add(task, begins, seed, (*waiting, label))
             cells[key] = Cell(study, task, label, seed, start, is_start=label in starts.values())
@@ -271,57 +198,26 @@ def study_cells(study: StudySettings) -> list[Cell]:
     if study.train_lengths and {*study.tasks} <= {CAUSAL, MASKED, IMAGES}:
         raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; text is read at --train_length.")
     for name in study.tasks:
-        own = study.task_options.get(name, TaskOptions())
-        task = _task(study, name, own)
+        options = study.task_options.get(name, TaskOptions())
+        task = _task(study, name, options)
         for label in study.labels_of(name):
-            for seed in study.seeds if own.seeds is None else own.seeds:
+            for seed in study.seeds if options.seeds is None else options.seeds:
                 add(task, label, seed)
     return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
 
 
-def _task(study: StudySettings, name: str, own: TaskOptions) -> StudyTask:
-    known = (CAUSAL, MASKED, EMBEDDING, IMAGES, *SYNTHETIC_TASKS)
-    if name not in known:
-        raise UnknownNameError("task", name, known)
-    task = StudyTask(name, study.changed(own.model_extra or {}, f"Task {name!r}"), study.model_name_or_path is not None)
-    settings, fields = task.settings, TrainingSettings.model_fields
+def _task(study: StudySettings, name: str, options: TaskOptions) -> StudyTask:
+    settings = study.changed(options.model_extra or {}, f"Task {name!r}")
+    task = study_task(name, settings, pretrained=study.model_name_or_path is not None)
     shape = (*_SHAPE, "model_type", "config_overrides")
-    sized = [one for one in shape if getattr(settings, one) != fields[one].default]
+    sized = [field for field in shape if getattr(settings, field) != TrainingSettings.model_fields[field].default]
     if task.pretrained and sized:
         raise SettingsError(f"Task {name!r} has {sized[0]}, but the models are that of --model_name_or_path.")
-    if name == EMBEDDING and not task.pretrained:
-        raise SettingsError(f"The task {name!r} keeps what a trained encoder says: give --model_name_or_path.")
-    if name == IMAGES:
-        _check_images(study, settings)
-    unused = [one for one in _unused(task) if one in (own.model_extra or {})]
+    unused = [field for field in task.unused if field in (options.model_extra or {})]
     if unused:
         raise SettingsError(f"Task {name!r} has {unused[0]}, which its trainings do not use.")
-    if task.reads_text and min(task.lengths) < _SHORTEST and (settings.test_lengths or task.pretrained):
-        raise SettingsError(f"Task {name!r}: evaluated lengths of text are at least {_SHORTEST} tokens.")
+    task.check(study)
     return task
-
-
-def _unused(task: StudyTask) -> tuple[str, ...]:
-    """Settings that trainings of this task do not read, and that would be ignored."""
-    if task.name == IMAGES:
-        return _OF_SEQUENCES
-    if task.synthetic:
-        return ("train_length", *_OF_IMAGES)
-    return _OF_IMAGES if task.name == EMBEDDING else ("train_lengths", *_OF_IMAGES)
-
-
-def _check_images(study: StudySettings, settings: TrainingSettings) -> None:
-    if study.model_name_or_path is not None:
-        raise SettingsError(
-            f"The task {IMAGES!r} trains new weights. To train a pretrained classifier use "
-            "training/run_image_classification.py, or leave --model_name_or_path out."
-        )
-    for resolution in (settings.train_resolution, *settings.test_resolutions):
-        if resolution % settings.patch_size:
-            raise SettingsError(
-                f"Pictures of {resolution} pixels are not a whole number of patches of {settings.patch_size} pixels; "
-                f"use multiples of --patch_size."
-            )
 
 
 def _check(cell: Cell) -> None:
@@ -329,9 +225,9 @@ def _check(cell: Cell) -> None:
     settings, swap, task = cell.settings, cell.asked.swap, cell.task
     swap.check_training(settings.max_steps, swap.lora)
     swap.check_objective(task.causal)
-    own = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *_unused(task)}
-    own |= set() if task.name == MASKED else {"mlm_probability"}
-    unused = sorted(own & set(cell.asked.training))
+    fixed = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *task.unused}
+    fixed |= set() if task.name == MASKED else {"mlm_probability"}
+    unused = sorted(fixed & set(cell.asked.training))
     problems = {
         f"{NATIVE!r} is the unpatched model; it has no options and takes no swap.": (
             cell.config is None and (cell.options or swap.swaps)
@@ -348,11 +244,9 @@ def _check(cell: Cell) -> None:
         "lora, distill and self_distill have no meaning without training (max_steps is 0).": (
             not settings.max_steps and (swap.lora or swap.teaches)
         ),
-        f"the task {IMAGES!r} takes no swap options.": task.name == IMAGES and swap.given(),
-        f"the task {EMBEDDING!r} always has a teacher, and takes no lora.": (
-            task.name == EMBEDDING and (swap.lora or swap.distill)
-        ),
     }
-    for message, found in problems.items():
-        if found:
+    if refusal := task.refusal(swap):
+        problems[refusal] = True
+    for message, applies in problems.items():
+        if applies:
             raise SettingsError(f"{cell.name}: {message}")

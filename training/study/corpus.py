@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from training.arguments import ModelArguments
 from training.data.loading import load_named_dataset, require_column
+from training.data.rows import first_documents, split_documents
 from training.data.tokens import TokenStream, tokenize
 from training.errors import SettingsError
 from training.starting_model import BYTES, load_tokenizer
@@ -101,14 +102,13 @@ def load_corpus(
             f"The dataset {source!r} has {len(dataset)} document(s) with text; validation needs one of its own. Give "
             "several files, rows or paragraphs."
         )
-    order = np.random.default_rng(settings.split_seed).permutation(len(dataset))
-    held_out = min(max(1, round(len(dataset) * settings.validation_fraction)), len(dataset) - 1)
+    train, held_out = split_documents(dataset, round(len(dataset) * settings.validation_fraction), settings.split_seed)
     streams = []
-    for name, chosen, most, needed in (
-        ("train", order[held_out:], settings.max_train_samples, train_length),
-        ("validation", order[:held_out], settings.max_eval_samples, max_length),
+    for name, documents, most, needed in (
+        ("train", train, settings.max_train_samples, train_length),
+        ("validation", held_out, settings.max_eval_samples, max_length),
     ):
-        stream = TokenStream.of_documents(tokenize(dataset.select(chosen[:most]), column, tokenizer))
+        stream = TokenStream.of_documents(tokenize(first_documents(documents, most), column, tokenizer))
         if len(stream) < needed:
             raise SettingsError(
                 f"The {name} part of {source!r} has {len(stream)} tokens in {stream.documents} document(s); one window "

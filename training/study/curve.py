@@ -65,7 +65,7 @@ def recorded_curve(state: TrainerState) -> dict[str, Any]:
         name: {entry["step"]: entry[name] for entry in state.log_history if name in entry}
         for name in ("loss", *EVALUATED)
     }
-    steps = sorted(next(found for name in EVALUATED if (found := values[name])))
+    steps = sorted(next(points for name in EVALUATED if (points := values[name])))
     losses = [values["loss"].get(step) for step in steps]
     curve = {
         "step": steps,

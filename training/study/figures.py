@@ -92,7 +92,7 @@ def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigur
                 )
                 if light is not None and dark is not None:
                     title = f"{lines.title}{', models that start from a trained one' if prefix else ''}"
-                    spread = any(one.low is not None for one in result.of(quantity=lines.quantity))
+                    spread = any(record.low is not None for record in result.of(quantity=lines.quantity))
                     reading = " ".join([lines.reading, _SAME, *([_BAND] * (spread and lines.key != "layer"))])
                     figures.append(StudyFigure(name, f"{name}_{prefix}{lines.name}", title, reading, light, dark))
     return figures
@@ -145,9 +145,10 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
 
 def _curve(result: Result, label: str, lines: _Lines) -> Curve | None:
     """One scheme with its interval; `None` if it has no line."""
-    records = [one for one in result.of(label, lines.quantity) if one.value is not None and lines.key in one.at]
+    records = [point for point in result.of(label, lines.quantity) if point.value is not None and lines.key in point.at]
     if not records or (lines.key == "step" and len(records) == 1):
         return None
-    x, mean, low, high = zip(*((one.at[lines.key], one.value, one.low, one.high) for one in records), strict=True)
+    points = ((point.at[lines.key], point.value, point.low, point.high) for point in records)
+    x, mean, low, high = zip(*points, strict=True)
     # A lower end at or below zero is nowhere on a logarithmic axis.
     return Curve(x, mean) if lines.key == "layer" else Curve(x, mean, low, high)

@@ -34,10 +34,10 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
     if folder.exists() and not (folder / LOCK).exists() and not (folder / "trainings").is_dir():
-        found = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-        if found:
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        if names:
             raise SettingsError(
-                f"{folder} is not empty ({', '.join(found[:3])}), and it does not hold a study: it has no trainings/. "
+                f"{folder} is not empty ({', '.join(names[:3])}), and it does not hold a study: it has no trainings/. "
                 "Name another --output_dir."
             )
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from hf_posenc import UnknownNameError, patch_model, unpatch_model
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.metrics.generalization.examples import end_token
 from hf_posenc.recipes import Swap, frozen_teacher
 from training.errors import SettingsError
-from training.starting_model import build_model as starting_model, weights_digest
-from training.study.cells import IMAGES, Cell, StudyTask
+from training.starting_model import build_model as starting_model, check_overrides, weights_digest
 from training.study.corpus import starting_arguments
-from training.study.data import CellData
 from training.study.settings import StudySettings, TrainingSettings
-from training.swapping import SAMPLE_ROWS, sample_rows
+
+if TYPE_CHECKING:
+    from training.study.cells import Cell
+    from training.study.tasks import StudyTask
+    from training.study.tasks.task import CellData
 
 #: Larger than BERT's 0.02, which is meant for 768 dimensions: at 128 it leaves attention uniform for too long.
 INITIALIZER_RANGE = 0.05
@@ -46,7 +38,6 @@ _SET = {
     "image_size": "--train_resolution",
     "patch_size": "--patch_size",
 }
-_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
@@ -55,11 +46,9 @@ def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedToken
     Raises:
         SettingsError: for a model that cannot be built, or does not fit the task.
     """
-    if task.name == IMAGES:
-        return type(new_image_model(task, task.settings, classes=1)).__name__, None
     if not task.pretrained:
-        return type(new_model(task, task.settings, tokenizer, task.lengths[-1])).__name__, None
-    model = starting_model(starting_arguments(study), tokenizer, task.causal, seed=0, loader=_loader(task))
+        return type(task.new_model(task.settings, tokenizer, task.lengths[-1])).__name__, None
+    model = starting_model(starting_arguments(study), tokenizer, task.causal, seed=0, loader=task.loader)
     return type(model).__name__, weights_digest(model)
 
 
@@ -75,26 +64,19 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
     Raises:
         SettingsError: if there is no such architecture for the task, or it cannot have these sizes.
     """
-    model_type = task.settings.model_type or ("llama" if task.causal else "bert")
-    stock = _stock_config(model_type)
-    padding = tokenizer.pad_token_id or 0
-    inner = 2 * settings.hidden_size
+    padding, inner = tokenizer.pad_token_id or 0, 2 * settings.hidden_size
     wanted: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "hidden_size": settings.hidden_size,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_heads,
         "head_dim": settings.hidden_size // settings.num_heads,
-        "intermediate_size": inner,
         # Some tables (RoBERTa's) begin behind the row of the padding token.
         "max_position_embeddings": positions + (padding + 1 if task.settings.model_type and not task.causal else 0),
-        "initializer_range": INITIALIZER_RANGE,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True,
     } | ({"use_cache": False} if task.causal or task.encoder_decoder else {})
+    required: dict[str, Any] = {}
     if task.encoder_decoder:
         for part in ("encoder", "decoder"):
             wanted |= {f"{part}_layers": settings.num_layers, f"{part}_attention_heads": settings.num_heads}
@@ -102,14 +84,10 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         # In Marian and T5, and their descendants.
         wanted |= {"decoder_vocab_size": len(tokenizer), "num_decoder_layers": settings.num_layers, "d_ff": inner}
         wanted |= {"init_std": INITIALIZER_RANGE, "forced_eos_token_id": None}
-    lacking = [name for name in _NEEDED if not hasattr(stock, name)]
-    if lacking:
-        raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
-    fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
-    if task.encoder_decoder:
         # Not every config has a field for it. Some decoders mask a padding token, even if it is the first.
-        fields["decoder_start_token_id"] = end_token(tokenizer)
-    return _built(task, stock, fields)
+        required["decoder_start_token_id"] = end_token(tokenizer)
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    return _built(task, settings, "llama" if task.causal else "bert", wanted, needed, required=required)
 
 
 def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -> Any:
@@ -123,24 +101,66 @@ def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -
     Raises:
         SettingsError: if there is no such architecture, or it cannot have these sizes.
     """
-    model_type = task.settings.model_type or "vit"
+    wanted = {"image_size": settings.train_resolution, "patch_size": settings.patch_size}
+    needed = ("hidden_size", "num_hidden_layers", "image_size", "patch_size")
+    return _built(task, settings, "vit", wanted, needed, classes=classes)
+
+
+def _built(
+    task: StudyTask,
+    settings: TrainingSettings,
+    by_default: str,
+    wanted: dict[str, Any],
+    needed: tuple[str, ...],
+    required: dict[str, Any] | None = None,
+    classes: int | None = None,
+) -> Any:
+    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`.
+
+    Args:
+        task: what it is trained on.
+        settings: for the sizes.
+        by_default: the architecture, if the task names none.
+        wanted: fields that are set where the architecture has them, in addition to the sizes.
+        needed: fields without which models cannot be made small.
+        required: fields that are set in any case.
+        classes: that a classifier tells apart.
+    """
+    model_type, overrides = task.settings.model_type or by_default, task.settings.config_overrides
     stock = _stock_config(model_type)
-    wanted: dict[str, Any] = {
+    wanted |= {
         "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers,
         "num_attention_heads": settings.num_heads,
         "intermediate_size": 2 * settings.hidden_size,
-        "image_size": settings.train_resolution,
-        "patch_size": settings.patch_size,
         "initializer_range": INITIALIZER_RANGE,
     }
-    lacking = [
-        name for name in ("hidden_size", "num_hidden_layers", "image_size", "patch_size") if not hasattr(stock, name)
-    ]
+    lacking = [name for name in needed if not hasattr(stock, name)]
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
     fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
-    return _built(task, stock, fields, classes)
+    names = stock.attribute_map
+    check_overrides(stock, overrides)
+    for name in overrides:
+        setting = next((how for field, how in _SET.items() if names.get(field, field) == names.get(name, name)), None)
+        if setting is not None:
+            raise SettingsError(f"--config_overrides has {name}, which {setting} determines.")
+    given = {names.get(name, name): value for name, value in (fields | (required or {}) | overrides).items()}
+    try:
+        config = type(stock)(**given)
+        if classes is not None:
+            config.num_labels = classes
+        model = task.loader.from_config(config)
+    except _NOT_BUILT as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise SettingsError(
+            f"--model_type {stock.model_type} cannot be used for the task {task.name!r}: {reason}"
+        ) from error
+    for name, value in overrides.items():
+        built = getattr(config, name)
+        if built != value and not (isinstance(built, dict) and built.items() >= value.items()):
+            raise SettingsError(f"--config_overrides: {type(config).__name__} turns {name} = {value!r} into {built!r}.")
+    return model
 
 
 def _stock_config(model_type: str) -> PreTrainedConfig:
@@ -153,50 +173,12 @@ def _stock_config(model_type: str) -> PreTrainedConfig:
     return config
 
 
-def _built(task: StudyTask, stock: PreTrainedConfig, fields: dict[str, Any], classes: int | None = None) -> Any:
-    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`."""
-    own, overrides = stock.attribute_map, task.settings.config_overrides
-    for name in overrides:
-        if not hasattr(stock, name):
-            unknown = UnknownNameError("field", name, stock.to_dict(), owner=type(stock).__name__)
-            raise SettingsError(f"--config_overrides: {unknown}")
-        setting = next((how for field, how in _SET.items() if own.get(field, field) == own.get(name, name)), None)
-        if setting is not None:
-            raise SettingsError(f"--config_overrides has {name}, which {setting} determines.")
-    given = {own.get(name, name): value for name, value in (fields | overrides).items()}
-    try:
-        config = type(stock)(**given)
-        if classes is not None:
-            config.num_labels = classes
-        model = _loader(task).from_config(config)
-    except _NOT_BUILT as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise SettingsError(
-            f"--model_type {stock.model_type} cannot be used for the task {task.name!r}: {reason}"
-        ) from error
-    for name, value in overrides.items():
-        found = getattr(config, name)
-        if found != value and not (isinstance(found, dict) and found.items() >= value.items()):
-            raise SettingsError(f"--config_overrides: {type(config).__name__} turns {name} = {value!r} into {found!r}.")
-    return model
-
-
 def _without_dropout(stock: PreTrainedConfig) -> dict[str, float]:
     return {
         name: 0.0
         for name, value in stock.to_dict().items()
         if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("_pdrop"))
     }
-
-
-def _loader(task: StudyTask) -> Any:
-    if task.name == IMAGES:
-        return AutoModelForImageClassification
-    if task.kind == "embedding":
-        return AutoModel
-    if task.encoder_decoder:
-        return AutoModelForSeq2SeqLM
-    return AutoModelForCausalLM if task.causal else AutoModelForMaskedLM
 
 
 @dataclass
@@ -232,16 +214,14 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
     task, config, swap = cell.task, cell.config, cell.asked.swap
     set_seed(cell.seed)
     if cell.start is not None:
-        model = _loader(task).from_pretrained(cell.start.model_folder)
+        model = task.loader.from_pretrained(cell.start.model_folder)
     elif task.pretrained:
         arguments = starting_arguments(cell.study)
-        model = starting_model(arguments, tokenizer, task.causal, cell.seed, loader=_loader(task))
-    elif data.pictures is not None:
-        model = new_image_model(task, cell.settings, len(data.pictures.classes))
+        model = starting_model(arguments, tokenizer, task.causal, cell.seed, loader=task.loader)
     else:
-        model = new_model(task, cell.settings, tokenizer, data.positions)
-    embeds = task.kind == "embedding"
-    teacher = frozen_teacher(model) if swap.distill or embeds else None
+        classes = 1 if data.pictures is None else len(data.pictures.classes)
+        model = task.new_model(cell.settings, tokenizer, data.positions, classes)
+    teacher = frozen_teacher(model) if swap.distill or task.has_teacher else None
     started = None if cell.start is None else cell.start.result()
     if started is not None and started["config"] == cell.head()["config"] and not swap.swaps:
         return Beginning(model, teacher)  # an equal scheme stays as it was trained
@@ -253,9 +233,6 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
     sample = None
     if swap.initialization != "default":
         length = min(cell.settings.train_length, native_capacity(model) or cell.settings.train_length)
-        sample = data.train.texts.rows(SAMPLE_ROWS, length) if embeds else sample_rows(data.train)
-        if task.encoder_decoder:
-            # The encoder never reads an answer.
-            sample = data.collate([data.train[index] for index in range(SAMPLE_ROWS)])["input_ids"]
+        sample = task.sample(data, length)
     # By name, so that options left out can be taken from the old scheme.
     return Beginning(model, teacher, swap.swap(model, config.name, sample, cell.options))

@@ -28,15 +28,15 @@ def rates_study(study: StudySettings) -> StudySettings:
             for rate in rates
         }
         if options:
-            own = study.task_options.get(name, TaskOptions())
+            task_options = study.task_options.get(name, TaskOptions())
             changes = {"seeds": None, "schemes": list(options), "scheme_options": options}
-            tasks[name] = own.model_copy(update=changes)
+            tasks[name] = task_options.model_copy(update=changes)
     if not tasks:
         raise SettingsError(
             "--learning_rates are for schemes that begin with new weights and have no learning rate of their own, and "
             "the study has none."
         )
-    labels = dict.fromkeys(label for own in tasks.values() for label in own.schemes or ())
+    labels = dict.fromkeys(label for task_options in tasks.values() for label in task_options.schemes or ())
     rates_only = study.model_copy(
         update={
             "name": f"{study.name}_rates",
@@ -71,8 +71,8 @@ def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySet
     losses = losses_by_rate(results["runs"])
     unsupported = {(run["task"], run["scheme"]) for run in results["runs"] if run.get("status") == UNSUPPORTED}
     for task in study.tasks:
-        own = task_options.get(task, TaskOptions())
-        options = dict(own.scheme_options)
+        asked = task_options.get(task, TaskOptions())
+        options = dict(asked.scheme_options)
         for label in _chosen_for(study, task):
             tried = {rate: losses.get((task, _label(label, rate)), math.inf) for rate in study.learning_rates}
             best = min(tried, key=lambda rate: tried[rate])
@@ -85,7 +85,7 @@ def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySet
                     f"{', '.join(f'{rate:g}' for rate in tried)} finished. Try lower --learning_rates, or give it one "
                     "in --scheme_options."
                 )
-        task_options[task] = own.model_copy(update={"scheme_options": options})
+        task_options[task] = asked.model_copy(update={"scheme_options": options})
     return study.model_copy(update={"task_options": task_options})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -106,8 +106,8 @@ def _frame(finished: list[Run], task: Task, clock: str, control: str | None) -> 
     frame = pd.DataFrame(rows, columns=columns).astype({"value": float})
     compared = [frame]
     for quantity, name in ((MAIN[task.kind], "difference"), ("healed", "to_control")):
-        found = frame[frame.quantity == quantity]
-        pairs = found.merge(found[found.scheme == control], on=["seed", "key", "at"], suffixes=("", "_control"))
+        values = frame[frame.quantity == quantity]
+        pairs = values.merge(values[values.scheme == control], on=["seed", "key", "at"], suffixes=("", "_control"))
         pairs = pairs[pairs.scheme != control].assign(quantity=name)
         compared.append(pairs.assign(value=pairs.value - pairs.value_control)[columns])
     return pd.concat(compared, ignore_index=True)
@@ -149,16 +149,21 @@ def _numbers(run: Run, task: Task, clock: str) -> Iterator[tuple[str, str, Any, 
 # From numbers to records
 
 
+def half_width(values: Sequence[float]) -> float | None:
+    """Half of Student's interval of a mean; `None` for fewer than two values."""
+    count = len(values)
+    if count < 2:
+        return None
+    return float(student_t.ppf((1 + CONFIDENCE) / 2, count - 1)) * stdev(values) / math.sqrt(count)
+
+
 def _records(label: str, runs: list[Run], frame: pd.DataFrame) -> Iterator[Record]:
-    own = frame[frame.scheme == label]
-    for (quantity, key, at), values in own.groupby(["quantity", "key", "at"], sort=False).value:
+    of_scheme = frame[frame.scheme == label]
+    for (quantity, key, at), values in of_scheme.groupby(["quantity", "key", "at"], sort=False).value:
         present = values.dropna().tolist()
-        count = len(present)
+        count, half = len(present), half_width(present)
         # Exactly rounded sums, so that the last digit of a table does not depend on the order of the seeds.
         mean = fmean(present) if count else None
-        half = None
-        if count > 1:
-            half = float(student_t.ppf((1 + CONFIDENCE) / 2, count - 1)) * stdev(present) / math.sqrt(count)
         shown = ""
         if quantity.startswith("dog_") and mean is not None:
             rounding = mean <= (ROUNDING if quantity == "dog_distance" else PROBE_TOLERANCE)

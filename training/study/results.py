@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from hf_posenc import __version__
 from hf_posenc.metrics.images.pictures import DIGITS
 from training.processor import processor_name
-from training.study.cells import FINISHED, IMAGES, Cell, StudyTask
-from training.study.corpus import Corpus, unigram_cross_entropy
-from training.study.data import pictures_summary, validation_windows
-from training.study.reading import tail_tokens
+from training.study.cells import FINISHED, Cell
+from training.study.corpus import Corpus
 from training.study.settings import StudySettings
+from training.study.tasks import IMAGES, StudyTask
 
 #: Where and how fast a study runs; none of it changes a result.
 _LOCAL = {"output_dir", "workers", "checkpoint_every"}
@@ -163,9 +162,9 @@ def check_results(results: dict[str, Any]) -> Study:
     try:
         return Study.model_validate(results)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        place = ".".join(map(str, ("results", *found["loc"])))
-        raise ResultsError(f"{place}: {found['msg'].removeprefix('Value error, ')}.") from error
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, ("results", *problem["loc"])))
+        raise ResultsError(f"{place}: {problem['msg'].removeprefix('Value error, ')}.") from error
 
 
 def study_results(
@@ -240,23 +239,13 @@ def _task(
     study: StudySettings, task: StudyTask, corpus: Corpus | None, model: str, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     shape = {"hidden_size", "num_layers", "num_heads"} if task.pretrained else set()
-    told = task.settings.model_dump(exclude=shape) | {
+    return {
+        **task.settings.model_dump(exclude=shape),
         "kind": task.kind,
         "causal": task.causal,
         "model": model,
         "pretrained": _model_name(study) if task.pretrained else None,
         "lengths": task.lengths,
         "train_lengths": task.train_lengths(task.settings),
-    }
-    if task.kind == "image_classification":
-        return told | {"pictures": pictures_summary(study)}
-    if task.kind != "language_modeling" or corpus is None:
-        return told
-    windows = validation_windows(corpus.validation.tokens(), task.settings)
-    frequencies = unigram_cross_entropy(corpus.train.tokens(), windows[:, 1:].numpy(), len(tokenizer))
-    return told | {
-        "objective": task.name,
-        "tail_tokens": tail_tokens(min(task.settings.train_length, task.lengths[0])),
-        "evaluation_tokens": windows.numel(),
-        "unigram_cross_entropy": round(frequencies, 4),
+        **task.facts(study, corpus, tokenizer),
     }

@@ -9,26 +9,23 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, ViTImageProcessorPil
+from transformers import PrinterCallback, TrainingArguments
 
 from hf_posenc import PositionEncodingError, SequenceLengthError
-from hf_posenc.metrics.images.pictures import Normalization
 from hf_posenc.patching.place.context_length import update_tokenizer_length
 from training.checkpoints import latest_complete_checkpoint
 from training.data.order import RowsByEpoch
 from training.errors import SettingsError
 from training.files import write_json
-from training.images.rows import image_processor
 from training.launched import launched_on_cpu
 from training.processor import processor_name
 from training.starting_model import add_lora
-from training.study.cells import DIVERGED, FINISHED, IMAGE_CLASSIFICATION, UNSUPPORTED, Cell
+from training.study.cells import DIVERGED, FINISHED, UNSUPPORTED, Cell
 from training.study.corpus import study_tokenizer
 from training.study.curve import CurveCallback, OnStep, recorded_curve
-from training.study.data import CellData, cell_data
-from training.study.embedding import Teacher, TeacherTrainer
 from training.study.models import Beginning, begin
-from training.study.reading import read_dogs, read_lengths, read_picture_dogs
+from training.study.tasks.embedding import Teacher
+from training.study.tasks.task import CellData
 from training.trainer import NonFiniteLossError, SchemeTrainer
 
 #: Rows per forward call of a validation of the small models.
@@ -42,66 +39,58 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         The result: `status` is "finished"; "unsupported", if the model cannot take the scheme; or "diverged", if the
         loss stopped being a number. The latter two come with a `reason`.
     """
-    head, start = cell.head(), None if cell.start is None else cell.start.result()
+    head, task, start = cell.head(), cell.task, None if cell.start is None else cell.start.result()
+
+    def ended(status: str, reason: object) -> dict[str, Any]:
+        return _conclude(cell, {**head, "status": status, "reason": str(reason)})
+
     if cell.start is not None and start is None:
         raise RuntimeError(f"It starts from {cell.start.name}, which has not ended.")
     if start is not None and start["status"] != FINISHED:
         reason = f"It starts from {start['scheme']!r}, which is {start['status']}: {start['reason']}"
-        return _conclude(cell, {**head, "status": UNSUPPORTED, "reason": reason})
+        return ended(UNSUPPORTED, reason)
     tokenizer = study_tokenizer(cell.study)
-    data = cell_data(cell, tokenizer)
+    data = task.data(cell, tokenizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             beginning = begin(cell, data, tokenizer)
-            if not cell.task.pretrained:
+            if not task.pretrained:
                 # A length that the scheme cannot represent is found before any time goes into training.
                 with torch.no_grad():
-                    _try_out(cell, beginning.model, data)
+                    task.try_out(beginning.model, data)
         except (ValueError, SequenceLengthError) as error:
-            return _conclude(cell, {**head, "status": UNSUPPORTED, "reason": str(error)})
-    head["notes"] = sorted({str(one.message) for one in caught if issubclass(one.category, UserWarning)})
-    teacher = Teacher(beginning.teacher, data.validation) if cell.task.kind == "embedding" else None
+            return ended(UNSUPPORTED, error)
+    head["notes"] = sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)})
+    if task.has_teacher:
+        data.teacher = Teacher(beginning.teacher, data.validation)
     if cell.goes_on:
-        head["before"] = read_lengths(cell, beginning.model, data, tokenizer, teacher, whole=False)
+        head["before"] = task.read(cell, beginning.model, data, tokenizer, whole=False)
     if beginning.swap is not None:
         # Its options may be those of the old scheme.
         head |= {"config": beginning.swap.new.to_dict(), "swap": beginning.swap.to_dict()}
     try:
-        trainer = _trainer(cell, beginning, data, teacher, on_step)
-    except PositionEncodingError as error:
-        return _conclude(cell, {**head, "status": UNSUPPORTED, "reason": str(error)})
-    trained_parameters = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
-    head |= {"parameters": trained_parameters, "threads": torch.get_num_threads(), "processes": trainer.args.world_size}
-    head["processor"] = processor_name()
-    try:
+        trainer = _trainer(cell, beginning, data, on_step)
+        trained_parameters = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+        head |= {"parameters": trained_parameters, "threads": torch.get_num_threads()}
+        head |= {"processes": trainer.args.world_size, "processor": processor_name()}
         training = _train(cell, trainer)
     except NonFiniteLossError as error:
-        return _conclude(cell, {**head, "status": DIVERGED, "reason": str(error)})
+        return ended(DIVERGED, error)
     except PositionEncodingError as error:
-        return _conclude(cell, {**head, "status": UNSUPPORTED, "reason": str(error)})
+        return ended(UNSUPPORTED, error)
     trained = trainer.accelerator.unwrap_model(trainer.model)
     if cell.asked.swap.lora:
         trained = trained.merge_and_unload()
-    name = {"generalization": "exact_match", IMAGE_CLASSIFICATION: "by_resolution"}.get(cell.task.kind, "by_length")
     result = {**head, "status": FINISHED, **training, "model": None}
-    dog = read_dogs(trained, tokenizer) if data.pictures is None else read_picture_dogs(cell, trained)
-    reading = read_lengths(cell, trained, data, tokenizer, teacher, whole=not cell.study.for_rates)
-    result |= {name: reading, "dog": dog}
+    dog = task.dogs(cell, trained, tokenizer)
+    figures = task.read(cell, trained, data, tokenizer, whole=not cell.study.for_rates)
+    result |= {task.figures: figures, "dog": dog}
     if cell.keeps_model:
         result["model"] = str(cell.model_folder.relative_to(cell.study_folder))
         if trainer.is_world_process_zero():
-            _save(cell, trained, tokenizer if data.pictures is None else _image_processor(cell))
+            _save(cell, trained, task.processor(cell, tokenizer))
     return _conclude(cell, result)
-
-
-def _try_out(cell: Cell, model: Any, data: CellData) -> None:
-    if data.pictures is None:
-        tokens = torch.zeros(1, data.positions, dtype=torch.int64, device=model.device)
-        model(input_ids=tokens, **({"decoder_input_ids": tokens} if cell.task.encoder_decoder else {}))
-    else:
-        batch = data.collate([data.train[0]])
-        model(**{name: value for name, value in batch.items() if name != "labels"})
 
 
 def _train(cell: Cell, trainer: SchemeTrainer) -> dict[str, Any]:
@@ -117,13 +106,11 @@ def _train(cell: Cell, trainer: SchemeTrainer) -> dict[str, Any]:
     return recorded_curve(trainer.state)
 
 
-def _trainer(
-    cell: Cell, beginning: Beginning, data: CellData, teacher: Teacher | None, on_step: OnStep
-) -> SchemeTrainer:
+def _trainer(cell: Cell, beginning: Beginning, data: CellData, on_step: OnStep) -> SchemeTrainer:
     # accelerate warns at every checkpoint that tied weights are stored once.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     swap, curve = cell.asked.swap, CurveCallback(cell.settings.eval_every, on_step)
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": add_lora(beginning.model, swap, cell.task.causal) if swap.lora else beginning.model,
         "args": _arguments(cell, data),
         "train_dataset": data.train,
@@ -131,19 +118,14 @@ def _trainer(
         "data_collator": data.collate,
         "callbacks": [curve, *swap.callbacks()],
     }
-    if teacher is not None:
-        windows = cell.task.settings.eval_windows
-        trainer: SchemeTrainer = TeacherTrainer(**common, teacher=teacher, lengths=cell.task.lengths, windows=windows)
-    else:
-        hooks = swap.loss_hooks(common["model"], beginning.teacher, cell.task.causal)
-        trainer = SchemeTrainer(**common, causal=cell.task.causal, loss_hooks=hooks)
+    trainer = cell.task.trainer(options, swap, beginning.teacher, data)
     trainer.remove_callback(PrinterCallback)
     curve.trainer = trainer
     return trainer
 
 
 def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
-    settings, embeds = cell.settings, cell.task.kind == "embedding"
+    settings, whole = cell.settings, cell.task.has_teacher
     given = {
         "use_cpu": launched_on_cpu(),
         "lr_scheduler_type": "cosine",
@@ -174,8 +156,8 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
     except (TypeError, ValueError, ImportError) as error:
         raise SettingsError(f"trainer {settings.trainer}: {error}") from error
     # A training item of the embedding task is a whole batch, which cannot be dealt out.
-    items = 1 if embeds else settings.batch_size
-    sharing = arguments.world_size * (1 if embeds else arguments.gradient_accumulation_steps)
+    items = 1 if whole else settings.batch_size
+    sharing = arguments.world_size * (1 if whole else arguments.gradient_accumulation_steps)
     if items % sharing:
         raise SettingsError(
             f"A batch of {items} item(s) cannot be dealt out to {arguments.world_size} processes x "
@@ -186,11 +168,7 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
     return arguments
 
 
-def _image_processor(cell: Cell) -> ViTImageProcessorPil:
-    return image_processor(cell.settings.train_resolution, Normalization(), channels=3)
-
-
-def _save(cell: Cell, model: Any, processor: PreTrainedTokenizerBase | ViTImageProcessorPil) -> None:
+def _save(cell: Cell, model: Any, processor: Any) -> None:
     partial = cell.model_folder.with_name(f"{cell.model_folder.name}.partial")
     for folder in (partial, cell.model_folder):
         shutil.rmtree(folder, ignore_errors=True)

@@ -173,8 +173,8 @@ class TrainingSettings(BaseModel):
         Raises:
             SettingsError: for a setting that does not exist, or has a value that it cannot have.
         """
-        own = {name: getattr(self, name) for name in TrainingSettings.model_fields}
-        return validated(TrainingSettings, own | changes, where)
+        values = {name: getattr(self, name) for name in TrainingSettings.model_fields}
+        return validated(TrainingSettings, values | changes, where)
 
 
 @dataclass
@@ -343,12 +343,12 @@ class StudySettings(TrainingSettings):
             ("--scheme_options", self.scheme_options, self.schemes),
             ("--task_options", self.task_options, self.tasks),
             *(
-                (f"Task {task!r}", [*(own.schemes or []), *own.scheme_options], self.schemes)
-                for task, own in self.task_options.items()
+                (f"Task {task!r}", [*(task_options.schemes or []), *task_options.scheme_options], self.schemes)
+                for task, task_options in self.task_options.items()
             ),
         ]
-        for where, found, known in asked:
-            unknown = sorted(set(found) - set(known))
+        for where, names, known in asked:
+            unknown = sorted(set(names) - set(known))
             if unknown:
                 raise ValueError(f"{where} names {unknown[0]!r}; the study has {', '.join(known)}.")
         return self
@@ -365,18 +365,18 @@ class StudySettings(TrainingSettings):
     def options_of(self, label: str, task: str | None = None) -> SchemeOptions:
         """What is said of a label, by the study and by one of its tasks."""
         options = self.scheme_options.get(label, SchemeOptions())
-        own = self.task_options.get(task or "", TaskOptions()).scheme_options.get(label)
-        return options if own is None else options.changed(own)
+        of_task = self.task_options.get(task or "", TaskOptions()).scheme_options.get(label)
+        return options if of_task is None else options.changed(of_task)
 
     def labels_of(self, task: str) -> list[str]:
         """The labels that a task is run with."""
-        own = self.task_options.get(task, TaskOptions()).schemes
-        return self.schemes if own is None else own
+        schemes = self.task_options.get(task, TaskOptions()).schemes
+        return self.schemes if schemes is None else schemes
 
     @property
     def all_seeds(self) -> set[int]:
         """The seeds of the study and those that single tasks have of their own."""
-        return {*self.seeds, *(seed for own in self.task_options.values() for seed in own.seeds or ())}
+        return {*self.seeds, *(seed for options in self.task_options.values() for seed in options.seeds or ())}
 
     def worker_count(self, jobs: int, accelerators: int) -> int:
         """How many trainings run at the same time."""
@@ -397,13 +397,13 @@ def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        place = ".".join(map(str, found["loc"]))
-        if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = SwapArguments.__dataclass_fields__ if "swap" in found["loc"] else kind.model_fields
-            raise SettingsError(f"{where}: {UnknownNameError('setting', str(found['loc'][-1]), known)}") from error
-        named = f"--{place} is {found['input']!r}: " if place else ""
-        raise SettingsError(f"{where}: {named}{found['msg'].removeprefix('Value error, ')}") from error
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = SwapArguments.__dataclass_fields__ if "swap" in problem["loc"] else kind.model_fields
+            raise SettingsError(f"{where}: {UnknownNameError('setting', str(problem['loc'][-1]), known)}") from error
+        named = f"--{place} is {problem['input']!r}: " if place else ""
+        raise SettingsError(f"{where}: {named}{problem['msg'].removeprefix('Value error, ')}") from error
 
 
 def parse_study(arguments: list[str], description: str) -> StudySettings:
@@ -429,11 +429,11 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         text = f"{field.description} (default: {field.default})".replace("%", "%%")
         boolean: dict[str, Any] = {"nargs": "?", "const": True} if field.annotation is bool else {}
         parser.add_argument(*flags, dest=name, help=text, **boolean)
-    found, others = parser.parse_known_args(arguments)
+    parsed, others = parser.parse_known_args(arguments)
     if others:
         raise SettingsError(str(UnknownNameError("option", others[0].partition("=")[0].lstrip("-"), settings)))
     given = {}
-    for name, words in vars(found).items():
+    for name, words in vars(parsed).items():
         # Text is read as it stands: a folder may be called 2024.
         as_text = settings[name].annotation in (str, str | None) or not isinstance(words, str)
         given[name] = words if as_text else parse_structured(words, name)
@@ -456,11 +456,11 @@ def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
         task_options[name] = dict(options)
         if "schemes" in options:
             names = validated(TaskOptions, {"schemes": options["schemes"]}, f"Task {name!r}").schemes
-            task_options[name]["schemes"] = [one for one in names or () if one not in schemes]
+            task_options[name]["schemes"] = [kept for kept in names or () if kept not in schemes]
             if not task_options[name]["schemes"]:
                 # The task has none of the schemes that are asked for.
                 del task_options[name]
-                left = [one for one in left if one != name]
+                left = [kept for kept in left if kept != name]
                 continue
         if "scheme_options" in options:
             task_options[name]["scheme_options"] = _without(options["scheme_options"], schemes)
@@ -469,4 +469,4 @@ def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
 
 
 def _without(options: dict[str, Any], labels: set[str]) -> dict[str, Any]:
-    return {label: own for label, own in options.items() if label not in labels}
+    return {label: asked for label, asked in options.items() if label not in labels}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
-
-from scipy.stats import t as student_t
 
 from hf_posenc.metrics.dog import PROBE_TOLERANCE, SENTENCE
 from hf_posenc.report import Result
-from training.study.records import CONFIDENCE, ROUNDING
+from training.study.records import ROUNDING, half_width
 from training.study.results import MAIN, Study, Task
 
 #: A loss that rises by no more than this many nats past the trained length counts as kept.
@@ -45,7 +43,7 @@ def _whole(study: Study) -> Iterator[str]:
     pretrained = next((task.pretrained for task in study.tasks.values() if task.pretrained), None)
     start = f"The pretrained model {pretrained} was trained further" if pretrained else "A small model was trained"
     size = ", ".join(
-        _count(*one) for one in ((len(schemes), "scheme"), (len(study.tasks), "task"), (len(seeds), "seed"))
+        _count(*counted) for counted in ((len(schemes), "scheme"), (len(study.tasks), "task"), (len(seeds), "seed"))
     )
     yield (
         f"{start} for each scheme (a position encoding with its settings), task and seed: {size}. {len(finished)} of "
@@ -78,7 +76,7 @@ def _task(study: Study, result: Result) -> Iterator[str]:
             yield from _best(values, quantity, resolution, place, "{:.1%}")
         yield from _dogs(task, result)
         return
-    short, far = max((one for one in task.lengths if one <= limit), default=task.lengths[0]), task.lengths[-1]
+    short, far = max((value for value in task.lengths if value <= limit), default=task.lengths[0]), task.lengths[-1]
     if task.kind == "generalization":
         yield from _best(values, quantity, far, f"At length {far} (trained up to {limit})")
     else:
@@ -88,9 +86,9 @@ def _task(study: Study, result: Result) -> Iterator[str]:
         yield from _best(values, quantity, short, place)
     if quantity == "loss":
         frequencies = task.unigram_cross_entropy or math.inf
-        above = {label: _mean(found[short]) - frequencies for label, found in values.items() if found.get(short)}
-        failed = [label for label, one in above.items() if one > _HARDLY]
-        ignorant = [label for label, one in above.items() if abs(one) <= _HARDLY]
+        above = {label: _mean(reading[short]) - frequencies for label, reading in values.items() if reading.get(short)}
+        failed = [label for label, value in above.items() if value > _HARDLY]
+        ignorant = [label for label, value in above.items() if abs(value) <= _HARDLY]
         level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f}"
         losses = {label: f" ({_mean(values[label][short]):.3f})" for label in above}
         if ignorant:
@@ -99,18 +97,18 @@ def _task(study: Study, result: Result) -> Iterator[str]:
             yield f"{_quoted(failed, losses)} did worse than a model that only knows {level}."
         ignorant += failed
         if far > short:
-            yield from _past({label: found for label, found in values.items() if label not in ignorant}, short, far)
+            yield from _past({label: reading for label, reading in values.items() if label not in ignorant}, short, far)
     yield from _dogs(task, result)
 
 
 def _comparable(study: Study, result: Result, quantity: str) -> dict[str, dict[int, dict[int, float]]]:
     """The values by label, length and seed of schemes that were trained alike: not from another one, or longer."""
-    found = {}
+    comparable = {}
     for label in result.labels:
         run = study.of(result.task, label)[0]
         if run.start is None and "train_length" not in run.training:
-            found[label] = _by_length(study, result.task, label, quantity)
-    return {label: values for label, values in found.items() if values}
+            comparable[label] = _by_length(study, result.task, label, quantity)
+    return {label: values for label, values in comparable.items() if values}
 
 
 def _best(
@@ -118,7 +116,7 @@ def _best(
 ) -> Iterator[str]:
     """The best scheme and the next one, and whether the seeds separate the two."""
     better = -1 if quantity == "loss" else 1
-    means = {label: _mean(found[length]) for label, found in values.items() if found.get(length)}
+    means = {label: _mean(reading[length]) for label, reading in values.items() if reading.get(length)}
     order = sorted(means, key=lambda label: -better * means[label])
     if not order:
         return
@@ -136,8 +134,8 @@ def _best(
         yield f"{text}."
         return
     second = [label for label in rest if shown[label] == shown[rest[0]]]
-    one, other = values[first[0]][length], values[second[0]][length]
-    gaps = [better * (one[seed] - other[seed]) for seed in one if seed in other]
+    best, other = values[first[0]][length], values[second[0]][length]
+    gaps = [better * (best[seed] - other[seed]) for seed in best if seed in other]
     judged = "The seeds do not tell which is better."
     if len(gaps) < 2:
         judged = "With one seed this does not rank them." if gaps else "They have no seed in common to compare."
@@ -152,17 +150,17 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
     open_: list[str] = []
     lost: dict[str, float] = {}
     ends: dict[str, tuple[float, float]] = {}
-    for label, found in values.items():
-        seeds = [seed for seed in found.get(short, {}) if seed in found.get(far, {})]
+    for label, reading in values.items():
+        seeds = [seed for seed in reading.get(short, {}) if seed in reading.get(far, {})]
         if not seeds:
             continue
-        rise = _interval([found[far][seed] - found[short][seed] for seed in seeds])
+        rise = _interval([reading[far][seed] - reading[short][seed] for seed in seeds])
         low, high = (rise.mean if end is None else end for end in (rise.low, rise.high))
         if high <= KEPT:
             kept.append(label)
         elif low > KEPT:
             lost[label] = rise.mean
-            ends[label] = (fmean(found[short][seed] for seed in seeds), fmean(found[far][seed] for seed in seeds))
+            ends[label] = (fmean(reading[short][seed] for seed in seeds), fmean(reading[far][seed] for seed in seeds))
         else:
             open_.append(label)
     told: list[str] = []
@@ -204,20 +202,17 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
 
 def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, dict[int, float]]:
     """The values of a scheme by length and seed."""
-    found: dict[int, dict[int, float]] = {}
+    by_length: dict[int, dict[int, float]] = {}
     for run in study.of(task, label):
         for length, value in zip(run.reading.get("lengths", ()), run.reading.get(quantity, ()), strict=False):
             if value is not None and math.isfinite(value):
-                found.setdefault(length, {})[run.seed] = value
-    return found
+                by_length.setdefault(length, {})[run.seed] = value
+    return by_length
 
 
 def _interval(values: Sequence[float]) -> _Interval:
-    mean = fmean(values)
-    if len(values) < 2:
-        return _Interval(mean)
-    half = float(student_t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return _Interval(mean, mean - half, mean + half)
+    mean, half = fmean(values), half_width(values)
+    return _Interval(mean) if half is None else _Interval(mean, mean - half, mean + half)
 
 
 def _count(number: int, noun: str) -> str:

@@ -71,20 +71,20 @@ def readers_of(model: PreTrainedModel, part: str) -> list[nn.Module]:
     The list is empty for a part that does not read token ids.
     """
     stacks = [stack.module for stack in find_stacks(model, [part])]
-    found = [model] if len(model_parts(model)) == 1 else stacks
-    reads_ids = all("input_ids" in inspect.signature(type(module).forward).parameters for module in (*found, *stacks))
-    return found if reads_ids else []
+    readers = [model] if len(model_parts(model)) == 1 else stacks
+    reads_ids = all("input_ids" in inspect.signature(type(module).forward).parameters for module in (*readers, *stacks))
+    return readers if reads_ids else []
 
 
 @contextmanager
-def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap, _RecordingBias]]]:
-    """Wraps the maps and biases of layers in recorders inside a `with` block."""
+def _recording(layers: list[LayerEncoding], biases: bool) -> Iterator[list[tuple[_RecordingMap, _RecordingBias]]]:
+    """Wraps the maps and biases of layers in recorders inside a `with` block; without `biases`, these do not act."""
     before = [(layer.query_key_map, layer.logit_bias) for layer in layers]
     recorders = [(_RecordingMap(rotation), _RecordingBias()) for rotation, _ in before]
     try:
-        for layer, (own, recorder) in zip(layers, recorders, strict=True):
-            bias = layer.logit_bias
-            layer.query_key_map = own
+        for layer, (recording, recorder) in zip(layers, recorders, strict=True):
+            bias = layer.logit_bias if biases else None
+            layer.query_key_map = recording
             layer.logit_bias = recorder if bias is None else SummedPairwiseBias([bias, recorder])
         yield recorders
     finally:
@@ -93,7 +93,7 @@ def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap
 
 
 def recorded_heads(
-    model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT
+    model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT, *, biases: bool = True
 ) -> list[AttentionPairs]:
     """Runs a part of a patched model on a sample and returns the inputs of the logits of each layer, before any map.
 
@@ -102,18 +102,17 @@ def recorded_heads(
         encoding: the current encoding.
         sample: `(batch, length)` token ids without padding.
         part: a part that reads token ids.
+        biases: whether the biases of the scheme act during the run.
     """
-    with evaluation_mode(model), _recording(layers_of(encoding, part)) as recorders:
+    with evaluation_mode(model), _recording(layers_of(encoding, part), biases) as recorders:
         for module in readers_of(model, part):
             module(**_inputs_of(module, sample))
-    return [dataclasses.replace(bias.pairs, query=one.query, key=one.key) for one, bias in recorders]
+    return [dataclasses.replace(bias.pairs, query=recorder.query, key=recorder.key) for recorder, bias in recorders]
 
 
 def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:
     known = inspect.signature(type(module).forward).parameters
-    inputs: dict[str, Any] = {"input_ids": sample}
-    if "decoder_input_ids" in known:
-        inputs["decoder_input_ids"] = sample
+    inputs: dict[str, Any] = {name: sample for name in ("input_ids", "decoder_input_ids") if name in known}
     return inputs | ({"use_cache": False} if hasattr(module.config, "use_cache") else {})
 
 

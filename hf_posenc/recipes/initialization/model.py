@@ -103,12 +103,12 @@ def _positions_of(additive: AdditiveEncoding | None) -> int:
 
 def _shared(layers: list[LayerEncoding], name: str) -> list[tuple[Any, list[int]]]:
     """Returns the new parts of a kind, each with the layers that share it."""
-    found: dict[int, tuple[Any, list[int]]] = {}
+    by_part: dict[int, tuple[Any, list[int]]] = {}
     for index, layer in enumerate(layers):
         part = _new(getattr(layer, name))
         if part is not None:
-            found.setdefault(id(part), (part, []))[1].append(index)
-    return list(found.values())
+            by_part.setdefault(id(part), (part, []))[1].append(index)
+    return list(by_part.values())
 
 
 def _layers(layers: Sequence[int]) -> str:
@@ -146,8 +146,8 @@ def _bias_targets(
     after = _heads_without_bias(model, new, sample, part) if adds else before
     return [
         mean_logits(SchemeParts(None, layer.query_key_map, layer.logit_bias, layer.logit_scale), heads, layer.causal)
-        - mean_logits(SchemeParts(None, _new(own.query_key_map), None, _new(own.logit_scale)), unbiased, layer.causal)
-        for layer, heads, own, unbiased in zip(layers_of(old, part), before, layers_of(new, part), after, strict=True)
+        - mean_logits(SchemeParts(None, _new(fresh.query_key_map), None, _new(fresh.logit_scale)), bare, layer.causal)
+        for layer, heads, fresh, bare in zip(layers_of(old, part), before, layers_of(new, part), after, strict=True)
     ]
 
 
@@ -155,18 +155,12 @@ def _heads_without_bias(
     model: PreTrainedModel, new: PositionEncoding, sample: Tensor, part: str
 ) -> list[AttentionPairs]:
     """Records the heads of layers under the new scheme, without its biases."""
-    layers = layers_of(new, part)
-    biases = [layer.logit_bias for layer in layers]
     blends = [place for place in places_of_parts(stacks_in_part(new, part)) if is_blend(place)]
     strengths = [blend.strength for blend in blends]
     try:
         for blend in blends:
             blend.strength = 1.0
-        for layer in layers:
-            layer.logit_bias = None
-        return recorded_heads(model, new, sample, part)
+        return recorded_heads(model, new, sample, part, biases=False)
     finally:
         for blend, strength in zip(blends, strengths, strict=True):
             blend.strength = strength
-        for layer, bias in zip(layers, biases, strict=True):
-            layer.logit_bias = bias

@@ -253,7 +253,7 @@ def _least_squares(part: nn.Module, missed: Callable[[], Tensor], size: float) -
         loss = missed().square().sum() / scale + _RIDGE * moved
         loss.backward()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if not all(bool(one.isfinite().all()) for one in (loss, *gradients)):
+        if not all(bool(number.isfinite().all()) for number in (loss, *gradients)):
             # A high plateau, from which the line search turns back.
             for gradient in gradients:
                 gradient.zero_()
@@ -264,9 +264,9 @@ def _least_squares(part: nn.Module, missed: Callable[[], Tensor], size: float) -
 
     with torch.enable_grad():
         optimizer.step(closure)
-    for parameter, found, dtype in zip(parameters, best, dtypes, strict=True):
+    for parameter, solution, dtype in zip(parameters, best, dtypes, strict=True):
         parameter.grad = None
-        parameter.data = found.to(dtype)
+        parameter.data = solution.to(dtype)
 
 
 def _positions(length: int, device: torch.device) -> Positions:
@@ -282,8 +282,8 @@ def _vectors(part: AdditiveEncoding, length: int, device: torch.device | None = 
 
 def _table_in(part: AdditiveEncoding) -> LearnedEncoding | None:
     """Returns the only table of a part (the part itself or a summand), if nothing else in it is trained."""
-    found = part.members() if isinstance(part, SummedEncoding) and part.plain else [part]
-    trained = [summand for summand in found if is_trained(summand)]
+    summands = part.members() if isinstance(part, SummedEncoding) and part.plain else [part]
+    trained = [summand for summand in summands if is_trained(summand)]
     only = trained[0] if len(trained) == 1 else None
     return only if isinstance(only, LearnedEncoding) else None
 

@@ -12,10 +12,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
-from benchmarks.gpu.launches import waits_on_cuda
 from hf_posenc import PositionEncodingError
 from tests.devices import spreading, strict_device
 from tests.devices.inside.subjects import SCHEMES, SUBJECTS
+from tests.kits.gpu.launches import waits_on_cuda
 from tests.matrix.running import LENGTH, VOCABULARY, patched, tokens
 from tests.thinning import mostly_slow
 

@@ -1,0 +1,106 @@
+"""The levels at which position encodings are measured: what runs there, how large it is, and what tables call it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Pixels along each side of a patch.
+PATCH = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of all models. A head has `hidden_size / num_heads` dimensions.
+
+    Without `num_key_value_heads`, keys and values have `num_heads` heads.
+    """
+
+    hidden_size: int = 512
+    num_layers: int = 6
+    num_heads: int = 8
+    intermediate_size: int = 1376
+    vocab_size: int = 256
+    num_key_value_heads: int | None = None
+
+
+#: The shape of HuggingFaceTB/SmolLM2-135M, as its config has it.
+SMOLLM2 = Sizes(576, 30, 9, 1536, 49152, 3)
+
+
+@dataclass(frozen=True)
+class Level:
+    """What is measured.
+
+    Args:
+        title: in tables.
+        kind: "attention" (one attention call, without projections), "llama", "bert" or "vit", whose lengths are numbers
+            of patches.
+        sizes: of its own; `None` for those of the run.
+        usual: schemes that are measured unless others are named; `None` for all.
+        to_stock: whether tables compare with the stock model as well.
+    """
+
+    title: str
+    kind: str
+    sizes: Sizes | None = None
+    usual: tuple[str, ...] | None = None
+    to_stock: bool = False
+
+
+_OF_IMAGES = (
+    "none", "learned", "sinusoidal:axes=2", "rope_nd", "rope_nd:assignment=mixed", "alibi:axes=2", "t5:axes=2",
+    "swin", "rope", "alibi",
+)  # fmt: skip
+SMOLLM2_LEVEL, NARROW_LEVEL = "smollm2", "narrow"
+#: In the order of tables.
+LEVELS = {
+    "attention": Level("One attention call", "attention"),
+    "model": Level("A small Llama", "llama"),
+    SMOLLM2_LEVEL: Level(
+        "The shape of SmolLM2-135M", "llama", SMOLLM2,
+        usual=("none", "rope", "alibi", "t5", "forget_gate", "self_extend"), to_stock=True,
+    ),
+    # So narrow that launching its kernels takes longer than running them.
+    NARROW_LEVEL: Level("A Llama of 16 layers that are 64 wide", "llama", Sizes(64, 16, 4, 128), to_stock=True),
+    "encoder": Level(
+        "A small BERT", "bert",
+        usual=("none", "learned", "sinusoidal", "rope", "alibi", "t5", "kerple", "sandwich", "shaw"),
+    ),
+    "vit": Level("A small ViT, T patches of one image", "vit", usual=_OF_IMAGES),
+    # The shape of google/vit-base-patch16-224, as its config has it; no vocabulary.
+    "vit_base": Level(
+        "The shape of ViT-B/16, T patches of one image", "vit", Sizes(768, 12, 12, 3072), usual=_OF_IMAGES
+    ),
+}  # fmt: skip
+#: The others are measured on request.
+DEFAULT_LEVELS = ("attention", "model", "encoder")
+#: Levels of models with a cache.
+DECODERS = tuple(name for name, level in LEVELS.items() if level.kind == "llama")
+
+
+def has_smollm2_shape(settings: Mapping[str, Any]) -> bool:
+    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs.
+
+    Args:
+        settings: of the run, JSON-ready.
+    """
+    return settings.get(SMOLLM2_LEVEL, dataclasses.asdict(SMOLLM2)) == dataclasses.asdict(SMOLLM2)
+
+
+def image_side(length: int) -> int:
+    """Pixels along each side of a square image of so many patches.
+
+    Raises:
+        ValueError: for a number that is no square.
+    """
+    side = math.isqrt(length)
+    if side**2 != length:
+        raise ValueError(
+            f"{length} patches make no square image. Use squares: 196 for 224 pixels in patches of {PATCH}, 576 for "
+            "384, 1024 for 512."
+        )
+    return side * PATCH

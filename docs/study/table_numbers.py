@@ -1,0 +1,102 @@
+"""What the tables of docs/study share: which trainings they are about, and how numbers are shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from docs.study.claims import LENGTH
+from docs.study.significance import Interval, mean_difference, share
+
+LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
+#: Labels that start from a trained RoPE.
+SCALINGS = ("pi", "ntk", "yarn", "self_extend", "rerope")
+NOT_RUN = "*Not run yet.*"
+#: Examples of a task per length and seed.
+_SAMPLES = 100
+
+Run = Mapping[str, Any]
+Runs = Mapping[str, Sequence[Run]]
+
+
+def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int, Run]]:
+    """The finished trainings of a task, by scheme and seed."""
+    trained: dict[str, dict[int, Run]] = {}
+    for run in runs.get(study, ()):
+        if run["task"] == task and run["status"] == "finished":
+            trained.setdefault(run["scheme"], {})[run["seed"]] = run
+    return trained
+
+
+def processors(seeds: Mapping[int, Run]) -> set[str | None]:
+    """The processors that some trainings ran on."""
+    return {run.get("processor") for run in seeds.values()}
+
+
+def seeds_of(runs: Runs, study: str, scheme: str, task: str = "causal") -> str:
+    """How many trainings of a scheme a row is about, such as "5", or "4 of 5" if one diverged or could not be made."""
+    statuses = [run["status"] for run in runs.get(study, ()) if (run["task"], run["scheme"]) == (task, scheme)]
+    ended = statuses.count("finished")
+    return str(ended) if ended == len(statuses) else f"{ended} of {len(statuses)}"
+
+
+def mean_of(values: Iterable[float]) -> Interval:
+    """The mean over seeds with Student's interval. One seed has no interval, and none has no mean: they are NaN."""
+    numbers = list(values)
+    if len(numbers) > 1:
+        return mean_difference(numbers)
+    return Interval(numbers[0] if numbers else math.nan, math.nan, math.nan)
+
+
+def mean_paired(first: Mapping[int, float], second: Mapping[int, float]) -> Interval:
+    """The mean of `first - second` over the seeds that both have. Without one it is NaN."""
+    return mean_of(first[seed] - second[seed] for seed in sorted(first.keys() & second.keys()))
+
+
+def shown(interval: Interval, digits: int = 3) -> str:
+    """A mean, ± half of its interval where it has one; empty without a mean."""
+    if math.isnan(interval.value):
+        return ""
+    half = (interval.high - interval.low) / 2
+    return f"{interval.value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if half > 0 else "")
+
+
+def ranged(interval: Interval, digits: int = 3) -> str:
+    """A difference, with the ends of its interval where it has one; empty without a difference."""
+    if math.isnan(interval.value):
+        return ""
+    ends = "" if math.isnan(interval.low) else f" [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+    return f"{interval.value:+.{digits}f}{ends}"
+
+
+def tail(seeds: Mapping[int, Run], length: int) -> Interval:
+    """The loss of the same last tokens with this much context."""
+    return mean_of(tail_by_seed(seeds, length).values())
+
+
+def tail_by_seed(seeds: Mapping[int, Run], length: int) -> dict[int, float]:
+    """The loss of the same last tokens by seed, with all digits where all texts have equally many targets."""
+    losses = {}
+    for seed, run in seeds.items():
+        reading = run["by_length"]
+        place = reading["lengths"].index(length)
+        by_text = reading["window_tail_loss"][place]
+        losses[seed] = float(reading["tail_loss"][place] if None in by_text else np.mean(by_text))
+    return losses
+
+
+def share_of_answers(seeds: Iterable[Run], length: int) -> str:
+    """The share of right answers at a length, with its interval."""
+    readings = [run["exact_match"] for run in seeds]
+    right = [round(_SAMPLES * reading["accuracy"][reading["lengths"].index(length)]) for reading in readings]
+    interval = share(right, [_SAMPLES] * len(right))
+    return f"{interval.value:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

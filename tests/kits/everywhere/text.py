@@ -1,0 +1,34 @@
+"""Real text: a speech of the packaged corpus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.errors import BenchmarkError
+from training.data.loading import packaged_folder
+
+#: The longest text of the corpus.
+SPEECH = "1981-Carter-1.txt"
+
+
+def speech() -> str:
+    """The text."""
+    return (packaged_folder() / SPEECH).read_text(encoding="utf-8")
+
+
+def windows(tokens: list[int], count: int, length: int) -> list[list[int]]:
+    """Pieces of one length, spread over a text.
+
+    Raises:
+        BenchmarkError: if the text is too short.
+    """
+    if len(tokens) < count * length:
+        raise BenchmarkError(f"The text has {len(tokens)} tokens, too few for {count} pieces of {length}.")
+    starts = [index * (len(tokens) - length) // max(1, count - 1) for index in range(count)]
+    return [tokens[start : start + length] for start in starts]
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """Token ids without special tokens."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids

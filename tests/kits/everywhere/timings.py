@@ -1,0 +1,79 @@
+"""Time per token of the exports in llama.cpp and onnxruntime, beside that of the stock model's export."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from benchmarks.llama_cpp import timed
+from benchmarks.rounds import PHASES, measure, ratios, spread
+from hf_posenc.report import Record
+from tests.kits.everywhere.launch import run_script
+from tests.kits.everywhere.plan import Plan
+from tests.kits.everywhere.steps import Steps, file_name
+
+#: Runs an export on a prompt, and returns its times by phase.
+Run = Callable[[Path, Sequence[int], int], dict[str, float]]
+
+
+def run_timings(
+    steps: Steps, exports: Mapping[str, Mapping[str, Path | None]], tokens: Sequence[int], plan: Plan
+) -> list[Record]:
+    """Times every export that exists.
+
+    Args:
+        steps: the work so far.
+        exports: folders by variant and format. The first variant is what the others are divided by.
+        tokens: of a text.
+        plan: the sizes.
+    """
+    programs: dict[str, tuple[str, Run]] = {
+        "llama.cpp, q8_0": ("gguf, q8_0", _llama),
+        "llama.cpp, f32": ("gguf, f32", _llama),
+        "onnxruntime": ("onnx", _onnx),
+    }
+    prompt = list(tokens[: plan.timed_prompt])
+    sizes = [plan.timed_prompt, plan.timed_steps, plan.rounds]
+    settings = {"variants": [asdict(variant) for variant in plan.decoders], "sizes": sizes}
+    records: list[Record] = []
+    for program, (form, run) in programs.items():
+        folders = {name: place for name, by_format in exports.items() if (place := by_format[form]) is not None}
+        name = f"time-{file_name(program)}"
+        records += steps.measured(name, settings, partial(_compared, program, run, folders, prompt, plan))
+    return records
+
+
+def _compared(program: str, run: Run, folders: Mapping[str, Path], prompt: Sequence[int], plan: Plan) -> list[Record]:
+    times = measure(lambda name: run(folders[name], prompt, plan.timed_steps), list(folders), plan.rounds)
+    first = times[next(iter(folders))]
+    return [
+        record
+        for name, by_phase in times.items()
+        for phase in PHASES
+        for record in _records(name, program, phase, by_phase[phase], first[phase])
+    ]
+
+
+def _llama(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
+    return timed(folder / "model.gguf", prompt, steps)
+
+
+def _onnx(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
+    task = {"kind": "time", "windows": [prompt], "greedy": steps}
+    times: dict[str, float] = run_script("in_onnxruntime.py", folder / "model.onnx", **task)[1]["times"]
+    return times
+
+
+def _records(name: str, program: str, phase: str, times: list[float], first: list[float]) -> list[Record]:
+    at = {"program": program}
+    middle, low, high = ratios(times, first)
+    time, quartiles = statistics.median(times), {"low": low, "high": high}
+    return [
+        Record(name, f"{phase}_ms", time, at, count=len(times), shown=f"{time:.2f}"),
+        Record(
+            name, f"{phase}_ratio", middle, at, count=len(times), shown=spread(middle, low, high), details=quartiles
+        ),
+    ]

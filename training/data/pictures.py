@@ -1,0 +1,152 @@
+"""Pictures as rows: pixels of one size, with what is drawn for a row a function of seed, epoch and row alone."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import default_collate
+from transformers import ViTImageProcessorPil
+
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
+from training.data.order import EpochRow, RowsByEpoch
+from training.errors import SettingsError
+
+#: Of Pillow.
+_BICUBIC = 3
+#: How many pictures a digest reads.
+_DIGEST_PICTURES = 64
+#: Sides of a cut-out differ by no more than this factor.
+_ASPECT = 4 / 3
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to a picture while training.
+
+    Args:
+        crop: the least share of its area that is cut out; 1 cuts nothing.
+        flip: whether every second picture is mirrored.
+        seed: of what is drawn.
+    """
+
+    crop: float = 1.0
+    flip: bool = False
+    seed: int = 0
+
+    def __call__(self, picture: Tensor, row: int, epoch: int) -> Tensor:
+        """A picture `(channels, height, width)` as it is shown in one epoch."""
+        if self.crop == 1 and not self.flip:
+            return picture
+        drawn = np.random.default_rng([self.seed, epoch, row])
+        height, width = picture.shape[-2:]
+        share, aspect = drawn.uniform(self.crop, 1), math.exp(drawn.uniform(-1, 1) * math.log(_ASPECT))
+        rows = min(height, max(1, round(height * math.sqrt(share * aspect))))
+        columns = min(width, max(1, round(width * math.sqrt(share / aspect))))
+        top, left = (int(drawn.integers(whole - part + 1)) for whole, part in ((height, rows), (width, columns)))
+        cut = picture if self.crop == 1 else picture[:, top : top + rows, left : left + columns]
+        return cut.flip(-1) if self.flip and drawn.random() < 0.5 else cut
+
+
+class PictureRows(RowsByEpoch):
+    """Pictures at one resolution: `pixel_values` `(channels, resolution, resolution)` and `labels`, a number.
+
+    Args:
+        pictures: with labels.
+        resolution: pixels along each side.
+        channels: that the model reads.
+        normalization: of pixels.
+        augmentation: `None` shows them as they are.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        resolution: int,
+        channels: int,
+        normalization: Normalization,
+        augmentation: Augmentation | None = None,
+    ) -> None:
+        self.pictures, self.resolution, self.channels = pictures, resolution, channels
+        self.normalization, self.augmentation = normalization, augmentation
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: EpochRow | int) -> dict[str, Any]:
+        epoch, row = index if isinstance(index, tuple) else (0, index)
+        picture = self.pictures.picture(row)
+        if self.augmentation is not None:
+            picture = self.augmentation(picture, row, epoch)
+        pixels = self.normalization(resized(picture, self.resolution, self.channels))
+        return {"pixel_values": pixels, "labels": self.pictures.labels[row]}
+
+    def digest(self) -> str:
+        """Identifies the labels, and up to 64 of the pictures, evenly spread, as they are shown in epoch 0."""
+        hashed = hashlib.sha256(repr((self.pictures.source, self.pictures.labels)).encode())
+        count = min(_DIGEST_PICTURES, len(self))
+        for number in range(count):
+            hashed.update(self[number * len(self) // count]["pixel_values"].numpy().tobytes())
+        return hashed.hexdigest()[:16]
+
+
+class PictureBatches:
+    """Collates rows; for a model that can, asks for a position table that is interpolated to the size of the pictures.
+
+    Args:
+        model: that gets the batches.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """`pixel_values` `(batch, channels, resolution, resolution)` and `labels` `(batch,)` int64."""
+        batch: dict[str, Any] = default_collate(list(rows))
+        return batch | ({"interpolate_pos_encoding": True} if self.interpolates else {})
+
+
+def image_processor(resolution: int, normalization: Normalization, channels: int) -> ViTImageProcessorPil:
+    """What `pipeline("image-classification")` prepares pictures with, as rows prepare them."""
+    mean, std = (
+        list(values) * (channels if len(values) == 1 else 1) for values in (normalization.mean, normalization.std)
+    )
+    return ViTImageProcessorPil(
+        size={"height": resolution, "width": resolution}, resample=_BICUBIC, image_mean=mean, image_std=std
+    )
+
+
+def split_pictures(pictures: Pictures, shares: Sequence[float], seed: int) -> list[Pictures]:
+    """Cuts pictures at random into disjoint parts.
+
+    Args:
+        pictures: to cut.
+        shares: of all parts but the first, which gets the rest.
+        seed: of the permutation.
+
+    Raises:
+        SettingsError: if a part would be empty.
+    """
+    order = np.random.default_rng(seed).permutation(len(pictures)).tolist()
+    parts, start = [], 0
+    for share in shares:
+        stop = start + max(1, round(len(pictures) * share))
+        parts.append(pictures.select(order[start:stop]))
+        start = stop
+    if start >= len(pictures):
+        raise SettingsError(
+            f"{pictures.source} has {len(pictures)} picture(s), and {start} would be held out: none is left to train "
+            "on."
+        )
+    return [pictures.select(order[start:]), *parts]
+
+
+def first_pictures(pictures: Pictures, most: int | None) -> Pictures:
+    """At most so many of the pictures; all of them for `None`."""
+    return pictures if most is None or most >= len(pictures) else pictures.select(range(most))

@@ -1,1 +1,0 @@
-"""Training image classifiers: options, pictures as rows, and one run."""

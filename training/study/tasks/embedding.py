@@ -1,0 +1,186 @@
+"""A pretrained encoder that keeps its sentence embeddings: it learns the hidden states it had before the swap."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoModel, PreTrainedTokenizerBase
+
+from hf_posenc import SequenceLengthError
+from hf_posenc.metrics.forward import native_capacity
+from hf_posenc.recipes import hidden_state_loss, mean_pooled
+from training.data.tokens import TokenStream
+from training.errors import SettingsError
+from training.study.corpus import Corpus
+from training.study.settings import StudySettings, SwapArguments
+from training.study.tasks.task import CellData, rounded
+from training.study.tasks.text import TextTask
+from training.swapping import SAMPLE_ROWS
+from training.trainer import SchemeTrainer
+
+if TYPE_CHECKING:
+    from training.study.cells import Cell
+
+
+class EmbeddingTask(TextTask):
+    """Keeping the sentence embeddings of a pretrained encoder."""
+
+    kind = "embedding"
+    loader = AutoModel
+    has_teacher = True
+
+    def check(self, study: StudySettings) -> None:
+        """Raises `SettingsError` for new weights, which have no embeddings to keep, and for short texts."""
+        if not self.pretrained:
+            raise SettingsError(f"The task {self.name!r} keeps what a trained encoder says: give --model_name_or_path.")
+        super().check(study)
+
+    def refusal(self, swap: SwapArguments) -> str | None:
+        """Why its trainings cannot take these options of a swap."""
+        refused = swap.lora or swap.distill
+        return f"the task {self.name!r} always has a teacher, and takes no lora." if refused else None
+
+    def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
+        """Batches of texts whose lengths take turns."""
+        settings, lengths = cell.settings, cell.train_lengths
+        train, validation = (Texts(stream, tokenizer) for stream in Corpus.open_streams(cell.study_folder / "data"))
+        tokens = settings.batch_size * settings.train_length
+        return CellData(
+            train=TeacherBatches(train, lengths, tokens, settings.max_steps, cell.seed),
+            collate=itemgetter(0),
+            validation=validation,
+            positions=max(lengths),
+        )
+
+    def sample(self, data: CellData, length: int) -> Tensor:
+        """Rows that a start is fitted on, `(rows, length)`."""
+        rows: Tensor = data.train.texts.rows(SAMPLE_ROWS, length)
+        return rows
+
+    def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
+        """The trainer of a cell."""
+        windows = self.settings.eval_windows
+        return TeacherTrainer(**options, teacher=data.teacher, lengths=self.lengths, windows=windows)
+
+    def read(
+        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
+    ) -> dict[str, Any]:
+        """Cosines to the embeddings of the teacher by length."""
+        similarities = data.teacher.similarities(model, self.lengths, self.settings.eval_windows)
+        return {"lengths": self.lengths, "similarity": rounded(similarities)}
+
+
+class Texts:
+    """Pieces of a stream of documents between the special tokens of a sentence, [CLS] and [SEP]."""
+
+    def __init__(self, stream: TokenStream, tokenizer: Any) -> None:
+        self.stream = stream
+        self.before, self.after = int(tokenizer.cls_token_id), int(tokenizer.sep_token_id)
+
+    def row(self, start: int, length: int) -> Tensor:
+        """`(length,)` ids: `length - 2` tokens of the text from `start` on, framed."""
+        return self.framed(torch.from_numpy(self.stream.read(start, start + length - 2)[0]))
+
+    def framed(self, content: Tensor) -> Tensor:
+        """`(..., n)` -> `(..., n + 2)`."""
+        edge = content.new_ones(*content.shape[:-1], 1)
+        return torch.cat((edge * self.before, content, edge * self.after), dim=-1)
+
+    def rows(self, count: int, length: int) -> Tensor:
+        """`(count, length)`, spread evenly over the stream."""
+        spare = len(self.stream) - (length - 2)
+        return torch.stack([self.row(index * spare // max(count - 1, 1), length) for index in range(count)])
+
+
+class TeacherBatches(Dataset[dict[str, Tensor]]):
+    """As many batches as there are steps, all with the same number of tokens; the lengths take turns."""
+
+    def __init__(self, texts: Texts, lengths: list[int], tokens: int, steps: int, seed: int) -> None:
+        self.texts, self.lengths, self.tokens, self.steps, self.seed = texts, lengths, tokens, steps, seed
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = self.lengths[index % len(self.lengths)]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        count = max(1, self.tokens // length)
+        starts = torch.randint(len(self.texts.stream) - (length - 2), (count,), generator=generator)
+        return {"input_ids": torch.stack([self.texts.row(int(start), length) for start in starts])}
+
+
+class Teacher:
+    """The encoder before the swap, frozen, and the texts on which it is compared."""
+
+    def __init__(self, model: Any, texts: Texts) -> None:
+        self.model, self.texts = model, texts
+        self.capacity = native_capacity(model) or 2**31
+
+    @torch.no_grad()
+    def states(self, input_ids: Tensor) -> Tensor:
+        """The hidden states for a text; those for a text that is too long are joined from pieces that fit.
+
+        Args:
+            input_ids: `(batch, length)`, framed.
+
+        Returns:
+            `(batch, length, hidden)`; its mean over tokens is that over all pieces.
+        """
+        if input_ids.shape[1] <= self.capacity:
+            states: Tensor = self.model(input_ids=input_ids).last_hidden_state
+            return states
+        pieces = input_ids[:, 1:-1].split(self.capacity - 2, dim=1)
+        by_piece = [self.model(input_ids=self.texts.framed(piece)).last_hidden_state for piece in pieces]
+        return torch.cat([by_piece[0][:, :1], *(states[:, 1:-1] for states in by_piece), by_piece[-1][:, -1:]], dim=1)
+
+    @torch.no_grad()
+    def similarities(self, model: Any, lengths: list[int], windows: int) -> list[float | None]:
+        """The mean cosine of a model's sentence embeddings and those of the teacher.
+
+        Returns:
+            One number per length, over as many pieces of text as there are windows; `None` past the model's end.
+        """
+        training, capacity = model.training, native_capacity(model) or 2**31
+        model.eval()
+        means: list[float | None] = []
+        for length in lengths:
+            cosines: list[float] = []
+            try:
+                for ids in self.texts.rows(windows, length)[:, None] if length <= capacity else ():
+                    learned = mean_pooled(model(input_ids=ids.to(model.device)).last_hidden_state)
+                    taught = mean_pooled(self.states(ids.to(model.device)))
+                    cosines.append(float(torch.nn.functional.cosine_similarity(learned, taught)))
+            except SequenceLengthError:
+                cosines = []
+            means.append(sum(cosines) / len(cosines) if cosines else None)
+        model.train(training)
+        return means
+
+
+class TeacherTrainer(SchemeTrainer):
+    """Trains on the hidden states of a teacher; evaluates sentence embeddings on pieces of text of several lengths."""
+
+    def __init__(self, *args: Any, teacher: Teacher, lengths: list[int], windows: int, **kwargs: Any) -> None:
+        self.teacher, self.lengths, self.windows = teacher, lengths, windows
+        super().__init__(*args, causal=False, **kwargs)
+        teacher.model.to(self.args.device)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The distance of the hidden states."""
+        outputs = model(**inputs)
+        loss = hidden_state_loss(outputs.last_hidden_state, self.teacher.states(inputs["input_ids"]))
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The mean over the lengths that the model reads."""
+        similarities = self.teacher.similarities(self.model, self.lengths, self.windows)
+        known = [value for value in similarities if value is not None]
+        metrics = {"eval_similarity": sum(known) / len(known)}
+        self.log(metrics)
+        return metrics

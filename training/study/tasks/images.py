@@ -1,0 +1,145 @@
+"""Pictures as a task: classes of pictures, at the resolution of training and at others."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import default_collate
+from transformers import AutoModelForImageClassification, PreTrainedTokenizerBase
+
+from hf_posenc.errors import UsageError
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
+from hf_posenc.metrics.images.resolution import accuracy_by_resolution
+from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
+from training.data.pictures import Augmentation, PictureRows, first_pictures, image_processor, split_pictures
+from training.errors import SettingsError
+from training.study.corpus import Corpus
+from training.study.models import new_image_model
+from training.study.settings import StudySettings, SwapArguments, TrainingSettings
+from training.study.tasks.task import OF_SEQUENCES, CellData, StudyTask, dog_figures, rounded
+
+if TYPE_CHECKING:
+    from training.study.cells import Cell
+
+_CHANNELS = 3
+
+
+class ImagesTask(StudyTask):
+    """Classifying pictures. Its lengths are resolutions: pixels along each side."""
+
+    kind = "image_classification"
+    loader = AutoModelForImageClassification
+    figures = "by_resolution"
+    unused = OF_SEQUENCES
+
+    @property
+    def lengths(self) -> list[int]:
+        """The resolutions it is evaluated at."""
+        return self.settings.test_resolutions or [self.settings.train_resolution]
+
+    def train_lengths(self, settings: TrainingSettings) -> list[int]:
+        """The resolution trained on."""
+        return [settings.train_resolution]
+
+    def check(self, study: StudySettings) -> None:
+        """Raises `SettingsError` for a pretrained model, or pictures that are no whole number of patches."""
+        if self.pretrained:
+            raise SettingsError(
+                f"The task {self.name!r} trains new weights. To train a pretrained classifier use "
+                "training/run_image_classification.py, or leave --model_name_or_path out."
+            )
+        for resolution in (self.settings.train_resolution, *self.settings.test_resolutions):
+            if resolution % self.settings.patch_size:
+                raise SettingsError(
+                    f"Pictures of {resolution} pixels are not a whole number of patches of {self.settings.patch_size} "
+                    "pixels; use multiples of --patch_size."
+                )
+
+    def refusal(self, swap: SwapArguments) -> str | None:
+        """Why its trainings cannot take these options of a swap."""
+        return f"the task {self.name!r} takes no swap options." if swap.given() else None
+
+    def identity(self, cell: Cell, digests: dict[str, str]) -> dict[str, Any]:
+        """The pictures."""
+        return {"pictures digest": digests.get("pictures")}
+
+    def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
+        """The same pictures for every scheme."""
+        train, validation, test = study_pictures(cell.study)
+        settings, augmentation = cell.settings, Augmentation(cell.settings.random_crop, seed=cell.seed)
+        return CellData(
+            train=PictureRows(train, settings.train_resolution, _CHANNELS, Normalization(), augmentation),
+            collate=lambda rows: default_collate(rows) | {"interpolate_pos_encoding": True},
+            validation=PictureRows(validation, self.settings.train_resolution, _CHANNELS, Normalization()),
+            positions=(max(self.lengths) // self.settings.patch_size) ** 2,
+            pictures=test,
+        )
+
+    def new_model(
+        self, settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, positions: int, classes: int = 1
+    ) -> Any:
+        """An image classifier with new weights."""
+        return new_image_model(self, settings, classes)
+
+    def try_out(self, model: Any, data: CellData) -> None:
+        """Runs the model on a picture."""
+        batch = data.collate([data.train[0]])
+        model(**{name: value for name, value in batch.items() if name != "labels"})
+
+    def read(
+        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
+    ) -> dict[str, Any]:
+        """Shares of pictures that are classified right, and losses, by resolution."""
+        assert data.pictures is not None
+        rows = accuracy_by_resolution(model, data.pictures, self.lengths)
+        return {
+            "lengths": self.lengths,
+            "accuracy": rounded([row.accuracy for row in rows]),
+            "loss": rounded([row.loss for row in rows]),
+            "reasons": sorted({f"{row.resolution} pixels: {row.reason}" for row in rows if row.reason}),
+        }
+
+    def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Distance between the two dogs of one picture, at the trained resolution, layer by layer."""
+        grid = cell.settings.train_resolution // cell.settings.patch_size
+        # In two corners, so that small grids have room for both.
+        return dog_figures(lambda: picture_dog_test(model, grid=grid, first=(0, 0), second=(0, grid - SIDE)))[0]
+
+    def processor(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """What prepares pictures as training does."""
+        return image_processor(cell.settings.train_resolution, Normalization(), _CHANNELS)
+
+    def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The pictures."""
+        return {"pictures": pictures_summary(study)}
+
+
+def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
+    """The pictures to train on, those of the curves, and those that the accuracy by resolution is measured on.
+
+    Raises:
+        SettingsError: if they cannot be loaded, or are too few.
+    """
+    try:
+        pictures = load_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
+    except UsageError as error:
+        raise SettingsError(f"--dataset_name: {error}") from error
+    shares = [study.validation_fraction, study.test_fraction]
+    train, validation, test = split_pictures(pictures, shares, study.split_seed)
+    most = study.max_train_samples, study.max_eval_samples
+    return first_pictures(train, most[0]), first_pictures(validation, most[1]), first_pictures(test, most[1])
+
+
+def pictures_summary(study: StudySettings) -> dict[str, Any]:
+    """What the pictures of a study are, JSON-ready; `digest` identifies them."""
+    train, validation, test = parts = study_pictures(study)
+    digests = [PictureRows(part, 8, 3, Normalization()).digest() for part in parts]
+    return {
+        "source": train.source,
+        "classes": len(train.classes),
+        "train_pictures": len(train),
+        "validation_pictures": len(validation),
+        "test_pictures": len(test),
+        "digest": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
+    }

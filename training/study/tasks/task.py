@@ -1,0 +1,195 @@
+"""What the models of a study are trained on, and how they are read: the base of all kinds of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc import SequenceLengthError, UnsupportedError
+from hf_posenc.metrics import MeasurementError, dog_test
+from hf_posenc.metrics.images.pictures import Pictures
+from hf_posenc.report import Result
+from training.study.models import new_model
+from training.study.settings import StudySettings, SwapArguments, TrainingSettings
+from training.swapping import sample_rows
+from training.trainer import SchemeTrainer
+
+if TYPE_CHECKING:
+    from training.study.cells import Cell
+    from training.study.corpus import Corpus
+
+#: Settings of trainings on images, and of those on sequences.
+OF_IMAGES = ("train_resolution", "test_resolutions", "patch_size", "random_crop")
+OF_SEQUENCES = ("train_length", "length_factor", "train_lengths", "test_lengths", "eval_windows")
+
+
+@dataclass
+class CellData:
+    """The data of one training.
+
+    Args:
+        train: the training set, also of a cell that is only read: a start may be fitted on it.
+        collate: makes a batch of its items, and of those of `validation`.
+        validation: for the points of the curve: text of the trained length, or examples of the trained lengths that
+            training does not contain.
+        positions: of the longest sequence that is evaluated.
+        windows: text to evaluate by length, `input_ids` and `labels`, `(windows, longest length)` each; `None` for
+            other tasks.
+        pictures: to evaluate by resolution; `None` for other tasks than images.
+        teacher: what embeddings are compared with, in the task "embedding".
+    """
+
+    train: Any
+    collate: Callable[[list[Any]], dict[str, Tensor]]
+    validation: Any
+    positions: int
+    windows: dict[str, Tensor] | None = None
+    pictures: Pictures | None = None
+    teacher: Any = None
+
+
+@dataclass(frozen=True)
+class StudyTask:
+    """What the models of a study are trained on. Each kind of task is a class.
+
+    Args:
+        name: "causal", "masked", "embedding", "images", or that of a synthetic task.
+        settings: of its trainings.
+        pretrained: whether its models begin with pretrained weights.
+
+    Attributes:
+        kind: what is measured, in `results.json`.
+        loader: the Auto class of its models.
+        causal: whether they predict the next token.
+        encoder_decoder: whether they read a prompt with an encoder, and write the answer with a decoder.
+        figures: what the figures of a training are called in its result.
+        reads_text: whether it is trained on the text of the study.
+        has_teacher: whether it learns from the model before the swap. A training item is then a whole batch, which
+            cannot be dealt out.
+        unused: settings that its trainings do not read, and that would be ignored.
+    """
+
+    name: str
+    settings: TrainingSettings
+    pretrained: bool = False
+
+    kind: ClassVar[str]
+    loader: ClassVar[Any]
+    causal: ClassVar[bool] = False
+    encoder_decoder: ClassVar[bool] = False
+    figures: ClassVar[str] = "by_length"
+    reads_text: ClassVar[bool] = False
+    has_teacher: ClassVar[bool] = False
+    unused: ClassVar[tuple[str, ...]] = OF_IMAGES
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths, or for images the resolutions, it is evaluated at."""
+        raise NotImplementedError
+
+    def train_lengths(self, settings: TrainingSettings) -> list[int]:
+        """The lengths, or for images the resolution, trained on with the settings of the task or of one scheme."""
+        raise NotImplementedError
+
+    def check(self, study: StudySettings) -> None:
+        """Raises `SettingsError` for settings with which nothing could be measured."""
+
+    def refusal(self, swap: SwapArguments) -> str | None:
+        """Why its trainings cannot take these options of a swap."""
+        return None
+
+    def identity(self, cell: Cell, digests: dict[str, str]) -> dict[str, Any]:
+        """What a result depends on in this kind of task, in addition to what `Cell.identity` says."""
+        return {}
+
+    def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
+        """The data of a cell.
+
+        Raises:
+            SettingsError: for text that does not fill one row.
+        """
+        raise NotImplementedError
+
+    def new_model(
+        self, settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, positions: int, classes: int = 1
+    ) -> Any:
+        """A model with new weights, see `training.study.models`."""
+        return new_model(self, settings, tokenizer, positions)
+
+    def sample(self, data: CellData, length: int) -> Tensor:
+        """Rows that a start is fitted on, `(rows, length)`."""
+        return sample_rows(data.train)
+
+    def try_out(self, model: Any, data: CellData) -> None:
+        """Runs the model on as many positions as are evaluated."""
+        tokens = torch.zeros(1, data.positions, dtype=torch.int64, device=model.device)
+        model(input_ids=tokens)
+
+    def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
+        """The trainer of a cell.
+
+        Args:
+            options: what it takes in any task.
+            swap: how the scheme takes over from the old one.
+            teacher: the model before the swap, or `None`.
+            data: of the cell.
+        """
+        hooks = swap.loss_hooks(options["model"], teacher, self.causal)
+        return SchemeTrainer(**options, causal=self.causal, loss_hooks=hooks)
+
+    def read(
+        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
+    ) -> dict[str, Any]:
+        """The figures of a model by length or resolution, JSON-ready.
+
+        Args:
+            cell: which one.
+            model: what is read.
+            data: of the cell.
+            tokenizer: of the model.
+            whole: everything, rather than the one figure that models are compared by.
+        """
+        raise NotImplementedError
+
+    def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Distance between the two dogs of the dog test, embeddings first, then layer by layer."""
+        figures, result = dog_figures(lambda: dog_test(model, tokenizer))
+        if result is None:
+            return figures
+        probe = result.value(result.subjects[0].label, "probe")
+        return {
+            "layers": figures["layers"],
+            "probe": None if probe is None else float(f"{probe:.4g}"),
+            "told_apart": figures["told_apart"],
+        }
+
+    def processor(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """What is saved with a model, and prepares its inputs."""
+        return tokenizer
+
+    def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What `results.json` says of this kind of task, in addition to its settings."""
+        return {}
+
+
+def dog_figures(test: Callable[[], Result]) -> tuple[dict[str, Any], Result | None]:
+    """The figures of a dog test with its result, or the reason why there are none."""
+    try:
+        result = test()
+    except (MeasurementError, SequenceLengthError, UnsupportedError) as error:
+        return {"error": str(error)}, None
+    (subject,) = result.subjects
+    if subject.error is not None:
+        return {"error": subject.error}, None
+    layers = [float(f"{record.value:.4g}") for record in result.of(quantity="relative_l2")]
+    return {"layers": layers, "told_apart": result.record(subject.label, "told_apart").passed}, result
+
+
+def rounded(values: Any) -> list[float | None]:
+    """Numbers as results hold them."""
+    return [None if value is None else round(value, 4) for value in values]

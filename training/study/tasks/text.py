@@ -1,0 +1,245 @@
+"""Text as a task: the next token, or masked ones, in models with new or with pretrained weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, StackDataset, default_collate
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerBase,
+)
+
+from hf_posenc.metrics.language_modeling import loss_by_length
+from training.data.blocking import Batches
+from training.data.masking import RowMasking
+from training.data.packing import CONCATENATE, PackedRows
+from training.errors import SettingsError
+from training.objectives import IGNORED
+from training.study.corpus import Corpus, unigram_cross_entropy
+from training.study.settings import StudySettings, TrainingSettings
+from training.study.tasks.task import OF_IMAGES, CellData, StudyTask, rounded
+
+if TYPE_CHECKING:
+    from training.study.cells import Cell
+
+#: Text with fewer tokens has no tail, and no room between the special tokens of a sentence.
+_SHORTEST = 8
+#: The most tokens of a window that count as its tail.
+_TAIL = 32
+
+
+class TextTask(StudyTask):
+    """What all tasks on the text of the study share."""
+
+    reads_text = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths it is evaluated at."""
+        return self.settings.lengths
+
+    def train_lengths(self, settings: TrainingSettings) -> list[int]:
+        """The lengths trained on."""
+        return settings.train_lengths or [settings.train_length]
+
+    def check(self, study: StudySettings) -> None:
+        """Raises `SettingsError` for texts that are too short to be read."""
+        if min(self.lengths) < _SHORTEST and (self.settings.test_lengths or self.pretrained):
+            raise SettingsError(f"Task {self.name!r}: evaluated lengths of text are at least {_SHORTEST} tokens.")
+
+
+class LanguageTask(TextTask):
+    """Predicting tokens of the text."""
+
+    kind = "language_modeling"
+    unused = ("train_lengths", *OF_IMAGES)
+
+    def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
+        """Windows of text; for pretrained models, the rows of `run_clm.py` and `run_mlm.py`."""
+        return self._packed(cell, tokenizer) if self.pretrained else self._windows(cell, tokenizer)
+
+    def _windows(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
+        settings, task, causal = cell.settings, self.settings, self.causal
+        train, validation = Corpus.open_streams(cell.study_folder / "data")
+        # Read as the task says, also by a scheme that is trained longer or on longer windows: one table compares them.
+        chosen = validation_windows(validation.tokens(), task)
+        windows: dict[str, Any] = validation_batch(chosen, tokenizer, causal, task.mlm_probability)
+        length = min(task.train_length, self.lengths[-1])
+        return CellData(
+            train=TrainingWindows(train.tokens(), settings, cell.seed),
+            collate=WindowCollator(tokenizer, None if causal else settings.mlm_probability, cell.seed),
+            validation=StackDataset(**{name: tokens[:, -length:].clone() for name, tokens in windows.items()}),
+            positions=max(self.lengths[-1], settings.train_length),
+            windows=windows,
+        )
+
+    def _packed(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
+        settings, task = cell.settings, self.settings
+        streams = Corpus.open_streams(cell.study_folder / "data")
+
+        def rows(part: int, length: int) -> PackedRows:
+            # Masks of the validation rows are the same for every seed.
+            seed = 0 if part else cell.seed
+            masking = None if self.causal else RowMasking(tokenizer, settings.mlm_probability, seed, stream=part)
+            return PackedRows(streams[part], length, CONCATENATE, masking, ("training", "validation")[part] + " text")
+
+        longest = rows(1, self.lengths[-1])
+        count = min(task.eval_windows, len(longest))
+        chosen = [longest[index * len(longest) // count] for index in range(count)]
+        return CellData(
+            train=rows(0, settings.train_length),
+            collate=Batches(None),
+            validation=rows(1, task.train_length),
+            positions=max(self.lengths[-1], settings.train_length),
+            windows={name: torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels")},
+        )
+
+    def read(
+        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
+    ) -> dict[str, Any]:
+        """Losses by length, and by position in the longest windows."""
+        assert data.windows is not None
+        length, lengths = self.settings.train_length, self.lengths
+        measured = loss_by_length(
+            model,
+            data.windows["input_ids"],
+            data.windows["labels"],
+            lengths,
+            causal=self.causal,
+            tail=self._tail_tokens,
+            position_bin=max(1, length // 4) if whole else None,
+            sliding_window=length if whole and length <= lengths[-1] else None,
+        )
+        losses = {"lengths": lengths, "loss": rounded([row.loss for row in measured.rows])}
+        if not whole:
+            return losses
+        return losses | {
+            "tail_loss": rounded([row.tail_loss for row in measured.rows]),
+            "window_tail_loss": [rounded(row.window_tail_losses) for row in measured.rows],
+            "sliding_loss": None if measured.sliding is None else rounded([measured.sliding.loss])[0],
+            "position_edges": list(measured.position_edges),
+            "position_loss": rounded(measured.position_loss),
+            "reasons": sorted({row.reason for row in measured.rows if row.reason is not None}),
+        }
+
+    @property
+    def _tail_tokens(self) -> int:
+        """How many of the last tokens of a window are its tail."""
+        return min(_TAIL, min(self.settings.train_length, self.lengths[0]) // 2)
+
+    def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What is evaluated, and the loss of a model that knows token frequencies only."""
+        if corpus is None:
+            return {}
+        windows = validation_windows(corpus.validation.tokens(), self.settings)
+        frequencies = unigram_cross_entropy(corpus.train.tokens(), windows[:, 1:].numpy(), len(tokenizer))
+        return {
+            "objective": self.name,
+            "tail_tokens": self._tail_tokens,
+            "evaluation_tokens": windows.numel(),
+            "unigram_cross_entropy": round(frequencies, 4),
+        }
+
+
+class CausalTask(LanguageTask):
+    """Predicting the next token."""
+
+    loader = AutoModelForCausalLM
+    causal = True
+
+
+class MaskedTask(LanguageTask):
+    """Filling in masked tokens."""
+
+    loader = AutoModelForMaskedLM
+
+
+class TrainingWindows(Dataset[dict[str, Any]]):
+    """Windows of `train_length` tokens in a fixed random order, repeated (reshuffled) until `max_steps` are filled.
+
+    Item `i` holds the tokens of a window, `(train_length,)`, and its place `i`, so that what happens to a window can
+    depend on its place alone.
+    """
+
+    def __init__(self, stream: NDArray[np.int32], settings: TrainingSettings, seed: int) -> None:
+        self.stream = stream
+        self.length = settings.train_length
+        windows = len(stream) // self.length
+        wanted = max(settings.max_steps, 1) * settings.batch_size
+        generator = np.random.default_rng([seed, 1])
+        epochs = [generator.permutation(windows) for _ in range(-(-wanted // windows))]
+        self.order = np.concatenate(epochs)[:wanted]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start = int(self.order[index]) * self.length
+        window = torch.from_numpy(self.stream[start : start + self.length].astype(np.int64))
+        return {"input_ids": window, "place": index}
+
+
+class WindowCollator:
+    """Makes batches of windows; those of a masked task are masked by the seed and their place, and nothing else.
+
+    The masks are therefore the same for every scheme, on any number of processes, and after a run was resumed.
+
+    Args:
+        tokenizer: whose mask token is shown.
+        mlm_probability: share of the tokens that become targets; `None` for a causal task.
+        seed: of the masks.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float | None, seed: int) -> None:
+        self.seed, self.mask = seed, None
+        if mlm_probability is not None:
+            self.mask = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=mlm_probability)
+            self.mask.generator = torch.Generator()
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, each `(batch, length)`; rows that have labels stay as they are."""
+        if "labels" in items[0]:
+            return default_collate(items)
+        if self.mask is None:
+            windows = torch.stack([item["input_ids"] for item in items])
+            return {"input_ids": windows, "labels": windows}
+        rows = []
+        for item in items:
+            self.mask.generator.manual_seed(self.seed * 1_000_003 + item["place"] + 1)
+            rows.append(self.mask([item["input_ids"]]))
+        return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels")}
+
+
+def validation_windows(stream: NDArray[np.int32], settings: TrainingSettings) -> Tensor:
+    """`(windows, longest length)` int64: up to `eval_windows` windows, spread evenly over the stream."""
+    length = settings.lengths[-1]
+    count = min(settings.eval_windows, len(stream) // length)
+    starts = np.linspace(0, len(stream) - length, count).astype(np.int64)
+    return torch.from_numpy(np.stack([stream[start : start + length] for start in starts]).astype(np.int64))
+
+
+def validation_batch(
+    windows: Tensor, tokenizer: PreTrainedTokenizerBase, causal: bool, mlm_probability: float
+) -> dict[str, Tensor]:
+    """Inputs and targets for evaluation, each `(windows, longest length)`; the same for every seed.
+
+    Masked: every target is shown as the mask token (no random and no unchanged tokens, as there are in training), so
+    that a model that knows nothing but frequencies scores the unigram cross-entropy. Causal: the first token of a
+    window has no context and is no target.
+    """
+    if causal:
+        labels = windows.clone()
+        labels[:, 0] = IGNORED
+        return {"input_ids": windows, "labels": labels}
+    collate = DataCollatorForLanguageModeling(
+        tokenizer, mlm=True, mlm_probability=mlm_probability, mask_replace_prob=1.0, random_replace_prob=0.0
+    )
+    collate.generator = torch.Generator().manual_seed(0)
+    return dict(collate(list(windows)))
