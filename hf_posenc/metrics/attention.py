@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, run
 from hf_posenc.metrics.language_modeling.token_losses import text_windows
-from hf_posenc.preserve import attention_implementation, evaluation_mode
+from hf_posenc.preserve import attention_implementation
 from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -59,7 +59,7 @@ def attention_test(
         ]
 
     # Fused kernels keep the weights to themselves.
-    with attention_implementation(model, "eager"), evaluation_mode(model):
+    with attention_implementation(model, "eager"):
         measured = measure_schemes(model, schemes, measure, seed=seed)
     return evaluation_result(
         "attention",

@@ -15,7 +15,6 @@ from hf_posenc.metrics.evaluation import check_schemes, config_in_force, evaluat
 from hf_posenc.metrics.forward import check_vocabulary, is_causal, is_encoder_decoder, outputs_of, rounding
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
 from hf_posenc.metrics.statistics import cosine_distance, relative_l2
-from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -108,15 +107,13 @@ def dog_test(
             Record("", "told_apart", passed=told_apart),
         ]
 
-    with evaluation_mode(model):
-        causal = is_causal(model, pair.input_ids, pair.first[-1])
-        measured = measure_schemes(model, schemes, measure, seed=seed)
+    causal = is_causal(model, pair.input_ids, pair.first[-1])
     distance, cosine, apart = distance_quantities(f"the two {word!r}", "vectors", "the embeddings")
     return evaluation_result(
         "dog",
         f": how different the two {word!r} of {sentence!r} are",
         model,
-        measured,
+        measure_schemes(model, schemes, measure, seed=seed),
         (
             Quantity("probe", "probe", _PROBE_MEANING),
             distance,

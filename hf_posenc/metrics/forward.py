@@ -28,7 +28,8 @@ def run(
     position_ids: Tensor | None = None,
     wanted: str = "",
 ) -> Any:
-    """What a model, or the encoder of an encoder-decoder, returns for `(batch, length)` tokens without a cache.
+    """What a model, or the encoder of an encoder-decoder, returns for `(batch, length)` tokens, in evaluation mode and
+    without a cache.
 
     A mask is left out where the model takes none. `wanted` is "hidden_states" or "attentions", which are then returned.
 
@@ -49,7 +50,8 @@ def run(
     }
     options |= {"use_cache": False} if "use_cache" in accepted else {}
     options |= {f"output_{wanted}": True, "return_dict": True} if wanted else {}
-    output = stack(input_ids=input_ids.to(device), **options)
+    with evaluation_mode(model):
+        output = stack(input_ids=input_ids.to(device), **options)
     layers = getattr(output, wanted, None) if wanted else ()
     if wanted and (not layers or layers[0] is None):
         raise UnsupportedError(
@@ -116,20 +118,18 @@ class Outputs(NamedTuple):
 def outputs_of(
     model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
 ) -> Outputs:
-    """Runs a model, or the encoder of an encoder-decoder, in evaluation mode and in batches; see `run`."""
+    """Runs a model, or the encoder of an encoder-decoder, in batches; see `run`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = max(1, _TOKENS_PER_BATCH // input_ids.shape[1])
     states: list[tuple[Tensor, ...]] = []
     logits: list[Tensor] = []
-    with evaluation_mode(model):
-        for batch in (slice(start, start + rows) for start in range(0, input_ids.shape[0], rows)):
-            options: dict[str, Any] = {"attention_mask": mask[batch], "wanted": "hidden_states"}
-            options |= {} if position_ids is None else {"position_ids": position_ids[batch]}
-            output = run(model, input_ids[batch], **options)
-            states.append(tuple(state.cpu() for state in output.hidden_states))
-            scores = getattr(output, "logits", None)
-            if scores is not None and scores.shape[:2] == input_ids[batch].shape:
-                logits.append(scores.cpu())
+    for batch in (slice(start, start + rows) for start in range(0, input_ids.shape[0], rows)):
+        places = None if position_ids is None else position_ids[batch]
+        output = run(model, input_ids[batch], attention_mask=mask[batch], position_ids=places, wanted="hidden_states")
+        states.append(tuple(state.cpu() for state in output.hidden_states))
+        scores = getattr(output, "logits", None)
+        if scores is not None and scores.shape[:2] == input_ids[batch].shape:
+            logits.append(scores.cpu())
     joined = tuple(torch.cat(layer) for layer in zip(*states, strict=True))
     return Outputs(joined, torch.cat(logits) if logits else None)
 
@@ -168,8 +168,7 @@ def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
         raise MeasurementError("One token cannot show whether a model is causal. Pass causal=True or causal=False.")
     other, vocabulary = ids.clone(), model.get_input_embeddings().weight.shape[0]
     other[:, -1] = ids[0, 0] if ids[0, -1] != ids[0, 0] else (ids[0, 0] + 1) % vocabulary
-    with evaluation_mode(model):
-        before, after = (logits_of(model, tokens)[:, :-1].float() for tokens in (ids, other))
+    before, after = (logits_of(model, tokens)[:, :-1].float() for tokens in (ids, other))
     if not bool(before.isfinite().all() and after.isfinite().all()):
         raise MeasurementError(
             f"The logits of {type(model).__name__} are not finite, so its causality cannot be seen: its weights are "

@@ -18,7 +18,6 @@ from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
 from hf_posenc.metrics.statistics import wilson_interval
-from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -187,8 +186,7 @@ def minimal_pairs_accuracy(
     score = causal_scores if causal else masked_scores
 
     def measure(model: Any) -> list[Record]:
-        with evaluation_mode(model):
-            return _by_condition(pairs, score(model, tokenizer, tokens))
+        return _by_condition(pairs, score(model, tokenizer, tokens))
 
     scoring = "causal" if causal else "masked"
     chosen = f"{len(pairs)} of {of} pairs, seed {seed}" if len(pairs) < of else f"{of} pairs"

@@ -304,7 +304,9 @@ class TestExactMatch:
     def test_models_that_do_not_continue_a_text(self, tokenizer):
         encoder = tiny("BertLMHeadModel", vocab_size=len(tokenizer)).eval()
         with pytest.raises(UnsupportedError, match="sees those behind it"):
-            exact_match(encoder, tokenizer, "copy", [3])
+            compare_generalization(encoder, tokenizer, "copy", [3])
+        (subject,) = compare_generalization(encoder, tokenizer, "copy", [3], ["native"]).subjects
+        assert "sees those behind it" in subject.error
         headless = tiny("LlamaModel", vocab_size=len(tokenizer)).eval()
         with pytest.raises(UnsupportedError, match="no logits"):
             exact_match(headless, tokenizer, "copy", [3])

@@ -90,7 +90,7 @@ class PatchOutputs(NamedTuple):
 
 
 def run_images(model: Any, pixel_values: Tensor, **options: Any) -> Any:
-    """What a model returns for `(batch, channels, height, width)` pixels, of another size than it was built for too.
+    """What a model in evaluation mode returns for `(batch, channels, height, width)` pixels, of another size too.
 
     Raises:
         UnsupportedError: if the model cannot read images of this size.
@@ -100,7 +100,8 @@ def run_images(model: Any, pixel_values: Tensor, **options: Any) -> Any:
         options[_INTERPOLATES] = True
     weight = next(inner.parameters())
     try:
-        return model(pixel_values=pixel_values.to(weight.device, weight.dtype), **options)
+        with evaluation_mode(model):
+            return model(pixel_values=pixel_values.to(weight.device, weight.dtype), **options)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, UnsupportedError) or not _about_size(model, pixel_values):
             raise
@@ -119,7 +120,7 @@ def _about_size(model: Any, pixel_values: Tensor) -> bool:
 
 
 def patch_outputs(model: Any, pixel_values: Tensor) -> PatchOutputs:
-    """Runs a model on images, in evaluation mode, and places its states on the grid of patches.
+    """Runs a model on images and places its states on the grid of patches.
 
     Tokens in front of the patches (class and register tokens) have no place in the image and are left out.
 
@@ -132,8 +133,7 @@ def patch_outputs(model: Any, pixel_values: Tensor) -> PatchOutputs:
     """
     size = PatchSize.of(model)
     rows, columns = pixel_values.shape[-2] // size.height, pixel_values.shape[-1] // size.width
-    with evaluation_mode(model):
-        output = run_images(model, pixel_values, output_hidden_states=True, return_dict=True)
+    output = run_images(model, pixel_values, output_hidden_states=True, return_dict=True)
     hidden_states = getattr(output, "hidden_states", None)
     name = type(unwrapped(model)).__name__
     if not hidden_states or hidden_states[0] is None:

@@ -15,7 +15,6 @@ from hf_posenc.metrics.images.patches import PatchSize, run_images
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -80,8 +79,7 @@ def accuracy_by_resolution(
             for start in range(0, len(pictures), batch_size):
                 indices = range(start, min(start + batch_size, len(pictures)))
                 pixels = [resized(pictures.picture(index), resolution, size.channels) for index in indices]
-                with evaluation_mode(model):
-                    logits = getattr(run_images(model, normalize(torch.stack(pixels))), "logits", None)
+                logits = getattr(run_images(model, normalize(torch.stack(pixels))), "logits", None)
                 if logits is None or logits.dim() != 2:
                     raise MeasurementError(
                         f"{type(unwrapped(model)).__name__} returns no logits for a picture. Load it with "

@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
 from hf_posenc.metrics.sensitivity_material import ENGLISH
-from hf_posenc.preserve import evaluation_mode
 
 #: The label of a token that is not a target, in PyTorch and transformers alike.
 IGNORED = -100
@@ -56,8 +55,7 @@ def token_losses(
     causal = predicts_next_token(model, input_ids) if causal is None else causal
     rows = max(1, tokens_per_batch // input_ids.shape[1])
     batches = zip(input_ids.split(rows), labels.split(rows), strict=True)
-    with evaluation_mode(model):
-        return torch.cat([_losses_of(logits_of(model, ids), targets, causal) for ids, targets in batches])
+    return torch.cat([_losses_of(logits_of(model, ids), targets, causal) for ids, targets in batches])
 
 
 def check_batch(model: Any, input_ids: Tensor, labels: Tensor, tokens_per_batch: int) -> None:
