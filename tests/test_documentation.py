@@ -190,7 +190,7 @@ def test_the_readme_counts_architectures_as_their_page_does() -> None:
     assert works + partly + refused + fails + unbuilt == attending
 
 
-ROOMS = [f"hf_posenc/patching/{room}" for room in ("observe", "place", "call", "find")]
+ROOMS = [f"hf_posenc/patching/{room}" for room in ("place", "layouts", "call", "anatomy")]
 
 
 @pytest.mark.parametrize("folder", ["hf_posenc", "hf_posenc/schemes", "hf_posenc/patching", *ROOMS])

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import model_parts
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.parts import VISION
 from hf_posenc.patching.place.config_entry import is_length
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part
@@ -110,15 +110,14 @@ def update_tokenizer_length(tokenizer: Any, model: Any, before: int | None = Non
 
 
 def _patch_first(target: PreTrainedModel, part: str | None) -> str:
-    parts = model_parts(target)
-    if len(parts) == 1:
+    anatomy = Anatomy(target)
+    if len(anatomy.parts) == 1:
         return (
             'Call patch_model(model, scheme) first. patch_model(model, "native") keeps the encoding of a rotary model.'
         )
-    own = named_part(target, part)
     return (
-        f"Call patch_model(model, scheme, part={own!r}) first, and pass the same part= here. This model has the parts "
-        f"{', '.join(map(repr, parts))}."
+        f"Call patch_model(model, scheme, part={anatomy.part(part)!r}) first, and pass the same part= here. This model "
+        f"has the parts {', '.join(map(repr, anatomy.parts))}."
     )
 
 
