@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 from typing import Any
 
@@ -225,6 +226,27 @@ def test_gradient_reaches_every_parameter(name, config):
         # Weighted, because a sum of squares is blind to what a learned rotation changes.
         sum((value.flatten() * torch.linspace(-1.0, 2.0, value.numel())).sum() for value in values).backward()
         assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in parameters)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "name", "mean", "deviation"),
+    [
+        ("forget_gate", {"initial_bias": 2.0}, "bias", 2.0, 0.0),
+        ("forget_gate", {"gate": "bias_only", "initial_bias": 2.0}, "bias", 2.0, 0.0),
+        ("grape", {"initial_rate": 0.2}, "rate", math.log(math.expm1(0.2)), 0.0),
+        ("fire", {"initial_c": 3.0}, "c", 3.0, 0.0),
+        ("grape_m", {"initial_bias": 0.5}, "bias", 0.5, 0.0),
+        ("cope", {"initial_std": 0.5}, "weight", 0.0, 0.5),
+        ("repo", {"initial_std": 0.5, "width": 40}, "gate", 0.0, 0.5),
+        ("selective_rope", {"initial_std": 0.5}, "down", 0.0, 0.5),
+    ],
+)
+def test_learned_numbers_start_where_their_option_says(scheme, options, name, mean, deviation):
+    weight = getattr(parts_for(get_scheme(scheme)(**options)).logit_bias, name).detach()
+    # Of a thousand normal numbers: five standard errors.
+    assert weight.mean().item() == pytest.approx(mean, abs=1e-6 + 0.16 * deviation)
+    if deviation:
+        assert weight.std().item() == pytest.approx(deviation, rel=0.12)
 
 
 @EVERY_VARIANT

@@ -86,6 +86,12 @@ def test_a_chain_of_maps_does_what_any_of_them_does():
     assert build(BlendedConfig(RopeConfig(), LearnedRopeConfig(sharing="head"), 0.5)).query_key_map.whole_heads
 
 
+@pytest.mark.parametrize("inner", [AlibiConfig(), ShawConfig()])
+def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner):
+    assert build(RandomizedConfig(inner)).logit_bias.reads_later_keys
+    assert not build(ComposedConfig((ShawConfig(), inner))).logit_bias.reads_later_keys
+
+
 def test_a_map_hides_no_correction_of_logits():
     parts = build(PositionShiftConfig(ReRopeConfig(window=1)))
     assert parts.query_key_map.mapped_again
