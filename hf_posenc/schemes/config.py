@@ -122,6 +122,8 @@ class SchemeConfig:
                 return tuple(replaced(f"{place}[{index}]", item) for index, item in enumerate(value))
             return children.get(place, value)
 
+        if not children:
+            return self
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {name: new for name, value in values.items() if (new := replaced(name, value)) != value}
         return dataclasses.replace(self, **changed) if changed else self

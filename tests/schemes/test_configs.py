@@ -156,6 +156,13 @@ def test_third_parties_register_with_one_decorator(monkeypatch):
         register_scheme(type("Loud", (SchemeConfig,), {"name": "Loud"}))
 
 
+def test_children_are_replaced_by_their_place():
+    schedule = ScheduleConfig(("rope", "alibi"))
+    assert schedule.with_children({"layers[1]": T5Config()}) == ScheduleConfig(("rope", "t5"))
+    assert SelfExtendConfig().with_children({"inner": AlibiConfig()}) == SelfExtendConfig("alibi")
+    assert schedule.with_children(schedule.children()) is schedule
+
+
 def test_composed_parts_add_up():
     torch.manual_seed(0)
     schemes = (SinusoidalConfig(), LearnedConfig(), RopeConfig(), AlibiConfig(), T5Config(), NoneConfig())

@@ -63,6 +63,11 @@ def test_the_bias_is_float32_in_any_dtype() -> None:
     part = FadingConfig().build(PLACE).logit_bias.to(torch.bfloat16)
     for distance in (torch.arange(-3, 3), torch.arange(-3, 3) / 2):
         assert part(distance).dtype == torch.float32
+    assert config_of_function(in_half_precision)().build(PLACE).logit_bias(torch.arange(3)).dtype == torch.float32
+
+
+def in_half_precision(distance: Tensor) -> Tensor:
+    return distance.bfloat16()
 
 
 @pytest.mark.parametrize(
