@@ -27,12 +27,10 @@ def outcome(mutation: Mutation) -> str:
     """Runs the tests of one mutation on a copy of the library: "killed", "SURVIVED", or why it could not be made."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("hf_posenc", "tests", "training", "eval", "benchmarks", "docs", "examples", "pyproject.toml"):
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, copy / name)
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+        for name in filter(None, listed.stdout.split("\0")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
         path = copy / "hf_posenc" / mutation.file
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text.count(mutation.before) != 1:
