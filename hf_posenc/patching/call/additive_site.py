@@ -47,7 +47,7 @@ class AddToHiddenStates(OfStack):
         return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
 
     def _add(self, hidden_states: Tensor, phases: Any) -> Tensor:
-        if self.runtime.grid is not None:
+        if self.runtime.layout.has_axes:
             return self._add_on_grid(hidden_states, phases)
         time_axis = 0 if self.runtime.time_major else -2
         length = hidden_states.shape[time_axis]

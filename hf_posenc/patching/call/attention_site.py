@@ -43,7 +43,7 @@ class AttentionSite(LogitSite):
     def begin_call(self, hidden_states: Tensor) -> LayerCall:
         """Starts a call. `hidden_states` are the module's input, in the axis order of its architecture."""
         hidden_states = self.runtime.batch_first(hidden_states)
-        if self.runtime.grid is not None:
+        if self.runtime.layout.has_axes:
             return self._begin_on_grid(hidden_states)
         return LayerCall(self.state_for(hidden_states.shape[1], hidden_states.device), hidden_states)
 
@@ -139,6 +139,8 @@ class AttentionSite(LogitSite):
         for_query = self.prepared(state, first)
         for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)
         query_key_map = state.own(query_key_map)
+        if time_axis == 2 and second is not None:
+            return query_key_map.map_query(first, for_query), query_key_map.map_key(second, for_key)
         first = mapped(query_key_map.map_query, first, for_query, time_axis)
         if second is not None:
             second = mapped(query_key_map.map_key, second, for_key, time_axis)

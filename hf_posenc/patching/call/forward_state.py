@@ -76,12 +76,11 @@ class ForwardState:
                 setattr(there, name, there.shared(("moved", name), functools.partial(value.to, device), mask=value))
         return there
 
-    def describes(self, hidden_states: Tensor) -> bool:
-        """Whether this state is that of `hidden_states`, `(batch, length, hidden)`, on their device."""
+    def is_for(self, length: int, device: torch.device) -> bool:
+        """Whether this state is that of a module with `length` tokens on `device`, as that of most modules is."""
         if self.device is None:
-            self.device = hidden_states.device
-        here = type(self) is ForwardState and self.device == hidden_states.device
-        return here and hidden_states.shape[1] == self.query_length
+            self.device = device
+        return self.query_length == length and self.device == device and type(self) is ForwardState
 
     @property
     def is_plain(self) -> bool:

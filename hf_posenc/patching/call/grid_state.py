@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from hf_posenc.patching.call.grid_places import (
 )
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
-
-if TYPE_CHECKING:
-    from hf_posenc.patching.layouts.grid import Grid
 
 Sizes = tuple[int, ...]
 #: `(images, 2)`: the rows and columns of each image of a padded batch of patches.
@@ -183,9 +180,9 @@ class GridTokens(ForwardState):
         return GridTokens(len(numbers), device=self.device, memo=self.memo, given=found, position_ids=found.ids)
 
 
-def grid_state(stack: nn.Module, grid: Grid, arguments: Mapping[str, Any]) -> GridState:
+def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any]) -> GridState:
     """The state of a call, as far as its arguments show the grids."""
-    state = GridState(-1, suffix_tokens=grid.suffix_tokens)
+    state = GridState(-1, suffix_tokens=suffix_tokens)
     given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     state.grid = _of_pixels(stack.config, pixels_among(given.values()))
     if _SIZES in given:

@@ -32,7 +32,6 @@ from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call, first_cache
-from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
@@ -108,8 +107,9 @@ class InterfaceAttention(AttentionSite):
                 return output
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         state = self.runtime.states.top
-        if state is not None and not self.runtime.reorders and state.describes(hidden_states):
-            call = LayerCall(state, hidden_states)  # Most layers have the tokens of their stack.
+        length, device = hidden_states.shape[1], hidden_states.device
+        if state is not None and not self.runtime.reorders and state.is_for(length, device):
+            call = LayerCall(state, hidden_states)
         else:
             call = self.begin_call(hidden_states)
         if call.state.cache_object is None:
@@ -183,14 +183,12 @@ class InterfaceAttention(AttentionSite):
         """Called in place of the attention function."""
         call = self.call
         call.attended = True
-        if self.encoding.repeats_bias and self.runtime.grid is None and not traced():
+        if self.encoding.repeats_bias and not self.runtime.layout.has_axes and not traced():
             mapped = self.encoding.query_key_map is None or call.rotations
             if mapped and not args and kwargs.get(PAGES) is None:
-                attention = self._shared_attention(
-                    call.state, implementation, function, query, key, attention_mask, kwargs
-                )
+                attention = self._shared_attention(call, implementation, function, query, key, attention_mask, kwargs)
                 return attention(self.module, query, key, value)
-        if self.runtime.grid is not None:
+        if self.runtime.layout.has_axes:
             call = call.of_next(query.shape[2])
             self.refuse_pooled_keys(query.shape[2], key.shape[2])
             if isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
@@ -211,7 +209,7 @@ class InterfaceAttention(AttentionSite):
 
     def _shared_attention(
         self,
-        state: ForwardState,
+        call: LayerCall,
         implementation: str | None,
         function: Callable[..., Any],
         query: Tensor,
@@ -224,7 +222,7 @@ class InterfaceAttention(AttentionSite):
         Layers share it if everything that it depends on is the same: the scheme, the mask, the options of the call, and
         the shapes of the heads.
         """
-        module, encoding = self.module, self.encoding
+        module, encoding, state = self.module, self.encoding, call.state
         name: Any = (
             *("attention", encoding.identity, self.native_bias, getattr(module, "is_causal", None)),
             *(query.shape, key.shape, query.dtype, query.device),
@@ -239,7 +237,7 @@ class InterfaceAttention(AttentionSite):
             return cast(Attention, attention)
         self._check(query, mask, kwargs)
         mask = self._complete(query, mask, kwargs)
-        form = self.distance_bias(state, query, key, mask, "flash" in (implementation or ""))
+        form = self.bias(call, query, key, self._scaling, mask=mask, folds="flash" in (implementation or ""))
         attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
         weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
@@ -388,7 +386,7 @@ class _RotaryReplacement:
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.site.encoding.query_key_map is None and self.site.runtime.grid is None:
+        if self.site.encoding.query_key_map is None and not self.site.runtime.layout.has_axes:
             if self.rotary.begins_with_heads and len(args) > 1:
                 return args[:2]
             query, key, _ = self.rotary.tensors(args, kwargs)
@@ -407,7 +405,9 @@ class _FastRotary(_RotaryReplacement):
             packed = first.dim() == 3
             if packed:
                 first, second = with_batch(first, second)
-            state = site.in_order(site.state_for(first.shape[time_axis], first.device), self.rotary, args, kwargs)
+            length, state = first.shape[time_axis], site.runtime.states.top
+            if state is None or not state.is_for(length, first.device):
+                state = site.in_order(site.state_for(length, first.device), self.rotary, args, kwargs)
             first, second = site.apply_map(state, first, second, time_axis)
             if packed:
                 return without_batch(first if second is None else (first, second))

@@ -130,14 +130,6 @@ class LogitSite(PlacedForward):
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
-    def distance_bias(self, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool) -> BiasForm:
-        """The bias of a call, if it is a sum of functions of distance. The arguments are those of `bias`."""
-        summands: Any = self.encoding.summands
-        forms = [self._distance_form(summand, state, query, key, mask, folds) for summand in summands]
-        form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
-        check_heads(form.heads, query.shape[1])
-        return form
-
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives.
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import named_arguments
-from hf_posenc.patching.anatomy.parts import given_features
 from hf_posenc.patching.call.cache_notes import kept_values, note_of
 from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
@@ -25,10 +24,10 @@ from hf_posenc.patching.call.caches import (
     remember_length,
     self_attention_cache,
 )
+from hf_posenc.patching.call.call_layout import CallLayout
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
 from hf_posenc.patching.call.generation_call import GENERATION
-from hf_posenc.patching.call.grid_state import grid_state
 from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.padding import padding_mask
 from hf_posenc.patching.call.per_thread import PerThread
@@ -40,7 +39,6 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import KeptValues, exporting
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.layouts.grid import Grid as FoundGrid
     from hf_posenc.patching.place.continuous_batching import PagesCheck
     from hf_posenc.patching.place.stack_record import StackRecord
 
@@ -61,12 +59,10 @@ class StackRuntime:
         self.recomputation = Recomputation(self.states)
         self.time_major = False
         self.channels_first = False
-        #: The grid of the stack if its input is pixels.
-        self.grid: FoundGrid | None = None
+        #: What the tokens of the stack are.
+        self.layout = CallLayout()
         #: The site of the tables over the grid that the stack itself owns. Its `view` is the stack with other tables.
         self.tables: Any = None
-        #: Whether the stack reads features, whose shape does not show the number of tokens.
-        self.reads_features = False
         #: The view as which an encoder with a fixed number of frames runs; set while the scheme is in place.
         self.input_view: Any = None
         #: Whether a part of the scheme reads positions on several axes.
@@ -237,11 +233,12 @@ class StackForward(PlacedForward):
             transformers looks for packed documents in the positions.
         """
         stack = self.module
-        if self.runtime.grid is not None:
-            return grid_state(stack, self.runtime.grid, named_arguments(stack, args, kwargs)), kwargs
+        layout = self.runtime.layout
+        if layout.has_axes:
+            return layout.state_of_call(stack, args, kwargs), kwargs
         arguments = named_arguments(stack, args, kwargs) if args else kwargs
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
-        features = given_features(arguments) if self.runtime.reads_features and tokens is None else None
+        features = layout.features_among(arguments) if tokens is None else None
         if tokens is None and features is None:
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]
@@ -292,7 +289,6 @@ class StackForward(PlacedForward):
     def _of_features(
         self, features: Tensor, offset: int | Tensor | None, position_ids: Any, padding: Any, cache: Any
     ) -> SeriesState:
-        view = self.runtime.input_view
         return SeriesState(
             UNKNOWN,
             offset=offset,
@@ -300,7 +296,7 @@ class StackForward(PlacedForward):
             attention_mask=padding,
             cache_object=cache,
             cache_changed=cache is not None and not matches_keys(cache),
-            expected=0 if view is None else view.found.tokens(features.shape[-1]),
+            expected=self.runtime.layout.tokens_of(features),
         )
 
     def _split_axes(

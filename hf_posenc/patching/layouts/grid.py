@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
-from hf_posenc.patching.anatomy.forward_code import forward_parameters
+from hf_posenc.patching.anatomy.forward_code import forward_parameters, named_arguments
 from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable
+from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.layouts.grid_bias import GridBias, find_biases, window_of
 from hf_posenc.patching.layouts.grid_native import native_grid_scheme
@@ -195,9 +196,9 @@ class Grid(Layout):
         """What those parts do that read positions but no rows and columns."""
         return sorted({_effect(part) for part in parts if _reads_order_only(part)})
 
-    def prepare(self, runtime: Any) -> None:
-        """A call records its grid."""
-        runtime.grid = self
+    def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GridState:
+        """The grid of a call, as far as its arguments show it."""
+        return grid_state(stack, self.suffix_tokens, named_arguments(stack, args, kwargs))
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
         """The first table; for a part that reads coordinates, with the rows of other tokens first."""

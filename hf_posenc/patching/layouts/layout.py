@@ -18,6 +18,7 @@ from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import PositionTable, position_tables, sinusoids_like
+from hf_posenc.patching.call.call_layout import CallLayout
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
 from hf_posenc.schemes import LearnedConfig
@@ -25,7 +26,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
 
 
-class Layout:
+class Layout(CallLayout):
     """The tokens of one stack. What is defined here holds for tokens on one axis, with ordinary position tables.
 
     It is plain data that refers to modules of the stack: a runtime holds it, and is copied with its model.
@@ -33,8 +34,6 @@ class Layout:
 
     #: Whether the caller passes the tokens one by one, as ids or embeddings, so that their order can be changed.
     takes_tokens: ClassVar[bool] = False
-    #: Whether its tokens have places on several axes, whatever the positions of a call are.
-    has_axes: ClassVar[bool] = False
     #: Whether the config states its length beside that of a text.
     has_own_length: ClassVar[bool] = False
     #: Whether layers are counted in the order in which modules are defined, and not in that of their paths.
@@ -174,9 +173,6 @@ class Layout:
     def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
         """What those parts do that number tokens with rows and columns one after the other."""
         return []
-
-    def prepare(self, runtime: Any) -> None:
-        """Tells the runtime of a stack what a call has to find out about its tokens."""
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
         """The native table that a part can start from, in the order of its positions, and its path."""

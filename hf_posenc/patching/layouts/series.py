@@ -16,7 +16,7 @@ from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
-from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH
+from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH, given_features
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import NamedModule, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable, sinusoids_like
@@ -201,9 +201,13 @@ class Series(Layout):
             return super().native_vectors(stack, additive)
         return self.parameters[0].weight, self.parameters[0].full_name
 
-    def prepare(self, runtime: Any) -> None:
-        """The shape of features does not show the number of tokens."""
-        runtime.reads_features = True
+    def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
+        """The features of sound or of a time series."""
+        return given_features(arguments)
+
+    def tokens_of(self, features: Tensor) -> int:
+        """Those of an encoder that accepts one number of frames only."""
+        return 0 if self.fixed_input is None else self.fixed_input.tokens(features.shape[-1])
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Puts the vectors of the scheme in place of those of the architecture. The first module gets them."""

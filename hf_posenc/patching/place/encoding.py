@@ -217,7 +217,7 @@ def build_encoding(
         placed = built[stack.name] = StackEncoding(scheme, stack, device)
         runtime = placed.runtime
         runtime.slots.rows_before = max((table.origin for table in stack.tables), default=0)
-        stack.layout.prepare(runtime)
+        runtime.layout = stack.layout
         runtime.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
         runtime.time_major = stack.architecture.time_major
         runtime.channels_first = stack.architecture.channels_first
