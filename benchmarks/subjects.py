@@ -148,6 +148,8 @@ class LanguageModel(Subject):
     @functools.cached_property
     def compiled(self) -> Any:
         """The compiled model."""
+        # All subjects run the same code, for which torch makes eight graphs by default. Others would run uncompiled.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
         return torch.compile(self.model)
 
     def _decoded_by_graph(self, length: int) -> Call:
