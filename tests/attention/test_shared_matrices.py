@@ -65,6 +65,22 @@ def test_layers_share_the_matrix_of_a_sum_of_biases(given: list[Tensor]) -> None
     assert len({one.data_ptr() for one in given}) == 1
 
 
+@torch.no_grad()
+def test_layers_with_other_masks_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched("llama_gqa", "alibi", attn_implementation="sdpa")
+    ids = tokens()
+    near = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril().triu(-2)[None, None]
+
+    def narrow(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"attention_mask": near}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(narrow, with_kwargs=True)
+    wide = torch.ones_like(near).tril()
+    found = model(input_ids=ids, attention_mask=wide, use_cache=False).logits
+    monkeypatch.setattr(ForwardState, "keep", lambda *_: None)
+    torch.testing.assert_close(found, model(input_ids=ids, attention_mask=wide, use_cache=False).logits)
+
+
 def test_few_are_kept_if_every_layer_has_its_own_mask() -> None:
     state = ForwardState(6)
     for layer in range(9):
