@@ -272,14 +272,20 @@ def test_a_schedule_longer_than_the_model_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_two_threads_can_run_one_model() -> None:
-    model = patched("llama_gqa", "sinusoidal")
+@pytest.mark.parametrize("scheme", ["sinusoidal", "alibi"])
+def test_two_threads_can_run_one_model(scheme: str) -> None:
+    """Every call has positions of its own, which a layer without its call's state would not know."""
+    model = patched("llama_gqa", scheme)
     inputs = [tokens(1, 4 + size, seed=size) for size in range(8)]
-    expected = [outputs(model, LLAMA, ids) for ids in inputs]
+    places = [(torch.arange(4 + size) * (1 + size)).unsqueeze(0) for size in range(8)]
+    calls = [{"input_ids": ids, "position_ids": where} for ids, where in zip(inputs, places, strict=True)]
+    expected = [outputs(model, LLAMA, **call, use_cache=False) for call in calls]
 
     def run(index: int) -> bool:
         with torch.no_grad():
-            return all(torch.equal(outputs(model, LLAMA, inputs[index]), expected[index]) for _ in range(10))
+            return all(
+                torch.equal(outputs(model, LLAMA, **calls[index], use_cache=False), expected[index]) for _ in range(10)
+            )
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, range(8)))
