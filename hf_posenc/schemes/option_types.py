@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from hf_posenc.schemes.limits import shown
@@ -19,8 +20,7 @@ EXACT_INTEGERS = 2**53
 
 def kind_of(field: dataclasses.Field[Any]) -> str:
     """Returns the annotation of a field as a string."""
-    kind = field.type
-    return kind.__name__ if type(kind) is type else str(kind)
+    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
 
 
 def is_text(field: dataclasses.Field[Any]) -> bool:
@@ -52,7 +52,7 @@ def check_declared(value: Any, field: dataclasses.Field[Any], owner: str) -> Non
         owner: name of the config class, for the error message.
 
     Raises:
-        ValueError: for a value of another type, such as 1.0 for an integer or 1 for a boolean.
+        ValueError: for a value of another type, such as 1.0 for an integer or 1 for a boolean, and for NaN or infinity.
     """
     kinds = kind_of(field).split(" | ")
     if not set(kinds) <= set(_PLAIN):
@@ -60,7 +60,7 @@ def check_declared(value: Any, field: dataclasses.Field[Any], owner: str) -> Non
     types = tuple(_PLAIN[kind][0] for kind in kinds)
     # In Python a bool is an int. An integer that a float cannot represent is not converted.
     fits = bool in types if isinstance(value, bool) else isinstance(value, (*types, int) if float in types else types)
-    if not fits:
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
         expected = " or ".join(_PLAIN[kind][1] for kind in kinds)
         raise ValueError(f"{owner}.{field.name} is {shown(value)}; expected {expected}.")
 

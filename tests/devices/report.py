@@ -8,6 +8,7 @@ two cores.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -112,4 +113,5 @@ def printed(module: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

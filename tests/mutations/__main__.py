@@ -68,6 +68,8 @@ def _run(copy: Path, tests: tuple[str, ...]) -> int:
 def main(words: list[str]) -> int:
     """Prints a row for each mutation, and returns the number of those that were not killed."""
     chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
+    if not chosen:
+        sys.exit(f"No mutation has a name with {' or '.join(words)}: {', '.join(case.name for case in CASES)}.")
     print("| mutation | file | outcome |\n| --- | --- | --- |")
     left = 0
     for case in chosen:

@@ -100,6 +100,9 @@ def test_the_name_is_the_config_of_the_scheme() -> None:
         registry.as_scheme("steep")
     with pytest.raises(ValueError, match="expected an integer"):
         steep(1.0, times=0.5)
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"strength is .*; expected a finite number"):
+            steep(number)
     with pytest.raises(ValueError, match="steep sees the past only"):
         steep(1.0).build(BuildContext(16, 2, 8, causal=False))
 
