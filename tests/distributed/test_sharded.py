@@ -105,9 +105,9 @@ def test_tokens_with_given_positions_may_be_dealt_out(found: Found, scheme: str)
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("alibi", "AlibiBias would be computed only for the keys of this process"),
-        ("forget_gate", "ForgetGateBias would be computed only for the keys of this process"),
-        ("normalized_integer", "NormalizedEncoding depends on all tokens of a sequence"),
+        ("alibi", "(AlibiBias), which would be computed for the keys of this process"),
+        ("forget_gate", "(ForgetGateBias), which would be computed for the keys of this process"),
+        ("normalized_integer", "depends on the length of the sequence (NormalizedEncoding)"),
         ("no positions", "the positions of the tokens of this process are unknown. Pass position_ids"),
         ("eager", "this model uses 'eager'. Call model.set_attn_implementation('sdpa')"),
     ],

@@ -231,7 +231,7 @@ class _Pages:
 
 
 OUTSIDE = "BloomAttention computes its scores itself, without the attention interface"
-LENGTHS = "it depends on the length of the sequence, or on tokens that a cache does not store"
+LENGTHS = "paged keys are never recomputed"
 ARGUMENTS: dict[str, Any] = {"generation_config": GenerationConfig(**SETTINGS, eos_token_id=-1)}
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import DynamicCache, StaticCache
 
-from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions, UnsupportedError, patch_model
+from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions
 from hf_posenc.attention.key_channels import append_features, num_channels, split_features
 from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.call.split_parts import HeadShard, SplitPairwiseBias
@@ -242,31 +242,6 @@ def test_real_positions_count_for_schemes_that_read_pairs():
     tripled = outputs(plain, LLAMA, ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
     assert distance(tripled, outputs(gapped, LLAMA, ids, use_cache=False)) <= 1e-5
     assert distance(tripled, outputs(plain, LLAMA, ids, use_cache=False)) > 1e-3
-
-
-@pytest.mark.parametrize("scheme", ["forget_gate", "pope", "xpos", "string"])
-def test_layers_that_share_keys_refuse_what_has_to_meet_them(scheme):
-    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
-
-    config = Gemma3nTextConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=96,
-        vocab_size_per_layer_input=96,
-        hidden_size_per_layer_input=8,
-        laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        activation_sparsity_pattern=None,
-    )
-    model = Gemma3nForCausalLM(config)
-    with pytest.raises(UnsupportedError, match="reads the keys of an earlier layer"):
-        patch_model(model, scheme)
-    assert not hasattr(model, "position_encoding")
 
 
 @pytest.mark.parametrize("scheme", ["pope", "forget_gate"])

@@ -220,9 +220,9 @@ def test_only_the_new_scheme_is_trained():
 @pytest.mark.parametrize(
     ("architecture", "old", "new", "message"),
     [
-        ("llama_gqa", None, "pope", "changes the width of heads"),
-        ("llama_gqa", None, "rerope", "replaces logits"),
-        ("llama_gqa", "pope", "rope", "changes the width of heads"),
+        ("llama_gqa", None, "pope", "makes queries and keys wider"),
+        ("llama_gqa", None, "rerope", "corrects logits"),
+        ("llama_gqa", "pope", "rope", "makes queries and keys wider"),
         ("llama_gqa", None, {"scheme": "randomized", "inner": "rope", "max_position": 64}, "whole positions"),
     ],
 )

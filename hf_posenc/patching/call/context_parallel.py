@@ -9,48 +9,32 @@ keys than those the kernel attends to.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.parts import LogitBias, Part
+from hf_posenc.schemes.environments import CONTEXT_PARALLELISM
 
-_FLAGS = ("length_dependent", "needs_whole_sequence")
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
-def needs_all_tokens(parts: Iterable[Part]) -> str:
-    """Why a scheme cannot work if a process sees only some of the tokens; empty if it can."""
-    for part in parts:
-        name = type(part).__name__
-        if isinstance(part, LogitBias):
-            return f"{name} would be computed only for the keys of this process, while attention reads those of all"
-        if any(getattr(module, flag, False) for module in part.modules() for flag in _FLAGS):
-            return f"{name} depends on all tokens of a sequence"
-    return ""
-
-
-def refuse_context_parallel(reason: str, position_ids: Any, implementation: str | None) -> None:
+def refuse_context_parallel(problem: str, position_ids: Any, implementation: str | None) -> None:
     """Refuses a context-parallel call in which the positions of tokens or keys are unknown.
 
     Args:
-        reason: why the scheme needs all tokens of a sequence; empty if it does not.
+        problem: why the scheme cannot run there; empty if it can.
         position_ids: as passed by the caller, or `None`.
         implementation: name of the model's attention implementation.
 
     Raises:
-        UnsupportedError: inside `context_parallel`, if `reason` is not empty, if the attention is not sdpa, or if there
+        UnsupportedError: inside `context_parallel`, if there is a problem, if the attention is not sdpa, or if there
             are no `position_ids`.
     """
     if not _is_active():
         return
-    if reason:
-        raise UnsupportedError(
-            f"Context parallelism splits the tokens of this sequence across processes, and {reason}. Use an additive "
-            "or rotary scheme (sinusoidal, rope, p_rope, ...), or train without context parallelism."
-        )
+    if problem:
+        raise UnsupportedError(CONTEXT_PARALLELISM.message(problem, "this scheme"))
     if implementation != "sdpa":
         raise UnsupportedError(
             "Context parallelism splits the tokens of this sequence across processes and exchanges keys inside sdpa "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,9 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
 from hf_posenc.schemes.features import feature_counts
+from hf_posenc.schemes.needs import Need, needs_of
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, LogitScale, PairwiseBias, Part, QueryKeyMap
-from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
 
@@ -72,7 +72,7 @@ class LayerEncoding:
         #: Whether it consists of such rotations only.
         self.only_rotates_by_input = any(kinds) and all(kinds)
         #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
-        self.rotation_before_cache = _rotation_before_cache(summands)
+        self.rotation_before_cache = rotation_before_cache(summands)
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         #: Whether the logits change by the same bias in every layer with these parts.
@@ -97,21 +97,14 @@ class LayerEncoding:
         #: Whether paged keys (continuous batching) must be read before the attention function is called.
         self.reads_pages = self.widens_heads or bias is not None
 
+    def needs(self) -> dict[Need, Part]:
+        """What the parts need."""
+        return needs_of(self.parts)
+
     @property
     def has_parameters(self) -> bool:
         """Whether a part has parameters."""
         return any(next(part.parameters(), None) is not None for part in self.parts)
-
-
-def _rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
-    """The rotation by the layer's input, if it needs no other token, and no other summand needs keys without it."""
-    rotations = [one for one in summands if isinstance(one, ContextualRotation)]
-    others = [one for one in summands if not isinstance(one, ContextualRotation)]
-    if len(rotations) != 1 or not rotations[0].angles_of_own_token:
-        return None
-    if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
-        return None
-    return rotations[0]
 
 
 @dataclass

@@ -70,7 +70,7 @@ class StackRuntime:
         #: Whether the model itself makes positions on several axes (M-RoPE).
         self.makes_coordinates = False
         #: Why the scheme needs all tokens of a sequence in one process; empty if it does not.
-        self.needs_all_tokens = ""
+        self.split_problem = ""
         self.slots = SlotBuffers()
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
@@ -250,7 +250,7 @@ class StackForward(PlacedForward):
             self.runtime.slots.reach(stack, offset + query_length)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             implementation = getattr(stack.config, "_attn_implementation", None)
-            refuse_context_parallel(self.runtime.needs_all_tokens, arguments.get("position_ids"), implementation)
+            refuse_context_parallel(self.runtime.split_problem, arguments.get("position_ids"), implementation)
         mask = arguments.get("attention_mask")
         padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)

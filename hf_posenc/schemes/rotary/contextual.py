@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Positions
+from hf_posenc.schemes.parts import AttentionPairs, LogitBias, PairwiseBias, Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 
@@ -96,6 +97,17 @@ class ContextualRotation(PairwiseBias):
         query, key = self.rotated(before)
         after = dataclasses.replace(pairs, query=query, key=key)
         return (after.products - before.products) * pairs.scaling
+
+
+def rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
+    """The rotation by the layer's input, if it needs no other token, and no other summand needs keys without it."""
+    rotations = [one for one in summands if isinstance(one, ContextualRotation)]
+    others = [one for one in summands if not isinstance(one, ContextualRotation)]
+    if len(rotations) != 1 or not rotations[0].angles_of_own_token:
+        return None
+    if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
+        return None
+    return rotations[0]
 
 
 class ContextualPlaces(ContextualRotation):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.extensions import import_named_modules
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.needs import Environment
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
@@ -56,7 +57,7 @@ class Architecture:
         kept: native position-dependent behaviour that remains active under every scheme, for the report.
         suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
             function of the config.
-        additive_only: why a scheme can have no part in its attention layers; `None` if it can.
+        limits: what its attention layers cannot do; `None` if they can hold every scheme.
         example_inputs: `(stack or model, tokens) -> arguments` of its forward for a short run, if tokens, an image or
             features of the usual shape are not enough. Text has that number of tokens; images and sound have their own.
     """
@@ -84,7 +85,7 @@ class Architecture:
     operand_factors: Callable[[Any], tuple[float, float]] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
     suffix_tokens: int | Callable[[Any], int] = 0
-    additive_only: str | None = None
+    limits: Environment | None = None
     example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
 
     def refusal(self, config: Any) -> str | None:
