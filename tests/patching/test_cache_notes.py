@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.patching.call import cache_notes
+from hf_posenc.patching.call.caches import _table
 from tests.models import tiny
 from tests.versions import before
 
@@ -132,13 +132,13 @@ def test_a_stock_cache_is_copied_as_before() -> None:
 
 def test_notes_end_with_their_cache() -> None:
     gc.collect()
-    before = len(cache_notes._table)
+    before = len(_table)
     caches = [filled(made(), kind, position_ids=GAPPED) for kind in ("dynamic", "equal")]
     caches += [copy.deepcopy(cache) for cache in caches]
-    assert len(cache_notes._table) == before + 4
+    assert len(_table) == before + 4
     del caches
     gc.collect()
-    assert len(cache_notes._table) == before
+    assert len(_table) == before
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5"])

@@ -85,9 +85,7 @@ def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(asked: dict[str, A
         asked = {name: patched("llama_gqa", None)}
     ran = []
     hook = model.model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(
-        UnsupportedError, match=f"{name} needs a growing cache, which cannot run"
-    ):
+    with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
         continued(model, ids, max_new_tokens=4, **asked)
     hook.remove()
     assert not ran

@@ -19,7 +19,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cache_notes import note_of, set_note
+from hf_posenc.patching.call.caches import note_of, set_note
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.view import WithOverrides
