@@ -45,10 +45,10 @@ class LayerEncoding:
     head_dim: int
     shard: HeadShard | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in ("query_key_map", "logit_bias", "logit_scale") and "num_features" in self.__dict__:
-            self.__post_init__()
+    def exchange(self, **parts: Part | None) -> None:
+        """Sets other parts, by the names of their fields."""
+        self.__dict__.update(parts)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         # Computed once, because every layer reads these in every call.

@@ -79,7 +79,7 @@ class Transaction:
     @property
     def anatomy(self) -> Anatomy:
         """What the model has, found once for each encoding in force, which may hide native mechanisms."""
-        key = id(self.encoding)
+        key = id(self.model.base_model._modules.get(ATTRIBUTE))
         if key not in self._anatomies:
             self._anatomies[key] = Anatomy(self.model)
         return self._anatomies[key]

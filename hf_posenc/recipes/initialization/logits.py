@@ -84,12 +84,12 @@ def _recording(layers: list[LayerEncoding], biases: bool) -> Iterator[list[tuple
     try:
         for layer, (recording, recorder) in zip(layers, recorders, strict=True):
             bias = layer.logit_bias if biases else None
-            layer.query_key_map = recording
-            layer.logit_bias = recorder if bias is None else SummedPairwiseBias([bias, recorder])
+            recorded = recorder if bias is None else SummedPairwiseBias([bias, recorder])
+            layer.exchange(query_key_map=recording, logit_bias=recorded)
         yield recorders
     finally:
         for layer, parts in zip(layers, before, strict=True):
-            layer.query_key_map, layer.logit_bias = parts
+            layer.exchange(query_key_map=parts[0], logit_bias=parts[1])
 
 
 def recorded_heads(
