@@ -6,18 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..table.row import LogitCase, dot
-from .seeds import alibi_slope
-
-Logits = list[list[list[float]]]
-
-
-def add_to_dot_products(case: LogitCase, bias: Callable[[int, int, int], float]) -> Logits:
-    """The scaled dot products plus `bias(head, query, key)`."""
-    return [
-        [[logit + bias(head, query, key) for key, logit in enumerate(row)] for query, row in enumerate(rows)]
-        for head, rows in enumerate(case.dot_products())
-    ]
+from ..table.row import LogitCase, Logits, dot
+from .seeds import alibi_slope, rope_spectrum, rotate
 
 
 def logistic(value: float) -> float:
@@ -34,10 +24,10 @@ def forget_gate(config: Any, parts: Any, case: LogitCase) -> Logits:
 
     def bias(head: int, query: int, key: int) -> float:
         if config.gate == "bias_only":
-            return (case.positions[query] - case.positions[key]) * math.log(logistic(offsets[head]))
+            return (case.distance(query, key)) * math.log(logistic(offsets[head]))
         return math.log(math.prod(gate(head, token) for token in range(key + 1, query + 1)))
 
-    return add_to_dot_products(case, bias)
+    return case.biased(bias)
 
 
 def sinusoid(position: float, width: int, base: float = 10000.0) -> list[float]:
@@ -73,9 +63,7 @@ def shaw(config: Any, parts: Any, case: LogitCase) -> Logits:
         row: list[float] = table[max(-behind, min(ahead, distance)) + behind].tolist()
         return row
 
-    return add_to_dot_products(
-        case, lambda head, query, key: case.scaling * dot(case.query[head][query], relation(head, query, key))
-    )
+    return case.biased(lambda head, query, key: case.scaling * dot(case.query[head][query], relation(head, query, key)))
 
 
 def disentangled_row(config: Any, distance: int) -> int:
@@ -102,7 +90,7 @@ def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
     assert sum(table is not None for _, table in terms) == sum(used for used, _ in terms)
 
     def vector(table: Any, head: int, query: int, key: int) -> list[float]:
-        row = disentangled_row(config, case.positions[query] - case.positions[key])
+        row = disentangled_row(config, case.distance(query, key))
         if len(table[head]) == span:
             row = max(row - span, 0)
         found: list[float] = table[head][row]
@@ -117,17 +105,17 @@ def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
         return case.scaling * total
 
     divisor = math.sqrt(1 + sum(used for used, _ in terms))
-    return [[[one / divisor for one in row] for row in rows] for rows in add_to_dot_products(case, value)]
+    return [[[one / divisor for one in row] for row in rows] for rows in case.biased(value)]
 
 
 def wavelet(config: Any, parts: Any, case: LogitCase) -> Logits:
     width = len(case.query[0][0])
 
     def bias(head: int, query: int, key: int) -> float:
-        values = ricker_family(case.positions[query] - case.positions[key], width, config.num_scales)
+        values = ricker_family(case.distance(query, key), width, config.num_scales)
         return case.scaling * dot(case.query[head][query], values)
 
-    return add_to_dot_products(case, bias)
+    return case.biased(bias)
 
 
 def transformer_xl(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -138,7 +126,7 @@ def transformer_xl(config: Any, parts: Any, case: LogitCase) -> Logits:
     projection = parts.logit_bias.position_projection.tolist()
 
     def bias(head: int, query: int, key: int) -> float:
-        distance = case.positions[query] - case.positions[key]
+        distance = case.distance(query, key)
         if config.clamp_length is not None:
             distance = max(-config.clamp_length, min(config.clamp_length, distance))
         wave = sinusoid(distance, len(case.hidden[0]), config.base)
@@ -147,23 +135,22 @@ def transformer_xl(config: Any, parts: Any, case: LogitCase) -> Logits:
         position = dot(case.query[head][query], projected) + dot(for_distances[head], projected)
         return case.scaling * (content + position)
 
-    return add_to_dot_products(case, bias)
+    return case.biased(bias)
 
 
 def cope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2405.18719, eq. 3 to 7, with the scaled logits of the listing."""
     table = parts.logit_bias.weight.tolist()
-    logits = case.dot_products()
 
     def bias(head: int, query: int, key: int) -> float:
-        position = sum(logistic(logits[head][query][token]) for token in range(key, query + 1))
+        position = sum(logistic(case.product(head, query, token)) for token in range(key, query + 1))
         position = min(position, len(table) - 1)
         low, high = math.floor(position), math.ceil(position)
         share = position - low
         below, above = dot(case.query[head][query], table[low]), dot(case.query[head][query], table[high])
         return share * above + (1 - share) * below
 
-    return add_to_dot_products(case, bias)
+    return case.biased(bias)
 
 
 def softplus(value: float) -> float:
@@ -186,10 +173,10 @@ def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
 
     def bias(head: int, query: int, key: int) -> float:
         gates = gate(of_keys, head, case.key[head][key]) + gate(of_queries, head, case.query[head][query])
-        distance = abs(case.positions[query] - case.positions[key])
+        distance = abs(case.distance(query, key))
         return -distance * alibi_slope(len(case.query), head) * softplus(rates[head]) * gates
 
-    return add_to_dot_products(case, bias)
+    return case.biased(bias)
 
 
 def grape_ap(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -213,7 +200,7 @@ def grape_ap(config: Any, parts: Any, case: LogitCase) -> Logits:
         )
         return alibi_slope(len(case.query), head) * sum(penalties)
 
-    return add_to_dot_products(case, bias)
+    return case.biased(bias)
 
 
 def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -222,41 +209,23 @@ def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
     projection = parts.logit_bias.projection.tolist()
 
     def bias(head: int, query: int, key: int) -> float:
-        distance = case.positions[query] - case.positions[key]
+        distance = case.distance(query, key)
         if not 0 <= distance < config.window:
             return 0.0
         mixture = [dot(row, case.hidden[query]) for row in projection[head * config.rank : (head + 1) * config.rank]]
         return dot(mixture, [profile[distance] for profile in profiles])
 
-    return add_to_dot_products(case, bias)
+    return case.biased(bias)
 
 
 def rotated_products(case: LogitCase, parts: Any, half: int, angle: Callable[[int, int, int], float]) -> Logits:
     """The scaled products after pair `m` of both, of `half` pairs, is turned by `angle(key_head, token, m)`."""
     groups = parts.logit_bias.groups
-
-    def turned(vector: list[float], head: int, token: int) -> list[float]:
-        result = list(vector)
-        for pair in range(half):
-            cosine, sine = math.cos(angle(head, token, pair)), math.sin(angle(head, token, pair))
-            first, second = vector[pair], vector[pair + half]
-            result[pair], result[pair + half] = first * cosine - second * sine, second * cosine + first * sine
-        return result
-
-    def all_turned(vectors: list[list[list[float]]]) -> list[list[list[float]]]:
-        return [
-            [turned(vector, head // groups, token) for token, vector in enumerate(tokens)]
-            for head, tokens in enumerate(vectors)
-        ]
-
-    return [
-        [[case.scaling * dot(query, key) for key in keys] for query in queries]
-        for queries, keys in zip(all_turned(case.query), all_turned(case.key), strict=True)
-    ]
-
-
-def powers(theta: float, rotary_dim: int) -> list[float]:
-    return [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
+    return case.mapped(
+        lambda vector, head, token: rotate(
+            vector, [angle(head // groups, token, pair) for pair in range(half)], "half", 1, 1.0
+        )
+    )
 
 
 def repo(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -272,7 +241,7 @@ def repo(config: Any, parts: Any, case: LogitCase) -> Logits:
             gated.append(value * logistic(value) * dot(content_row, case.hidden[token]))
         return dot(heads[head], gated)
 
-    frequencies = powers(config.theta, config.rotary_dim or len(case.query[0][0]))
+    frequencies = rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0]))
     places = [[place(head, token) for token in range(len(case.hidden))] for head in range(len(heads))]
     return rotated_products(
         case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
@@ -286,7 +255,7 @@ def grape_m(config: Any, parts: Any, case: LogitCase) -> Logits:
     frequencies = [
         frequency * math.exp(change)
         for frequency, change in zip(
-            powers(config.theta, config.rotary_dim or len(case.query[0][0])),
+            rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0])),
             bias.rotation.log_offsets.tolist(),
             strict=True,
         )
@@ -311,7 +280,7 @@ def selective_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
     bias = parts.logit_bias
     down, up, kernel = bias.down.tolist(), bias.up.tolist(), bias.kernel.tolist()
     rotary_dim = config.rotary_dim or len(case.query[0][0])
-    frequencies = powers(config.theta, rotary_dim)
+    frequencies = rope_spectrum(config.theta, rotary_dim)
     share = len(case.hidden[0]) // len(up)
 
     def scaled(token: int) -> list[float]:

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from ..table.row import KEY_VALUE_HEADS
+from ..table.row import KEY_VALUE_HEADS, LogitCase, Logits
 from . import seeds
 
 
@@ -89,33 +89,22 @@ def turn(vector: list[float], angles: list[float], layout: str) -> list[float]:
     return seeds.rotate(vector, angles, layout, 1, 1.0)
 
 
-def rope_nd(config: Any, parts: Any, case: Any) -> list[list[list[float]]]:
+def rope_nd(config: Any, parts: Any, case: LogitCase) -> Logits:
     part = parts.query_key_map
     width = config.rotary_dim or len(case.query[0][0])
     axes = len(config.grid) + 1
     groups = len(case.query) // KEY_VALUE_HEADS
-    logits = []
-    for head, (queries, keys) in enumerate(zip(case.query, case.key, strict=True)):
+
+    def turned(vector: list[float], head: int, token: int) -> list[float]:
+        at = read(config, case.positions[token], max(case.positions) + 1)
         frequencies = spectrum(config, part, head // groups, width, axes)
-        turned = []
-        for heads in (queries, keys):
-            rows = []
-            for vector, position in zip(heads, case.positions, strict=True):
-                at = read(config, position, max(case.positions) + 1)
-                angles = [sum(at[axis] * frequencies[axis][pair] for axis in range(axes)) for pair in range(width // 2)]
-                rows.append(turn(vector, angles, config.layout))
-            turned.append(rows)
-        logits.append(
-            [
-                [case.scaling * sum(a * b for a, b in zip(query, key, strict=True)) for key in turned[1]]
-                for query in turned[0]
-            ]
-        )
-    return logits
+        angles = [sum(at[axis] * frequencies[axis][pair] for axis in range(axes)) for pair in range(width // 2)]
+        return turn(vector, angles, config.layout)
+
+    return case.mapped(turned)
 
 
 def mrope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     """Text: time, height and width agree, and nothing but RoPE is left (arXiv:2409.12191, section 2.1)."""
     width = config.rotary_dim or head_dim
-    frequencies = [math.exp(-2 * pair / width * math.log(config.theta)) for pair in range(width // 2)]
-    return seeds.rotate(vector, frequencies, config.layout, position, 1.0)
+    return seeds.rotate(vector, seeds.rope_spectrum(config.theta, width), config.layout, position, 1.0)

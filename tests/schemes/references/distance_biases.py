@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..table.row import LogitCase, Logits
 from . import coordinates
 
 
@@ -34,33 +35,28 @@ def fire_bias(part: Any, config: Any, head: int, distance: int, farthest: int) -
     return total
 
 
-def fire(config: Any, parts: Any, case: Any) -> list[list[list[float]]]:
-    logits = case.dot_products()
-    length = max(case.positions) + 1
-    for head, rows in enumerate(logits):
-        for row, query in zip(rows, case.positions, strict=True):
-            for column, key in enumerate(case.positions):
-                farthest = query if case.causal else length - 1
-                row[column] += fire_bias(parts.logit_bias, config, head, key - query, farthest)
-    return logits
+def fire(config: Any, parts: Any, case: LogitCase) -> Logits:
+    def bias(head: int, query: int, key: int) -> float:
+        farthest = case.positions[query] if case.causal else max(case.positions)
+        return fire_bias(parts.logit_bias, config, head, case.distance(key, query), farthest)
+
+    return case.biased(bias)
 
 
-def swin(config: Any, parts: Any, case: Any) -> list[list[list[float]]]:
+def swin(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2103.14030, equation 4, for tokens that fill the grid row by row; past the table, its edge."""
-    logits = case.dot_products()
-    entries = 3 if config.class_entries else 0
     weight = parts.logit_bias.weight.tolist()
-    for head, rows in enumerate(logits):
-        for row, query in zip(rows, case.positions, strict=True):
-            for column, key in enumerate(case.positions):
-                without = [one < config.num_prefix_tokens for one in (query, key)]
-                if any(without):
-                    entry = 2 if all(without) else without.index(True)
-                    row[column] += weight[len(weight) - 3 + entry][head] if entries else 0.0
-                    continue
-                index = 0
-                places = [coordinates.place(one, config.grid[1:], config.num_prefix_tokens) for one in (query, key)]
-                for here, there, size in zip(*places, config.grid, strict=True):
-                    index = index * (2 * size - 1) + min(max(here - there + size - 1, 0), 2 * size - 2)
-                row[column] += weight[index][head]
-    return logits
+
+    def bias(head: int, *pair: int) -> float:
+        positions = [case.positions[token] for token in pair]
+        without = [position < config.num_prefix_tokens for position in positions]
+        if any(without):
+            entry = 2 if all(without) else without.index(True)
+            return weight[len(weight) - 3 + entry][head] if config.class_entries else 0.0
+        index = 0
+        places = [coordinates.place(position, config.grid[1:], config.num_prefix_tokens) for position in positions]
+        for here, there, size in zip(*places, config.grid, strict=True):
+            index = index * (2 * size - 1) + min(max(here - there + size - 1, 0), 2 * size - 2)
+        return weight[index][head]
+
+    return case.biased(bias)

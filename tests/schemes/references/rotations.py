@@ -7,7 +7,8 @@ import math
 import random
 from typing import Any
 
-from .seeds import rotate, scaled_spectrum
+from ..table.row import LogitCase, Logits, dot
+from .seeds import rope_spectrum, rotate, scaled_spectrum
 
 #: What the model of the tests was built for.
 MAX_POSITIONS = 64
@@ -15,26 +16,8 @@ MAX_POSITIONS = 64
 Matrix = list[list[float]]
 
 
-def rope_spectrum(theta: float, width: int) -> list[float]:
-    return [theta ** (-2 * pair / width) for pair in range(width // 2)]
-
-
 def layout_of(config: Any) -> str:
     return "half" if config.layout == "auto" else config.layout
-
-
-def dot(first: list[float], second: list[float]) -> float:
-    return sum(a * b for a, b in zip(first, second, strict=True))
-
-
-def logits_of(case: Any, map_query: Any, map_key: Any) -> list[Matrix]:
-    """`map_query(vector, head, position)` and `map_key` of the same form; heads are query heads."""
-    result = []
-    for head, (queries, keys) in enumerate(zip(case.query, case.key, strict=True)):
-        mapped_queries = [map_query(x, head, p) for x, p in zip(queries, case.positions, strict=True)]
-        mapped_keys = [map_key(x, head, p) for x, p in zip(keys, case.positions, strict=True)]
-        result.append([[case.scaling * dot(q, k) for k in mapped_keys] for q in mapped_queries])
-    return result
 
 
 def floored(config: Any, width: int) -> list[float]:
@@ -58,7 +41,7 @@ def resonance(config: Any, head_dim: int, vector: list[float], position: int, le
     return rotate(vector, turned, layout_of(config), 1, factor)
 
 
-def xpos(config: Any, parts: Any, case: Any) -> list[Matrix]:
+def xpos(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2212.10554, eq. 13 and algorithm 1, as logits: one complex number per pair and distance."""
     width = config.rotary_dim or len(case.query[0][0])
     frequencies = rope_spectrum(config.theta, width)
@@ -76,19 +59,14 @@ def xpos(config: Any, parts: Any, case: Any) -> list[Matrix]:
             total += (pair(query, index) * turn * pair(key, index).conjugate()).real
         return total
 
-    return [
-        [
-            [
-                case.scaling * logit(query, key, case.positions[i] - case.positions[j]) if j <= i else 0.0
-                for j, key in enumerate(keys)
-            ]
-            for i, query in enumerate(queries)
-        ]
-        for queries, keys in zip(case.query, case.key, strict=True)
-    ]
+    return case.logits(
+        lambda head, i, j: (
+            case.scaling * logit(case.query[head][i], case.key[head][j], case.distance(i, j)) if j <= i else 0.0
+        )
+    )
 
 
-def pope(config: Any, parts: Any, case: Any) -> list[Matrix]:
+def pope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2509.10534, eq. 5 to 8: a cosine of the distance per dimension."""
     deltas = parts.query_key_map.delta.tolist()
     group = len(case.query) // len(deltas)
@@ -105,30 +83,25 @@ def pope(config: Any, parts: Any, case: Any) -> list[Matrix]:
             for c in range(width)
         )
 
-    return [
-        [
-            [
-                case.scaling * logit(query, key, deltas[head // group], case.positions[j] - case.positions[i])
-                for j, key in enumerate(keys)
-            ]
-            for i, query in enumerate(queries)
-        ]
-        for head, (queries, keys) in enumerate(zip(case.query, case.key, strict=True))
-    ]
+    return case.logits(
+        lambda head, i, j: (
+            case.scaling * logit(case.query[head][i], case.key[head][j], deltas[head // group], case.distance(j, i))
+        )
+    )
 
 
-def learned_rope(config: Any, parts: Any, case: Any) -> list[Matrix]:
+def learned_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2607.10134: RoPE with a factor on every frequency."""
     spectrum = rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0]))
     offsets = parts.query_key_map.log_offsets.tolist()
     per_head = offsets if config.sharing == "head" else [offsets]
 
-    def turned(vector: list[float], head: int, position: int) -> list[float]:
+    def turned(vector: list[float], head: int, token: int) -> list[float]:
         own = per_head[head * len(per_head) // len(case.query)]
         frequencies = [w * math.exp(offset) for w, offset in zip(spectrum, own, strict=True)]
-        return rotate(vector, frequencies, layout_of(config), position, 1.0)
+        return rotate(vector, frequencies, layout_of(config), case.positions[token], 1.0)
 
-    return logits_of(case, turned, turned)
+    return case.mapped(turned)
 
 
 def fope_coefficients(heads: int, kept: int, mixed: int, gain: float, seed: int) -> list[list[Matrix]]:
@@ -143,7 +116,7 @@ def fope_coefficients(heads: int, kept: int, mixed: int, gain: float, seed: int)
     return [[[[normal() for _ in range(mixed)] for _ in range(kept)] for _ in range(heads)] for _ in range(2)]
 
 
-def fope(config: Any, parts: Any, case: Any) -> list[Matrix]:
+def fope(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2412.17739: identity plus normal numbers, every column with the sum 1 in the listing of appendix B."""
     width = config.rotary_dim or len(case.query[0][0])
     spectrum = floored(config, width)
@@ -161,25 +134,25 @@ def fope(config: Any, parts: Any, case: Any) -> list[Matrix]:
         waves = [function(frequency * position) for frequency in spectrum[:kept]]
         return dot(waves, column) / (1.0 if released else sum(column))
 
-    def turned(vector: list[float], head: int, position: int) -> list[float]:
+    def turned(vector: list[float], head: int, token: int) -> list[float]:
         own = head * key_heads // len(case.query)
         result = list(vector)
         for pair in range(width // 2):
             first, second = (2 * pair, 2 * pair + 1)
             if layout_of(config) == "half":
                 first, second = pair, pair + width // 2
-            cosine = series(math.cos, mixes[0][own], pair, position)
-            sine = series(math.sin, mixes[1][own], pair, position)
+            cosine = series(math.cos, mixes[0][own], pair, case.positions[token])
+            sine = series(math.sin, mixes[1][own], pair, case.positions[token])
             result[first] = vector[first] * cosine - vector[second] * sine
             result[second] = vector[first] * sine + vector[second] * cosine
         return result
 
-    return logits_of(case, turned, turned)
+    return case.mapped(turned)
 
 
 def multiply(first: Matrix, second: Matrix) -> Matrix:
-    columns = list(zip(*second, strict=True))
-    return [[sum(a * b for a, b in zip(row, column, strict=True)) for column in columns] for row in first]
+    columns = [list(column) for column in zip(*second, strict=True)]
+    return [[dot(row, column) for column in columns] for row in first]
 
 
 def apply(matrix: Matrix, vector: list[float]) -> list[float]:
@@ -239,7 +212,7 @@ def circulant(first_column: list[float]) -> Matrix:
     return [[first_column[(i - j) % size] for j in range(size)] for i in range(size)]
 
 
-def string(config: Any, parts: Any, case: Any) -> list[Matrix]:
+def string(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2502.02562, section 3: the rotations themselves, as matrices."""
     part = parts.query_key_map
     width = config.rotary_dim or len(case.query[0][0])
@@ -254,24 +227,24 @@ def string(config: Any, parts: Any, case: Any) -> list[Matrix]:
             columns.append([0.0, *entries, 0.0, *(-entry for entry in reversed(entries))])
         cache: dict[tuple[int, int], Matrix] = {}
 
-        def turned(vector: list[float], head: int, position: int) -> list[float]:
-            own = head * len(columns) // len(case.query)
+        def turned(vector: list[float], head: int, token: int) -> list[float]:
+            own, position = head * len(columns) // len(case.query), case.positions[token]
             if (own, position) not in cache:
                 generator = circulant(columns[own])
                 cache[own, position] = exponential([[position * value for value in row] for row in generator])
             return apply(cache[own, position], vector[:width]) + vector[width:]
 
-        return logits_of(case, turned, turned)
+        return case.mapped(turned)
     bases = [cayley(entries, width) for entries in part.skew.tolist()]
     offsets = [[0.0] * (width // 2)]
     if config.learned_frequencies:
         offsets = part.rotation.log_offsets.tolist() if config.per_head else [part.rotation.log_offsets.tolist()]
 
-    def changed(vector: list[float], head: int, position: int) -> list[float]:
+    def changed(vector: list[float], head: int, token: int) -> list[float]:
         basis = bases[head * len(bases) // len(case.query)]
         factors = offsets[head * len(offsets) // len(case.query)]
         frequencies = [w * math.exp(factor) for w, factor in zip(spectrum, factors, strict=True)]
         in_basis = apply(basis, vector[:width]) + vector[width:]
-        return rotate(in_basis, frequencies, layout_of(config), position, 1.0)
+        return rotate(in_basis, frequencies, layout_of(config), case.positions[token], 1.0)
 
-    return logits_of(case, changed, changed)
+    return case.mapped(changed)

@@ -6,22 +6,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-Logits = list[list[list[float]]]
+from ..table.row import LogitCase, Logits
 
 
-def scaled(case: Any, factor: Callable[[int, int], float]) -> Logits:
+def scaled(case: LogitCase, factor: Callable[[int, int], float]) -> Logits:
     """All logits of a query times the factor of its head and of the number of keys it sees."""
     length = max(case.positions) + 1
-    return [
-        [
-            [factor(head, position + 1 if case.causal else length) * logit for logit in row]
-            for row, position in zip(rows, case.positions, strict=True)
-        ]
-        for head, rows in enumerate(case.dot_products())
-    ]
+    return case.logits(
+        lambda head, i, j: factor(head, case.positions[i] + 1 if case.causal else length) * case.product(head, i, j)
+    )
 
 
-def ssmax(config: Any, parts: Any, case: Any) -> Logits:
+def ssmax(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2501.19399; the initial scale makes the factor 1 on average over the training length."""
     scale = config.initial_scale
     if scale is None:
@@ -30,7 +26,7 @@ def ssmax(config: Any, parts: Any, case: Any) -> Logits:
     return scaled(case, lambda head, n: scale * math.log(n) + offsets[head])
 
 
-def log_n(config: Any, parts: Any, case: Any) -> Logits:
+def log_n(config: Any, parts: Any, case: LogitCase) -> Logits:
     """kexue.fm/archives/8823: the logarithm to the base of the training length, 64 in the tests' models."""
 
     def factor(head: int, n: int) -> float:
@@ -40,7 +36,7 @@ def log_n(config: Any, parts: Any, case: Any) -> Logits:
     return scaled(case, factor)
 
 
-def llama4(config: Any, parts: Any, case: Any) -> Logits:
+def llama4(config: Any, parts: Any, case: LogitCase) -> Logits:
     """The temperature of Llama 4 (offset 1) and Ministral 3 (offset 0); n keys end at position n - 1."""
 
     def factor(head: int, n: int) -> float:

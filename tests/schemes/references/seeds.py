@@ -116,7 +116,7 @@ def alibi(config: Any, part: Any, heads: int, causal: bool, head: int, distance:
     return -slope * abs(distance)
 
 
-def rotate(vector: list[float], frequencies: list[float], layout: str, position: int, factor: float) -> list[float]:
+def rotate(vector: list[float], frequencies: list[float], layout: str, position: float, factor: float) -> list[float]:
     """arXiv:2104.09864, eq. 15: the block-diagonal matrix of rotations, pair by pair."""
     rotated = list(vector)
     for pair, frequency in enumerate(frequencies):
@@ -128,6 +128,10 @@ def rotate(vector: list[float], frequencies: list[float], layout: str, position:
     return rotated
 
 
+def rope_spectrum(theta: float, width: int) -> list[float]:
+    return [theta ** (-2 * pair / width) for pair in range(width // 2)]
+
+
 def rope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
     width = config.rotary_dim or head_dim
     if config.partial_rotary_factor is not None:
@@ -137,7 +141,7 @@ def rope(config: Any, head_dim: int, vector: list[float], position: int, length:
     elif config.scaling is not None:
         frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
     else:
-        frequencies, factor = [config.theta ** (-2 * pair / width) for pair in range(width // 2)], 1.0
+        frequencies, factor = rope_spectrum(config.theta, width), 1.0
     factor = config.attention_scaling or factor
     return rotate(vector, frequencies, config.layout, position, factor)
 
@@ -146,22 +150,24 @@ def p_rope(config: Any, head_dim: int, vector: list[float], position: int, lengt
     """arXiv:2410.06205, section 6."""
     width = config.rotary_dim or head_dim
     kept = math.floor(config.fraction * width / 2)
-    frequencies = [config.theta ** (-2 * pair / width) if pair < kept else 0.0 for pair in range(width // 2)]
+    frequencies = [
+        frequency if pair < kept else 0.0 for pair, frequency in enumerate(rope_spectrum(config.theta, width))
+    ]
     return rotate(vector, frequencies, config.layout, position, 1.0)
 
 
 def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tuple[list[float], float]:
-    plain = [theta ** (-2 * pair / width) for pair in range(width // 2)]
+    plain = rope_spectrum(theta, width)
     match scaling.type:
         case "linear":
             return [frequency / scaling.factor for frequency in plain], 1.0
         case "ntk":
             base = theta * scaling.factor ** (width / (width - 2))
-            return [base ** (-2 * pair / width) for pair in range(width // 2)], 1.0
+            return rope_spectrum(base, width), 1.0
         case "dynamic":
             ratio = max(length / scaling.original_max_positions, 1.0)
             base = theta * (scaling.factor * ratio - (scaling.factor - 1)) ** (width / (width - 2))
-            return [base ** (-2 * pair / width) for pair in range(width // 2)], 1.0
+            return rope_spectrum(base, width), 1.0
         case "llama3":
             return [
                 by_parts(
