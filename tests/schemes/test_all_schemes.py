@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes import (
@@ -195,7 +196,7 @@ def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
 
 
 @EVERY_VARIANT
-def test_some_queries_over_a_cache_have_the_bias_of_all_queries_in_float32(name, config):
+def test_queries_over_a_cache_that_may_have_free_slots_have_the_bias_of_all_in_float32(name, config):
     part: Any = parts_for(config).logit_bias
     if not isinstance(part, PairwiseBias):
         return
@@ -205,6 +206,13 @@ def test_some_queries_over_a_cache_have_the_bias_of_all_queries_in_float32(name,
         of_slots = {"query": every.query[:, :, slots], "hidden_states": every.hidden_states[:, slots]}
         some = dataclasses.replace(every, query_slots=torch.tensor(slots), **of_slots)
         torch.testing.assert_close(part(some), part(every)[:, :, slots], rtol=1e-5, atol=1e-5)
+    free = dataclasses.replace(
+        every,
+        key=torch.nn.functional.pad(every.key, (0, 0, 0, 5)),
+        keys=positions_of(19),
+        key_features=None if every.key_features is None else torch.nn.functional.pad(every.key_features, (0, 0, 0, 5)),
+    )
+    torch.testing.assert_close(part(free)[..., :14], part(every), rtol=1e-5, atol=1e-5)
     half = pairs_of(part.bfloat16(), positions, *(one.bfloat16() for one in heads_of(positions)))
     assert part(half).dtype == torch.float32
     assert half.key_features is None or half.key_features.dtype == torch.float32
@@ -247,6 +255,22 @@ def test_learned_numbers_start_where_their_option_says(scheme, options, name, me
     assert weight.mean().item() == pytest.approx(mean, abs=1e-6 + 0.16 * deviation)
     if deviation:
         assert weight.std().item() == pytest.approx(deviation, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "names"),
+    [
+        ("learned_rope", {}, {"log_offsets"}),
+        ("forget_gate", {}, {"bias"}),
+        ("forget_gate", {"gate": "bias_only"}, {"bias"}),
+        ("alibi", {"learnable": True}, {"log_slopes"}),
+        ("rope_nd", {"assignment": "mixed"}, {"frequencies"}),
+    ],
+)
+def test_what_weight_decay_would_pull_to_another_scheme_is_not_decayed(scheme, options, names):
+    (part,) = parts_of(get_scheme(scheme)(**options))
+    assert part.no_weight_decay == names
+    assert names <= {name for name, _ in part.named_parameters()}
 
 
 @EVERY_VARIANT
@@ -380,6 +404,66 @@ def test_logits_equal_their_reference(row: Row, config: SchemeConfig, trained: b
     torch.testing.assert_close(logits.where(visible, 0.0), expected.where(visible, 0.0), rtol=1e-4, atol=1e-4)
     plain = query @ key.repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1).transpose(-1, -2) * HEAD_DIM**-0.5
     assert (logits - plain[0]).where(visible, 0.0).abs().max() > 1e-3
+
+
+@kind("logits", "map")
+def test_a_shift_changes_no_logit_of_a_relative_scheme(row: Row, config: SchemeConfig, trained: bool):
+    mark = (row.causal_marks or row.marks)[2]
+    if mark == "." or (row.reach and row.reach[0] is not None and row.reach[0] < 400):
+        return
+    parts = parts_for(config, trained)
+    ids, length = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21, 34, 55]]), torch.tensor([[400]])
+    query, key, hidden = heads_of(Positions(ids, length))
+    near, far = (
+        positional_logits(parts, query, key, Positions(ids + shift, length), hidden).tril() for shift in (0, 307)
+    )
+    # Angles in float32: at position 350 their rounding moves a logit of size 10 by less than 1e-3.
+    assert torch.allclose(near, far, rtol=1e-4, atol=2e-3) == (mark == "+")
+    if parts.query_key_map is None and mark == "+":
+        assert torch.equal(near, far)
+
+
+@EVERY_VARIANT
+def test_maps_that_keep_norms_scale_all_heads_alike(name, config):
+    part: Any = parts_for(config, trained=True).query_key_map
+    mark = TABLE[name].marks[7:8]
+    if part is None or mark not in ("+", "-"):
+        return
+    positions = positions_of(40)
+    phases = part.phases(positions)
+    query, key, _ = heads_of(positions)
+    width = part.rotary_dim
+    ratios = [
+        mapped[..., :width].norm(dim=-1) / x[..., :width].norm(dim=-1)
+        for mapped, x in ((part.map_query(query, phases), query), (part.map_key(key, phases), key))
+    ]
+    assert all(torch.allclose(ratio, ratios[0][0, 0, 0], rtol=1e-5) for ratio in ratios) == (mark == "+")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many elements the largest tensor had that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Views of expanded tensors take no memory.
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@EVERY_VARIANT
+def test_no_vector_per_pair_is_ever_held(name, config):
+    part: Any = parts_for(config).logit_bias
+    if not isinstance(part, PairwiseBias) or TABLE[name].reach:
+        return
+    length = 512
+    pairs = pairs_of(part, positions_of(length), *heads_of(positions_of(length)))
+    with LargestTensor() as largest:
+        part(pairs)
+    # One number per head and pair, or per head, query and row of a table, of which the longest has 1800.
+    assert HEADS * length * length <= largest.elements < HEADS * length * 2000
 
 
 @EVERY_VARIANT

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.schemes import AttentionPairs, BuildContext, DistanceBias, PairwiseBias, Positions, SchemeConfig
 from hf_posenc.schemes.bias.cope import CopeConfig
@@ -21,13 +20,8 @@ from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
 from hf_posenc.schemes.logits import pairwise_bias
 
-from .table.content_biases import ROWS
-
 HIDDEN, HEADS, HEAD_DIM, LENGTH = 32, 4, 8, 14
 CONTEXT = BuildContext(HIDDEN, HEADS, HEAD_DIM, num_key_value_heads=2)
-
-VARIANTS = [config for row in ROWS.values() for config in row.variants]
-EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS, ids=repr)
 
 
 def bias_of(config: SchemeConfig) -> Any:
@@ -57,58 +51,6 @@ def pairs_for(bias: Any, ids: Tensor, query: Tensor, key: Tensor, hidden: Tensor
 
 def counted(length: int = LENGTH) -> Tensor:
     return torch.arange(length).unsqueeze(0)
-
-
-@EVERY_VARIANT
-def test_cache_slots_not_yet_filled_change_nothing(config):
-    bias = bias_of(config)
-    query, key, hidden = tensors()
-    expected = pairwise_bias(bias, pairs_for(bias, counted(), query, key, hidden))
-    pairs = pairs_for(bias, counted(), query, key, hidden)
-    free = 5
-    pairs = dataclasses.replace(
-        pairs,
-        key=torch.nn.functional.pad(key, (0, 0, 0, free)),
-        keys=Positions(counted(LENGTH + free), torch.tensor([[LENGTH + free]])),
-        key_features=None
-        if pairs.key_features is None
-        else torch.nn.functional.pad(pairs.key_features, (0, 0, 0, free)),
-    )
-    torch.testing.assert_close(pairwise_bias(bias, pairs)[..., :LENGTH], expected, rtol=1e-5, atol=1e-5)
-
-
-@EVERY_VARIANT
-def test_only_distances_matter(config):
-    bias = bias_of(config)
-    query, key, hidden = tensors()
-    near = pairwise_bias(bias, pairs_for(bias, counted(), query, key, hidden))
-    far = pairwise_bias(bias, pairs_for(bias, counted() + 1_000_003, query, key, hidden))
-    # Only grape_ap turns its keys by their positions, and not its queries.
-    assert torch.equal(near, far) == (ROWS[config.name].marks[2] == "+")
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers how many elements the largest tensor had that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Views of expanded tensors take no memory.
-        if isinstance(result, Tensor):
-            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.element_size())
-        return result
-
-
-@EVERY_VARIANT
-def test_no_vector_per_pair_is_ever_held(config):
-    length = 512
-    bias = bias_of(config)
-    pairs = pairs_for(bias, counted(length), *tensors(length, batch=1))
-    with LargestTensor() as largest:
-        pairwise_bias(bias, pairs)
-    # One number per head and pair, or per head, query and row of a table, of which the longest has 1800.
-    assert HEADS * length * length <= largest.elements < HEADS * length * 2000
 
 
 HALVES = torch.arange(LENGTH).unsqueeze(0) * 0.5
@@ -175,11 +117,6 @@ def test_cope_starts_without_effect_and_learns_from_there():
     assert not values.any()
     values.sum().backward()
     assert bias.weight.grad.abs().sum() > 0
-
-
-def test_gates_are_trained_without_weight_decay_of_their_biases():
-    assert bias_of(ForgetGateConfig()).no_weight_decay == {"bias"}
-    assert bias_of(ForgetGateConfig("bias_only")).no_weight_decay == {"bias"}
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,13 @@ def test_learned_slopes_start_as_alibi_and_stay_positive():
     assert not torch.equal(learned.slopes, fixed.slopes)
 
 
+def test_bfloat16_moves_learned_slopes_little():
+    bias = bias_of(AlibiConfig(learnable=True), heads=64)
+    error = (bias.to(torch.bfloat16).slopes / bias_of(AlibiConfig(), heads=64).slopes - 1).abs().max()
+    # Spacing of bfloat16 at ln(2**-8) = -5.5 is 1/32, of which rounding is off by half.
+    assert 0.005 < error < math.expm1(1 / 64)
+
+
 @given(buckets=st.integers(2, 40).map(lambda n: 2 * n), factor=st.integers(2, 40), bidirectional=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_t5_buckets_equal_transformers(buckets, factor, bidirectional):
