@@ -280,17 +280,17 @@ def test_no_part_refuses_a_cache_that_does_not_grow(name, config):
 
 
 #: Schemes that are traced for any length by default, one for each kind of part.
-ANY_LENGTH = ("learned", "rope", "pope", "t5", "shaw", "forget_gate", "ssmax")
+ANY_LENGTH = ("learned", "rope", "pope", "t5", "shaw", "forget_gate", "llama4_scale")
 
 
 @pytest.mark.parametrize(
     ("name", "config", "lengths"),
     [
-        # Compiling takes seconds each time, above all the second time, when a length becomes any length.
+        # Compiling takes long, above all the second time, when a length becomes any length.
         pytest.param(name, config, lengths, id=f"{label}-{len(lengths)}", marks=[] if quick else [pytest.mark.slow])
         for name, config, label in VARIANTS
         for lengths in ((12,), (12, 30))
-        for quick in [label.endswith("-0") and (len(lengths) == 2) == (name in ANY_LENGTH)]
+        for quick in [TABLE[name].everywhere and label.endswith("-0") and (len(lengths) == 2) == (name in ANY_LENGTH)]
     ],
 )
 def test_parts_trace_without_a_graph_break(name, config, lengths):
