@@ -18,11 +18,14 @@ from hf_posenc.schemes import (
     BlendedConfig,
     BuildContext,
     ComposedConfig,
+    CopeConfig,
     DynamicScaling,
+    ForgetGateConfig,
     HierarchicalConfig,
     IntegerConfig,
     LearnedConfig,
     LearnedRopeConfig,
+    LowRankRelativeConfig,
     NoneConfig,
     PairwiseBias,
     Part,
@@ -38,15 +41,12 @@ from hf_posenc.schemes import (
     SchemeConfig,
     SchemeParts,
     SelfExtendConfig,
+    ShawConfig,
     SinusoidalConfig,
     T5Config,
     XposConfig,
     YarnScaling,
 )
-from hf_posenc.schemes.bias.cope import CopeConfig
-from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
-from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
-from hf_posenc.schemes.bias.shaw import ShawConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
@@ -213,21 +213,16 @@ def test_a_mapped_table_takes_over_native_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "ids"),
     [
-        (PositionShiftConfig(offset=2), SinusoidalConfig(offset=2)),
+        (PositionShiftConfig(SinusoidalConfig(), offset=2), [2, 3, 4]),
         # Maps nest from the outside in.
         (PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=2), maximum=5), [0, 2, 4, 6, 8, 10, 10]),
         (PositionScaleConfig(SinusoidalConfig(), factor=1.5), [0.0, 1.5, 3.0, 4.5]),
     ],
 )
-def test_added_vectors_are_those_of_mapped_positions(config: Any, expected: Any) -> None:
-    config = config if config.inner != RopeConfig() else dataclasses.replace(config, inner=SinusoidalConfig())
-    if isinstance(expected, SchemeConfig):
-        assert torch.equal(build(config).additive(TOKENS), build(expected).additive(TOKENS))
-    else:
-        own = build(config).additive(counted(len(expected)))
-        assert torch.equal(own, build(SinusoidalConfig()).additive(at(expected)))
+def test_added_vectors_are_those_of_mapped_positions(config: SchemeConfig, ids: list[float]) -> None:
+    assert torch.equal(build(config).additive(counted(len(ids))), build(SinusoidalConfig()).additive(at(ids)))
 
 
 @pytest.mark.parametrize("inner", [RopeConfig(), AlibiConfig(), T5Config()])
@@ -291,25 +286,15 @@ def segments(ids: Any, tokens: Any, **options: Any) -> tuple[list[int], list[int
     return segment, within
 
 
-@pytest.mark.parametrize(
-    ("tokens", "segment", "within"),
-    [
-        (
-            [5, 13, 7, 8, 869, 9, 9, 9, 9, 13, 13, 4],
-            [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 4],
-            [0, 1, 0, 1, 2, 0, 1, 2, 3, 3, 0, 0],
-        ),
-        (
-            [869, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-            [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-            [0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3],
-        ),
-    ],
-)
-def test_segments_equal_the_official_code(tokens: list[int], segment: list[int], within: list[int]) -> None:
+def test_segments_equal_the_official_code() -> None:
     """Fixture: `get_bilevel_ids` of github.com/zhenyuhe00/BiPE (my_modeling_llama_bipe_rope.py), run on these token
     ids with `train_scale=4`; 869 and 13 end a segment."""
-    assert segments(range(12), tokens, separators=(869, 13), max_segment_length=4) == (segment, within)
+    first, second = [5, 13, 7, 8, 869, 9, 9, 9, 9, 13, 13, 4], [869, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    options: dict[str, Any] = {"separators": (869, 13), "max_segment_length": 4}
+    of_first = [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 4], [0, 1, 0, 1, 2, 0, 1, 2, 3, 3, 0, 0]
+    of_second = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert segments(range(12), first, **options) == of_first
+    assert segments(range(12), second, **options) == of_second
 
 
 @pytest.mark.parametrize(
