@@ -32,7 +32,7 @@ from hf_posenc.schemes.rotary.mrope import default_sections
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap, axial_frequencies
 
 from .building import build, counted, image, logits_of, mapped, pairs_at, part_of, placed_at, random_heads, redraw
-from .references import seeds
+from .table import seeds
 from .table.row import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS
 
 SIZE = (3, 4)

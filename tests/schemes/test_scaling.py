@@ -30,8 +30,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.rotary.p_rope import p_rope_inverse_frequencies
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
-from .references import seeds
-from .table import positions_of
+from .table import positions_of, seeds
 
 widths = st.sampled_from([4, 8, 16, 64, 128])
 thetas = st.sampled_from([100.0, 10000.0, 500_000.0, 1e6])

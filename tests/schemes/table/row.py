@@ -25,7 +25,7 @@ class Row:
             "bias": `reference(config, part, heads, causal, head, distance)` -> a number.
             "logits": `reference(config, parts, case)` -> logits `[head][query][key]` of a `LogitCase`.
             "mixed": an arrangement of other schemes, no reference of its own.
-        reference: the scheme's function in `references`.
+        reference: the scheme's function beside its row.
         variants: configs that together reach every option; the first one, which also goes through the matrix of
             architectures, is small enough for heads of 8 dimensions and sequences of 14 tokens to show it.
         causal_only: whether the scheme refuses bidirectional models.
