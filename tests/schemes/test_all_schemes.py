@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import (
     AttentionPairs,
     DistanceBias,
@@ -29,28 +29,34 @@ from hf_posenc.schemes import (
 )
 from hf_posenc.schemes.logits import positional_logits
 
+from . import own_schemes
+from .own_schemes import own_schemes_are_registered  # noqa: F401
 from .table import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
     KEY_VALUE_HEADS,
     TABLE,
-    VARIANTS,
     LogitCase,
     Row,
     context_for,
     parts_for,
     positions_of,
+    variants_of,
 )
 
 torch.set_num_threads(1)
+
+#: Also functions of the distance that somebody has registered.
+ROWS = TABLE | own_schemes.ROWS
+VARIANTS = variants_of(ROWS)
 
 EVERY_VARIANT = pytest.mark.parametrize(
     ("name", "config"), [pytest.param(name, config, id=label) for name, config, label in VARIANTS]
 )
 
 EVERY_SCHEME = pytest.mark.parametrize(
-    ("name", "config"), [pytest.param(name, row.variants[0], id=name) for name, row in TABLE.items()]
+    ("name", "config"), [pytest.param(name, row.variants[0], id=name) for name, row in ROWS.items()]
 )
 
 
@@ -103,8 +109,8 @@ def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[
 
 
 def test_the_table_has_a_row_for_every_registered_scheme():
-    assert sorted(name for name, row in TABLE.items() if row.kind != "mixed") == list_schemes()
-    for name, row in TABLE.items():
+    assert sorted(name for name, row in ROWS.items() if row.kind != "mixed") == list_schemes()
+    for name, row in ROWS.items():
         assert {type(config) for config in row.variants} == {get_scheme(name)}
 
 
@@ -179,7 +185,7 @@ def test_building_under_a_meta_device_and_a_low_default_dtype_changes_no_constan
 
 
 @EVERY_VARIANT
-def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
+def test_a_sequence_is_encoded_the_same_in_any_batch_and_padding_is_finite(name, config):
     parts = parts_of(config)
     alone = outputs(parts, positions_of(30))
     batched = outputs(parts, positions_of(48, 30, 7))
@@ -193,6 +199,8 @@ def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
                 if size == 48:
                     row = row.narrow(axis, 18, 30)
             torch.testing.assert_close(row, value[0], rtol=1e-5, atol=1e-6)
+    for value in outputs(parts, positions_of(5, 12, padded_to=16)):
+        assert torch.isfinite(value).all()
 
 
 @EVERY_VARIANT
@@ -216,12 +224,6 @@ def test_queries_over_a_cache_that_may_have_free_slots_have_the_bias_of_all_in_f
     half = pairs_of(part.bfloat16(), positions, *(one.bfloat16() for one in heads_of(positions)))
     assert part(half).dtype == torch.float32
     assert half.key_features is None or half.key_features.dtype == torch.float32
-
-
-@EVERY_VARIANT
-def test_padding_is_finite(name, config):
-    for value in outputs(parts_of(config), positions_of(5, 12, padded_to=16)):
-        assert torch.isfinite(value).all()
 
 
 @EVERY_VARIANT
@@ -290,7 +292,7 @@ ANY_LENGTH = ("learned", "rope", "pope", "t5", "shaw", "forget_gate", "llama4_sc
         pytest.param(name, config, lengths, id=f"{label}-{len(lengths)}", marks=[] if quick else [pytest.mark.slow])
         for name, config, label in VARIANTS
         for lengths in ((12,), (12, 30))
-        for quick in [TABLE[name].everywhere and label.endswith("-0") and (len(lengths) == 2) == (name in ANY_LENGTH)]
+        for quick in [ROWS[name].everywhere and label.endswith("-0") and (len(lengths) == 2) == (name in ANY_LENGTH)]
     ],
 )
 def test_parts_trace_without_a_graph_break(name, config, lengths):
@@ -315,12 +317,12 @@ def learns(config: SchemeConfig) -> bool:
 def kind(*kinds: str) -> Any:
     """The variants of these kinds with new weights, and with trained ones where a reference reads them."""
     cases = [
-        pytest.param(TABLE[name], config, trained, id=f"{label}{'-trained' * trained}")
+        pytest.param(ROWS[name], config, trained, id=f"{label}{'-trained' * trained}")
         for name, config, label in VARIANTS
-        if TABLE[name].kind in kinds
+        if ROWS[name].kind in kinds
         for trained in (False, True)
         if not trained
-        or (not TABLE[name].of_start and any(True for part in parts_for(config) for _ in part.parameters()))
+        or (not ROWS[name].of_start and any(True for part in parts_for(config) for _ in part.parameters()))
     ]
     return pytest.mark.parametrize(("row", "config", "trained"), cases)
 
@@ -426,7 +428,7 @@ def test_a_shift_changes_no_logit_of_a_relative_scheme(row: Row, config: SchemeC
 @EVERY_VARIANT
 def test_maps_that_keep_norms_scale_all_heads_alike(name, config):
     part: Any = parts_for(config, trained=True).query_key_map
-    mark = TABLE[name].marks[7:8]
+    mark = ROWS[name].marks[7:8]
     if part is None or mark not in ("+", "-"):
         return
     positions = positions_of(40)
@@ -456,7 +458,7 @@ class LargestTensor(TorchDispatchMode):
 @EVERY_VARIANT
 def test_no_vector_per_pair_is_ever_held(name, config):
     part: Any = parts_for(config).logit_bias
-    if not isinstance(part, PairwiseBias) or TABLE[name].reach:
+    if not isinstance(part, PairwiseBias) or ROWS[name].reach:
         return
     length = 512
     pairs = pairs_of(part, positions_of(length), *heads_of(positions_of(length)))
@@ -464,13 +466,3 @@ def test_no_vector_per_pair_is_ever_held(name, config):
         part(pairs)
     # One number per head and pair, or per head, query and row of a table, of which the longest has 1800.
     assert HEADS * length * length <= largest.elements < HEADS * length * 2000
-
-
-@EVERY_VARIANT
-def test_a_causal_scheme_refuses_a_bidirectional_model(name, config):
-    context = dataclasses.replace(context_for(config), causal=False)
-    if TABLE[name].causal_only:
-        with pytest.raises(UnsupportedError, match="bidirectional"):
-            config.build(context)
-    else:
-        config.build(context)
