@@ -40,7 +40,7 @@ from hf_posenc.schemes.bias.fire import FireBias
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys, sinusoidal_vectors, turn_frequencies
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 
-from .building import at, build, counted, logits_of, pairs_at, part_of, random_heads, redraw
+from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
 
 HIDDEN, HEADS, HEAD_DIM, LENGTH = 24, 3, 8, 12
 PLACE: dict[str, Any] = {"num_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM}
@@ -182,11 +182,6 @@ def test_decay_times_are_those_after_which_1_over_e_is_left() -> None:
     bias = part_of(ForgetGateConfig("bias_only", decay_times=(2.0, 200.0)), **PLACE)
     remembered = bias(torch.tensor([-2, -20, -200])).exp().diagonal()
     torch.testing.assert_close(remembered, torch.full((3,), math.exp(-1)), rtol=1e-5, atol=0)
-
-
-def test_a_fixed_table_of_shaw_is_the_scheme_of_its_name() -> None:
-    by_name, as_table = (logits_of(config, counted(9)) for config in (WaveletConfig(), ShawConfig("wavelet")))
-    assert torch.equal(by_name, as_table)
 
 
 def test_wavelets_at_any_distance_equal_their_formula() -> None:

@@ -200,4 +200,4 @@ def test_complex_factors_stand_for_pairs_of_float32_only():
     for dtype in (torch.bfloat16, torch.float16):
         factors = rotation_factors(cosine, sine, "interleaved", dtype)
         assert isinstance(factors, RotationFactors)
-        assert factors.own.dtype == dtype
+        assert factors.direct.dtype == dtype

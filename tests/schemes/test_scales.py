@@ -121,15 +121,6 @@ def test_the_formula_of_ministral3_and_mistral4(modeling, ids, beta, length):
     torch.testing.assert_close(ours[0, 0], torch.tensor(exact), rtol=1e-6, atol=0)
 
 
-@given(length=st.integers(2, 5000), ids=st.lists(st.integers(0, 30_000), min_size=1, max_size=10))
-@settings(max_examples=60, deadline=None)
-def test_clamped_log_n_is_that_of_qwen(length, ids):
-    """modeling_qwen.py: a table over i = 1, 2, ... of log(i, seq_length) if i > seq_length else 1."""
-    table = [math.log(i, length) if i > length else 1.0 for i in (position + 1 for position in ids)]
-    ours = scale_of(LogNScaleConfig(length))(at(ids))
-    torch.testing.assert_close(ours[0, 0], torch.tensor(table), rtol=1e-6, atol=0)
-
-
 def test_ssmax_starts_with_a_mean_factor_of_one():
     part = scale_of(SSMaxConfig())
     assert part.initial_scale == pytest.approx(0.168, abs=5e-4)

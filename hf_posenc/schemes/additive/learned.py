@@ -182,8 +182,8 @@ class LearnedGridEncoding(LearnedTable):
         if torch.compiler.is_compiling() or coordinates.is_meta or coordinates.numel() == 0:
             return
         largest = coordinates.flatten(1).amax(1).tolist()
-        if any(one >= size for one, size in zip(largest, self.grid, strict=True)):
-            needed = tuple(max(one + 1, size) for one, size in zip(largest, self.grid, strict=True))
+        if any(coordinate >= size for coordinate, size in zip(largest, self.grid, strict=True)):
+            needed = tuple(max(coordinate + 1, size) for coordinate, size in zip(largest, self.grid, strict=True))
             raise ValueError(
                 f"Tokens are at coordinates up to {tuple(largest)}, outside of the learned grid of {by(self.grid)}, "
                 f"and the size of their grid is unknown, so that it cannot be resized. Patch with grid={needed}."
