@@ -56,7 +56,7 @@ def placed_at(coordinates: Tensor) -> Positions:
 
 def image(*size: int, prefix: int = 0, shift: tuple[int, ...] | None = None, sized: bool = True) -> Positions:
     """The positions of one image, after `prefix` tokens without a place; `shift` moves all places."""
-    axes = [torch.arange(one) + by for one, by in zip(size, shift or (0,) * len(size), strict=True)]
+    axes = [torch.arange(length) + by for length, by in zip(size, shift or (0,) * len(size), strict=True)]
     coordinates = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")])
     coordinates = torch.nn.functional.pad(coordinates, (prefix, 0)).unsqueeze(1)
     tokens = counted(coordinates.shape[-1])

@@ -30,7 +30,9 @@ def fading(distance: Tensor, slope: Tensor = learned_per_head(0.5), reach: int =
     return -slope * (distance.abs() / reach).log1p()
 
 
-RootConfig, FadingConfig = config_of_function(root), config_of_function(fading, per_layer=True)
+# As the decorator does, they take the names of the functions, by which they are pickled.
+root = RootConfig = config_of_function(root)
+fading = FadingConfig = config_of_function(fading, per_layer=True)
 
 ROWS: dict[str, Row] = {
     "root": Row(

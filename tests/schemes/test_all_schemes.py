@@ -99,7 +99,7 @@ def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[
             results.append(part(torch.arange(-30, 31)))
         elif isinstance(part, PairwiseBias):
             dtype = next((parameter.dtype for parameter in part.parameters()), torch.float32)
-            pairs = pairs_of(part, positions, *(one.to(dtype) for one in (query, key, hidden)))
+            pairs = pairs_of(part, positions, *(x.to(dtype) for x in (query, key, hidden)))
             real = positions.ids >= 0
             visible = (pairs.slot_distance <= 0) & real.unsqueeze(-2) & real.unsqueeze(-1)
             results.append(part(pairs).masked_fill(~visible.unsqueeze(1), 0.0))
@@ -221,7 +221,7 @@ def test_queries_over_a_cache_that_may_have_free_slots_have_the_bias_of_all_in_f
         key_features=None if every.key_features is None else torch.nn.functional.pad(every.key_features, (0, 0, 0, 5)),
     )
     torch.testing.assert_close(part(free)[..., :14], part(every), rtol=1e-5, atol=1e-5)
-    half = pairs_of(part.bfloat16(), positions, *(one.bfloat16() for one in heads_of(positions)))
+    half = pairs_of(part.bfloat16(), positions, *(x.bfloat16() for x in heads_of(positions)))
     assert part(half).dtype == torch.float32
     assert half.key_features is None or half.key_features.dtype == torch.float32
 

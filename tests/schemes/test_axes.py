@@ -120,7 +120,7 @@ def bias_at(config: SchemeConfig, part: Any, head: int, query: list[int], key: l
     raise NotImplementedError(config)
 
 
-@pytest.mark.parametrize("config", [one for one in ALL_RELATIVE if not isinstance(one, RopeNdConfig)], ids=str)
+@pytest.mark.parametrize("config", [config for config in ALL_RELATIVE if not isinstance(config, RopeNdConfig)], ids=str)
 def test_biases_equal_a_slow_reference(config: Any) -> None:
     positions = image(*size_of(config), prefix=2)
     parts = parts_of(config)
@@ -140,7 +140,7 @@ def test_biases_equal_a_slow_reference(config: Any) -> None:
                 assert bias[head][i][j] == pytest.approx(expected, abs=2e-5), (head, i, j)
 
 
-@pytest.mark.parametrize("config", [one for one in ALL_RELATIVE if isinstance(one, RopeNdConfig)], ids=str)
+@pytest.mark.parametrize("config", [config for config in ALL_RELATIVE if isinstance(config, RopeNdConfig)], ids=str)
 def test_rotations_equal_a_slow_reference(config: RopeNdConfig) -> None:
     """Pair by pair; tokens without a place keep their heads."""
     positions = image(*size_of(config), prefix=2)
@@ -155,7 +155,7 @@ def test_rotations_equal_a_slow_reference(config: RopeNdConfig) -> None:
             if frequencies.ndim == 3:
                 of_head = frequencies[:, head * frequencies.shape[1] // before.shape[1]]
             for token in range(2, before.shape[2]):
-                place = [one + config.origin for one in positions.coordinates[:, 0, token].tolist()]
+                place = [coordinate + config.origin for coordinate in positions.coordinates[:, 0, token].tolist()]
                 angles = [sum(p * f for p, f in zip(place, pair, strict=True)) for pair in of_head.T.tolist()]
                 vector = before[0, head, token].tolist()
                 if layout == "half_by_axis":
@@ -180,8 +180,8 @@ def test_added_vectors_equal_a_slow_reference(config: Any) -> None:
     ):
         if isinstance(config, LearnedConfig):
             row = 0
-            for one, count in zip(place, size, strict=True):
-                row = row * count + one
+            for coordinate, count in zip(place, size, strict=True):
+                row = row * count + coordinate
             row = token if token < 2 else config.num_prefix_tokens + row
             known = token >= 2 or token < config.num_prefix_tokens
             expected = part.weight[row].tolist() if known else [0.0] * HIDDEN
@@ -191,8 +191,8 @@ def test_added_vectors_equal_a_slow_reference(config: Any) -> None:
             plain = dataclasses.replace(config, axes=1, columns_first=False)
             order = place[::-1] if config.columns_first else place
             expected = []
-            for one in order:
-                expected += seeds.sinusoidal(plain, None, HIDDEN // len(place), one, 0)
+            for coordinate in order:
+                expected += seeds.sinusoidal(plain, None, HIDDEN // len(place), coordinate, 0)
         assert vector == pytest.approx(expected, abs=2e-6), token
 
 
@@ -241,12 +241,12 @@ def test_images_of_several_sizes_in_a_batch_are_encoded_as_alone(config: Any) ->
     )
     parts = parts_of(config)
     query, key = random_heads(13)
-    for row, one in enumerate((first, second)):
+    for row, alone in enumerate((first, second)):
         if parts.additive is not None:
             both = parts.additive(together)
         else:
             both = positional_logits(parts, query.expand(2, -1, -1, -1), key.expand(2, -1, -1, -1), together)
-        torch.testing.assert_close(both[row], run(config, one)[0], rtol=0, atol=2e-6)
+        torch.testing.assert_close(both[row], run(config, alone)[0], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("config", [SwinConfig((4, 4)), LearnedConfig(grid=(4, 4))], ids=str)

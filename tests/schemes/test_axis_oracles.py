@@ -123,18 +123,18 @@ def qwen2_vl_blocks(query: Tensor, key: Tensor) -> Rotation:
     stock.num_attention_heads, stock.rope_parameters = HEADS, AXIAL
     rotation = qwen2_vl.Qwen2VLVisionRotaryEmbedding(stock)(query, PLACES.coordinates[:, 0].T)
     turned = qwen2_vl.apply_rotary_pos_emb_vision(query[0].transpose(0, 1), key[0].transpose(0, 1), *rotation)
-    one, other = (x.transpose(0, 1).unsqueeze(0) for x in turned)
-    return RopeNdConfig(10_000.0, (COLUMNS,), "block"), counted(ROWS * COLUMNS), (one, other), 0
+    queries, keys = (x.transpose(0, 1).unsqueeze(0) for x in turned)
+    return RopeNdConfig(10_000.0, (COLUMNS,), "block"), counted(ROWS * COLUMNS), (queries, keys), 0
 
 
 def gemma4_blocks(query: Tensor, key: Tensor) -> Rotation:
     places = PLACES.coordinates.permute(1, 2, 0)
     cosine, sine = gemma4.Gemma4VisionRotaryEmbedding(axial_config())(query, places)
-    one, other = (
+    queries, keys = (
         gemma4.apply_multidimensional_rope(x.transpose(1, 2), cosine, sine, places).transpose(1, 2)
         for x in (query, key)
     )
-    return RopeNdConfig(10_000.0, layout="half_by_axis"), PLACES, (one, other), 1e-6
+    return RopeNdConfig(10_000.0, layout="half_by_axis"), PLACES, (queries, keys), 1e-6
 
 
 def dinov3_normalized(rows: int, columns: int) -> Callable[..., Rotation]:
@@ -161,11 +161,11 @@ def llama4_origin(query: Tensor, key: Tensor) -> Rotation:
     )
     rotation = llama4.Llama4VisionRotaryEmbedding(stock)(query)
     turned = llama4.vision_apply_rotary_emb(query.transpose(1, 2), key.transpose(1, 2), rotation)
-    one, other = (x.transpose(1, 2) for x in turned)
+    queries, keys = (x.transpose(1, 2) for x in turned)
     tokens = placed_at(torch.nn.functional.pad(image(4, 4).coordinates, (0, 1)))
     positions = dataclasses.replace(tokens, placed=tokens.ids < 16)
     config = RopeNdConfig(10_000.0, layout="interleaved", origin=1, columns_first=True)
-    return config, positions, (one, other), 1e-6
+    return config, positions, (queries, keys), 1e-6
 
 
 def qwen_sections(version: int, head_dim: int, sections: tuple[int, ...]) -> Callable[..., Rotation]:
@@ -308,14 +308,16 @@ def test_a_table_resized_to_several_grids_of_a_batch_equals_siglip2() -> None:
     images = [image(*size) for size in sizes]
 
     def stacked(tensors: list[Any], fill: int) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(one, (0, 20 - one.shape[-1]), value=fill) for one in tensors], dim=-2)
+        return torch.cat(
+            [torch.nn.functional.pad(tensor, (0, 20 - tensor.shape[-1]), value=fill) for tensor in tensors], dim=-2
+        )
 
     positions = Positions(
-        stacked([one.ids for one in images], -1),
+        stacked([tokens.ids for tokens in images], -1),
         torch.tensor([[6], [20], [12]]),
-        stacked([one.coordinates for one in images], 0),
-        extents=stacked([one.extents for one in images], 0),
-        placed=stacked([one.placed for one in images], False),
+        stacked([tokens.coordinates for tokens in images], 0),
+        extents=stacked([tokens.extents for tokens in images], 0),
+        placed=stacked([tokens.placed for tokens in images], False),
     )
     part = part_of(LearnedConfig(grid=(4, 4), interpolation="bilinear", antialias=True), **VISION)
     assert part.adopt(native)

@@ -409,11 +409,11 @@ def test_tables_have_only_distances_that_occur(config: SchemeConfig, monkeypatch
     redraw(bias, std=1.0)
     pairs = dataclasses.replace(some_pairs(0, 12), hidden_states=torch.randn(2, 12, HIDDEN))
     expected = values_and_gradients(bias, pairs)
-    own = Tensor.gather
+    original = Tensor.gather
 
     def gather(products: Tensor, *index: Any) -> Tensor:
         rows.append(products.shape[-1])
-        return own(products, *index)
+        return original(products, *index)
 
     monkeypatch.setattr(Tensor, "gather", gather)
     known = dataclasses.replace(pairs, keys=Positions(pairs.keys.ids, pairs.keys.lengths).bounded(12))

@@ -190,11 +190,11 @@ def test_kerple_decreases_with_distance_in_both_directions(variant, r1, r2, dist
     bias = kerple(KerpleConfig(variant), [r1], [r2])(
         torch.tensor([distance, distance + 1, 2 * distance + 2, -distance, 0])
     )
-    near, next_one, far, mirrored, own = bias[0].tolist()
+    near, next_one, far, mirrored, at_query = bias[0].tolist()
     # One step at the slowest head (r1 = r2 = 0.01) is below the resolution of float32, twice the distance is not.
     assert far < near >= next_one >= far
     assert near == mirrored
-    assert own == 0
+    assert at_query == 0
 
 
 # The bias that `FIRE` of chuanyang-Zheng/DAPE (megatron/model/positional_embeddings.py at commit bde344a8, the port of

@@ -57,12 +57,12 @@ FEW = 2**21
 
 def fields_of_all_configs() -> list[Any]:
     """Each field of each class of configs once, in the first variant of the table that has it."""
-    found: dict[tuple[type, str], Any] = {}
+    cases: dict[tuple[type, str], Any] = {}
     for name, config, _ in VARIANTS:
         for owner in (config, *(value for value in vars(config).values() if isinstance(value, SubConfig))):
             for field in dataclasses.fields(owner):
-                found.setdefault((type(owner), field.name), (config, owner, field.name, name))
-    return [pytest.param(*given[:3], id=f"{cls.__name__}.{field}") for (cls, field), given in found.items()]
+                cases.setdefault((type(owner), field.name), (config, owner, field.name, name))
+    return [pytest.param(*given[:3], id=f"{cls.__name__}.{field}") for (cls, field), given in cases.items()]
 
 
 def changed(config: SchemeConfig, owner: Any, field: str, value: Any) -> SchemeConfig:

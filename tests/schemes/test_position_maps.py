@@ -332,8 +332,8 @@ def test_the_two_positions_of_a_token_go_to_the_two_schemes() -> None:
     expected, _ = build(RopeConfig()).query_key_map.phases(counted(3))
     assert torch.equal(cosine[0], expected[0].repeat_interleave(4, dim=0))
     # One segment leaves attention nothing, and segments of one token are the scheme itself.
-    one = logits(HierarchicalConfig(segment_length=LENGTH))
-    torch.testing.assert_close(one, logits(NoneConfig()), rtol=0, atol=1e-6)
+    one_segment = logits(HierarchicalConfig(segment_length=LENGTH))
+    torch.testing.assert_close(one_segment, logits(NoneConfig()), rtol=0, atol=1e-6)
     assert torch.equal(logits(HierarchicalConfig(segment_length=1)), logits(RopeConfig()))
 
 

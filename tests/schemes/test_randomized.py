@@ -108,17 +108,17 @@ def test_a_draw_fits_the_positions_it_is_for_whatever_was_drawn_before(order, se
     torch.manual_seed(seed)
     positions = positions_of(6)
     asked = [positions, shifted.renumber(positions)]
-    found: dict[int, Tensor] = {index: plain(asked[index]) for index in order}
-    for ids in found.values():
+    draws: dict[int, Tensor] = {index: plain(asked[index]) for index in order}
+    for ids in draws.values():
         assert (ids.diff() > 0).all()
         assert ids.min() >= 0
         assert ids.max() < 16
     # No other order of the parts, and no other layer, finds anything else.
     again = {index: RandomizedMap(16, real=False, always=True)(asked[index]) for index in reversed(order)}
-    assert all(torch.equal(found[index], again[index]) for index in order)
+    assert all(torch.equal(draws[index], again[index]) for index in order)
     torch.manual_seed(seed)
     alone = positions_of(6)
-    assert torch.equal(found[1], plain(shifted.renumber(alone)))
+    assert torch.equal(draws[1], plain(shifted.renumber(alone)))
 
 
 def test_segments_are_drawn_for_as_many_as_there_are():

@@ -109,5 +109,5 @@ def test_a_scaling_says_the_length_it_was_made_for(scaling: RopeScaling | None, 
 
 def test_parts_together_have_the_shortest_limit_with_its_remedy() -> None:
     assert shortest(()) == Reach()
-    found = shortest((Reach(9, "nine", made_for=9), Reach(made_for=20), Reach(7, "seven")))
-    assert found == Reach(7, "seven", made_for=20)
+    together = shortest((Reach(9, "nine", made_for=9), Reach(made_for=20), Reach(7, "seven")))
+    assert together == Reach(7, "seven", made_for=20)

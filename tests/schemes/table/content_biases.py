@@ -106,8 +106,8 @@ def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
         row = disentangled_row(config, case.distance(query, key))
         if len(table[head]) == span:
             row = max(row - span, 0)
-        found: list[float] = table[head][row]
-        return found
+        row_of_pair: list[float] = table[head][row]
+        return row_of_pair
 
     def value(head: int, query: int, key: int) -> float:
         total = 0.0
@@ -118,7 +118,7 @@ def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
         return case.scaling * total
 
     divisor = math.sqrt(1 + sum(used for used, _ in terms))
-    return [[[one / divisor for one in row] for row in rows] for rows in case.biased(value)]
+    return [[[logit / divisor for logit in row] for row in rows] for rows in case.biased(value)]
 
 
 def wavelet(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -207,9 +207,10 @@ def grape_ap(config: Any, parts: Any, case: LogitCase) -> Logits:
         return [x * cosine + y * sine for x, y in pairs] + [y * cosine - x * sine for x, y in pairs]
 
     def bias(head: int, query: int, key: int) -> float:
-        own = vector(head, query)
+        of_query = vector(head, query)
         penalties = (
-            math.log(logistic(dot(own, turned(head, between)) / config.width)) for between in range(key + 1, query + 1)
+            math.log(logistic(dot(of_query, turned(head, between)) / config.width))
+            for between in range(key + 1, query + 1)
         )
         return alibi_slope(len(case.query), head) * sum(penalties)
 
@@ -299,8 +300,8 @@ def selective_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
     def scaled(token: int) -> list[float]:
         result = []
         for start in range(0, len(case.hidden[0]), share):
-            own = case.hidden[token][start : start + share]
-            result += [component / math.sqrt(dot(own, own)) for component in own]
+            group = case.hidden[token][start : start + share]
+            result += [component / math.sqrt(dot(group, group)) for component in group]
         return result
 
     inputs = [scaled(token) for token in range(len(case.hidden))]

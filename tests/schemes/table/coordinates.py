@@ -71,7 +71,7 @@ def golden_direction(number: int, axes: int) -> list[float]:
         low, high = (ratio, high) if ratio ** (axes + 1) < ratio + 1 else (low, ratio)
     normal = statistics.NormalDist()
     quantiles = [normal.inv_cdf((number + 1) * low**-power % 1) for power in range(1, axes + 1)]
-    return [one / math.hypot(*quantiles) for one in quantiles]
+    return [quantile / math.hypot(*quantiles) for quantile in quantiles]
 
 
 def read(config: Any, position: int, length: int) -> list[float]:
@@ -79,12 +79,14 @@ def read(config: Any, position: int, length: int) -> list[float]:
     place_of = place(position, config.grid, config.num_prefix_tokens)
     if position < config.num_prefix_tokens:
         return [0.0] * len(place_of)
-    found = [float(one + config.origin) for one in place_of]
+    coordinates = [float(coordinate + config.origin) for coordinate in place_of]
     if config.coordinates == "normalized":
         row = math.prod(config.grid)
         size = [math.ceil((length - config.num_prefix_tokens) / row), *config.grid]
-        found = [2 * math.pi * (2 * (one + 0.5) / count - 1) for one, count in zip(place_of, size, strict=True)]
-    return found[::-1] if config.columns_first else found
+        coordinates = [
+            2 * math.pi * (2 * (coordinate + 0.5) / count - 1) for coordinate, count in zip(place_of, size, strict=True)
+        ]
+    return coordinates[::-1] if config.columns_first else coordinates
 
 
 def turn(vector: list[float], angles: list[float], layout: str) -> list[float]:

@@ -28,7 +28,7 @@ def tupe(config: Any, parts: Any, case: LogitCase) -> Logits:
         matrix, shift = (
             (bias_part.query_weight, bias_part.query_bias) if of_queries else (bias_part.key_weight, bias_part.key_bias)
         )
-        return [dot(line, normalised) + one for line, one in zip(matrix.tolist(), shift.tolist(), strict=True)]
+        return [dot(line, normalised) + offset for line, offset in zip(matrix.tolist(), shift.tolist(), strict=True)]
 
     def product(head: int, query_row: int, key_row: int) -> float:
         components = slice(head * head_dim, (head + 1) * head_dim)

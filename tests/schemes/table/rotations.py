@@ -106,8 +106,8 @@ def learned_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
     per_head = offsets if config.sharing == "head" else [offsets]
 
     def turned(vector: list[float], head: int, token: int) -> list[float]:
-        own = per_head[head * len(per_head) // len(case.query)]
-        frequencies = [w * math.exp(offset) for w, offset in zip(spectrum, own, strict=True)]
+        of_head = per_head[head * len(per_head) // len(case.query)]
+        frequencies = [w * math.exp(offset) for w, offset in zip(spectrum, of_head, strict=True)]
         return rotate(vector, frequencies, layout_of(config), case.positions[token], 1.0)
 
     return case.mapped(turned)
@@ -144,14 +144,14 @@ def fope(config: Any, parts: Any, case: LogitCase) -> Logits:
         return dot(waves, column) / (1.0 if released else sum(column))
 
     def turned(vector: list[float], head: int, token: int) -> list[float]:
-        own = head * key_heads // len(case.query)
+        key_head = head * key_heads // len(case.query)
         result = list(vector)
         for pair in range(width // 2):
             first, second = (2 * pair, 2 * pair + 1)
             if layout_of(config) == "half":
                 first, second = pair, pair + width // 2
-            cosine = series(math.cos, mixes[0][own], pair, case.positions[token])
-            sine = series(math.sin, mixes[1][own], pair, case.positions[token])
+            cosine = series(math.cos, mixes[0][key_head], pair, case.positions[token])
+            sine = series(math.sin, mixes[1][key_head], pair, case.positions[token])
             result[first] = vector[first] * cosine - vector[second] * sine
             result[second] = vector[first] * sine + vector[second] * cosine
         return result
@@ -237,11 +237,11 @@ def string(config: Any, parts: Any, case: LogitCase) -> Logits:
         cache: dict[tuple[int, int], Matrix] = {}
 
         def turned(vector: list[float], head: int, token: int) -> list[float]:
-            own, position = head * len(columns) // len(case.query), case.positions[token]
-            if (own, position) not in cache:
-                generator = circulant(columns[own])
-                cache[own, position] = exponential([[position * value for value in row] for row in generator])
-            return apply(cache[own, position], vector[:width]) + vector[width:]
+            key_head, position = head * len(columns) // len(case.query), case.positions[token]
+            if (key_head, position) not in cache:
+                generator = circulant(columns[key_head])
+                cache[key_head, position] = exponential([[position * value for value in row] for row in generator])
+            return apply(cache[key_head, position], vector[:width]) + vector[width:]
 
         return case.mapped(turned)
     bases = [cayley(entries, width) for entries in part.skew.tolist()]

@@ -204,7 +204,7 @@ def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tupl
         case "longrope":
             factors = scaling.long_factor if length > scaling.original_max_positions else scaling.short_factor
             attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_positions))
-            return [frequency / own for frequency, own in zip(plain, factors, strict=True)], attention
+            return [frequency / divisor for frequency, divisor in zip(plain, factors, strict=True)], attention
         case "yarn":
             return yarn(scaling, theta, width), 0.1 * math.log(scaling.factor) + 1
     raise NotImplementedError(scaling.type)
