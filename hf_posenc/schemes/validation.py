@@ -58,12 +58,12 @@ def _checks(config_class: Any) -> list[tuple[str, bool, Callable[..., None]]]:
     for owner in reversed(config_class.__mro__):  # A subclass may change the default of a field.
         fields = vars(owner).get("__dataclass_fields__", {})
         declared |= {name: field for name, field in fields.items() if "check" in field.metadata}
-    found: list[tuple[str, bool, Callable[..., None]]] = []
+    checks: list[tuple[str, bool, Callable[..., None]]] = []
     for name, field in declared.items():
         kind, *others = kind_of(field).split(" | ")
         check = functools.partial(field.metadata["check"] or _CHECKS[kind], **field.metadata["limits"])
-        found.append((name, "None" in others, check))
-    return found
+        checks.append((name, "None" in others, check))
+    return checks
 
 
 def check_number(

@@ -90,7 +90,7 @@ class ComposedConfig(OuterConfig):
             )
 
         def combined(kind: Callable[[list[Any]], Any], name: str) -> Any:
-            parts = [part for one in built if (part := getattr(one, name)) is not None]
+            parts = [part for scheme_parts in built if (part := getattr(scheme_parts, name)) is not None]
             return kind(parts) if len(parts) > 1 else next(iter(parts), None)
 
         return SchemeParts(

@@ -67,8 +67,8 @@ class ContextualRotation(PairwiseBias):
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the features of each token, `(batch, key_value_heads, length, num_features)` float32."""
-        own = self.own_features(hidden_states.float())
-        return own if own.shape[1] == self.num_key_heads else own.expand(-1, self.num_key_heads, -1, -1)
+        features = self.own_features(hidden_states.float())
+        return features if features.shape[1] == self.num_key_heads else features.expand(-1, self.num_key_heads, -1, -1)
 
     def rotated(self, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
         """Rotates queries and keys; each keeps its shape and dtype.

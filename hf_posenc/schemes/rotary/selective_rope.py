@@ -85,9 +85,9 @@ class SelectiveRotation(ContextualRotation):
             neighbours: of `_neighbours`.
         """
         count, length = self.kernel.shape[1], features.shape[-2]
-        own, kernel = features[..., :count], self.kernel.float().unsqueeze(-3)
-        combined = own * kernel[..., -1]
-        earlier = nn.functional.pad(own, (0, 0, len(neighbours), 0)) if len(neighbours) else own
+        current, kernel = features[..., :count], self.kernel.float().unsqueeze(-3)
+        combined = current * kernel[..., -1]
+        earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if len(neighbours) else current
         for steps, same in enumerate(neighbours.unbind(0), start=1):
             shifted = earlier.narrow(-2, len(neighbours) - steps, length)
             combined = torch.addcmul(combined, shifted * same, kernel[..., -1 - steps])
