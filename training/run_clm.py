@@ -60,6 +60,7 @@ def train(
     run: RunArguments,
     arguments: TrainingArguments,
     healing: HealingArguments,
+    *,
     causal: bool = True,
 ) -> dict[str, float]:
     """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
