@@ -66,5 +66,5 @@ def find_mark(names: Iterable[str]) -> str | None:
 def find_position_weight(names: Iterable[str]) -> str | None:
     """Returns the first key of a state dict that holds a position weight or a mark."""
     inside = f"{ATTRIBUTE}.stacks."
-    found = (name for name in names if name.startswith(inside) or f".{inside}" in name)
-    return find_mark(names) or next(found, None)
+    weights = (name for name in names if name.startswith(inside) or f".{inside}" in name)
+    return find_mark(names) or next(weights, None)
