@@ -263,7 +263,7 @@ def test_stock_checkpoints_take_the_stock_path(tmp_path: Path, monkeypatch: pyte
     stock = randomize(llama())
     stock.save_pretrained(tmp_path)
     monkeypatch.setattr(loading, "patching_proxy", forbidden)
-    monkeypatch.setattr(loading, "_check_loaded", forbidden)
+    monkeypatch.setattr("hf_posenc.checkpoint.agreement.check_loaded", forbidden)
     monkeypatch.setattr("hf_posenc.patching.place.config_entry.attach_entry", forbidden)
     for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
         for options in ({}, {"config": LlamaConfig.from_pretrained(tmp_path)}, {"device_map": "cpu"}):
