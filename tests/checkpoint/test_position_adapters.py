@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("peft")
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, QuantoConfig
 
@@ -29,6 +29,7 @@ from hf_posenc import (
 from hf_posenc.patching.anatomy.fingerprint import difference, fingerprint
 from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import (
+    LORA,
     adapted,
     as_format_1,
     assert_same,
@@ -170,7 +171,7 @@ class TestTrainedBase:
         for changed in (model, twin, copy.deepcopy(model), half, extra, base(stock, "none")):
             save_position_adapter(changed, tmp_path)
             load_position_adapter(base(stock), tmp_path)
-        save_position_adapter(trained(add_lora(base(stock, "t5"))), tmp_path, adapter="elsewhere")
+        save_position_adapter(trained(add_lora(base(stock, "t5"), LoraConfig(**LORA))), tmp_path, adapter="elsewhere")
         assert not [str(warning.message) for warning in recwarn if "not those" in str(warning.message)]
 
     def test_what_was_trained_elsewhere_is_refused_when_the_files_are_loaded(self, stock: Path, tmp_path: Path) -> None:
