@@ -33,14 +33,15 @@ BESIDE = {"tokenizer.json": "tokens", "optimizer.pt": "states", "runs/events": "
 
 
 def killed_at(operation: int, folder: Path, save: Callable[[], Any]) -> bool:
-    """Runs `save` in a child that ends itself before its n-th file operation in a folder; whether it got that far."""
+    """Runs `save` in a child that ends itself before its n-th change of files in a folder; whether it got that far."""
     child = os.fork()
     if child == 0:
         seen = 0
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal seen
-            if event in OPERATIONS and any(str(folder) in str(argument) for argument in arguments):
+            reads = event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if event in OPERATIONS and not reads and any(str(folder) in str(argument) for argument in arguments):
                 seen += 1
                 if seen == operation:
                     os.kill(os.getpid(), signal.SIGKILL)
