@@ -193,6 +193,13 @@ def _sibling(stock: Path, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
+def _one_layer_tuned(stock: Path) -> Any:
+    model = base(stock)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.001)
+    return model
+
+
 def _without_memory() -> Any:
     with torch.device("meta"):
         return llama()
@@ -205,6 +212,7 @@ STRANGERS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a sibling": (lambda stock: _sibling(stock, torch.float32), CheckpointError, TUNED),
     "a sibling, bfloat16": (lambda stock: _sibling(stock, torch.bfloat16), CheckpointError, TUNED),
     "a sibling, float16": (lambda stock: _sibling(stock, torch.float16), CheckpointError, TUNED),
+    "one layer tuned": (_one_layer_tuned, CheckpointError, r"layers\.1\.mlp\.down_proj\.weight"),
     "another shape": (lambda _: llama(intermediate_size=40), CheckpointError, r"has the shape \["),
     "another architecture": (lambda _: bert(), CheckpointError, "trained on a 'llama' model, but this is a 'bert'"),
     "another scheme": (lambda stock: base(stock, "kerple"), UnsupportedError, "Load it on the stock model"),
