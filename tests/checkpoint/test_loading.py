@@ -150,8 +150,12 @@ class TestRoutes:
         for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
             for options in ({}, {"revision": "main"}, {"revision": revision}, {"subfolder": "below"}):
                 assert_same(model_class.from_pretrained("someone/some-model", **hub, **options), model)
-        with pytest.raises(UnsupportedError, match="does not contain it"):
-            LlamaForCausalLM.from_pretrained("someone/some-model", config=LlamaConfig(), **hub)
+        (repository / "refs" / "main").write_text("f" * 40)
+        for source, options in (
+            ("someone/some-model", hub | {"revision": revision}), (folder.parent, {"subfolder": folder.name})
+        ):  # fmt: skip
+            with pytest.raises(UnsupportedError, match="does not contain it"):
+                LlamaForCausalLM.from_pretrained(source, config=LlamaConfig(), **options)
 
     def test_what_the_cache_does_not_tell_is_found_while_loading(
         self, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
