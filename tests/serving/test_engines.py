@@ -25,7 +25,7 @@ from hf_posenc import (
     patch_model,
 )
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
-from hf_posenc.checkpoint.engine_configs import ENGINE_ARCHITECTURE, install
+from hf_posenc.checkpoint.install import ENGINE_ARCHITECTURE, install
 from hf_posenc.schemes.parts import LogitBias
 from tests.serving import engine_stub
 from tests.serving.engine_stub import Pages, vllm_config, weights_of
