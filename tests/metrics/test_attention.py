@@ -6,8 +6,7 @@ import torch
 from hf_posenc import patch_model
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.attention import attention_test
-
-TEXT = ["the dog chased another cat after a dog ran " * 20]
+from tests.metrics.conftest import TEXT
 
 
 def _uniform(model):
