@@ -183,14 +183,16 @@ def test_nearest_rows_against_all_pairs(count):
 
 
 @pytest.mark.parametrize("frequencies", ["vaswani", "tensor2tensor"])
-@pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("layout", ["interleaved", "concatenated", "cosines_first"])
 def test_the_shift_of_a_sinusoidal_table_is_one_rotation(frequencies, layout):
     config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=2, scale=3.0)
 
     def encoding(position):
         angles = [position * 10000 ** (-(pair / 8 if frequencies == "vaswani" else pair / 7)) for pair in range(8)]
-        pairs = torch.tensor([[3 * math.sin(a), 3 * math.cos(a)] for a in angles], dtype=torch.float64)
-        return (pairs.T if layout == "concatenated" else pairs).flatten()
+        sines, cosines = ([3 * wave(a) for a in angles] for wave in (math.sin, math.cos))
+        halves = [cosines, sines] if layout == "cosines_first" else [sines, cosines]
+        vectors = torch.tensor(halves, dtype=torch.float64)
+        return (vectors.T if layout == "interleaved" else vectors).flatten()
 
     for shift in (1, 7, 64):
         matrix = sinusoidal_shift(config, 16, shift)
