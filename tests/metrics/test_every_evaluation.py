@@ -102,7 +102,7 @@ def test_the_model_and_the_random_state_are_left_as_they_were(
     folder, state = folders.get(ROWS[name][0]), torch.get_rng_state()
     if folder is None:
         if scheme is None:
-            evaluated(name, None, ["rope", "none"])
+            evaluated(name, None, ["t5", "none"])
         assert torch.equal(torch.get_rng_state(), state)
         return
     model = disturbed(folder, scheme)

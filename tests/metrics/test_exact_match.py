@@ -38,7 +38,7 @@ def build_llama(scheme="rope", **options):
 def half_trained(model, collate=None):
     """A model that is right on some examples and wrong on others."""
     examples = SyntheticExamples("repeated_copy", range(1, 7), 0, TOKENIZER)
-    return train(model, itertools.islice(DataLoader(examples, batch_size=32, collate_fn=collate), 250))
+    return train(model, itertools.islice(DataLoader(examples, batch_size=32, collate_fn=collate), 120))
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def test_teacher_forcing_is_greedy_decoding(request, name, batch_size):
 
 
 def test_figures_agree_with_a_loop_by_hand(llama):
-    row = exact_match(llama, TOKENIZER, "repeated_copy", [7], samples=26, seed=5).row(7)
+    row = exact_match(llama, TOKENIZER, "repeated_copy", [4], samples=26, seed=5).row(4)
     right, right_tokens, tokens = 0, 0, 0
-    for example in held_out_examples(SYNTHETIC_TASKS["repeated_copy"], 7, 26, seed=5):
+    for example in held_out_examples(SYNTHETIC_TASKS["repeated_copy"], 4, 26, seed=5):
         ids, labels = encode_example(TOKENIZER, example)
         with torch.no_grad():
             guesses = llama(torch.tensor([ids])).logits[0, :-1].argmax(-1)
@@ -81,11 +81,11 @@ def test_figures_agree_with_a_loop_by_hand(llama):
         right += all(hits)
         right_tokens += sum(hits)
         tokens += len(hits)
-    assert row.exact_match == right / 26
+    assert 0 < row.exact_match == right / 26 < 1
     assert row.token_accuracy == pytest.approx(right_tokens / tokens)
     low, high = row.interval
     assert 0 <= low <= row.exact_match <= high <= 1
-    decoded = exact_match(llama, TOKENIZER, "repeated_copy", [7], samples=26, seed=5, method="generate").row(7)
+    decoded = exact_match(llama, TOKENIZER, "repeated_copy", [4], samples=26, seed=5, method="generate").row(4)
     assert (decoded.exact_match, decoded.token_accuracy) == (row.exact_match, None)
 
 
