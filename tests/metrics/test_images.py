@@ -147,6 +147,7 @@ def headless() -> ViTModel:
         (picture_dog_test, None, {"first": (0, 0), "second": (1, 1)}, "dogs at .* overlap"),
         (picture_dog_test, None, {"first": (0, 0), "second": (0, 7)}, "Each dog takes 2 x 2"),
         (picture_dog_test, None, {"first": (0, -1), "second": (4, 4)}, "Each dog takes 2 x 2"),
+        (picture_dog_test, None, {"first": (-1, 0), "second": (4, 4)}, "Each dog takes 2 x 2"),
         (picture_dog_test, None, {"first": (1, 2, 3)}, "a row and a column"),
         (picture_dog_test, clip, {}, r"model\.vision_model\..*command line.*save_pretrained"),
         (picture_dog_test, COMPOSITES["qwen2_vl"].model, {}, "sizes of their grids.*text part.* dog and sensitivity"),
