@@ -34,7 +34,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from tests.matrix.running import patched, tokens
-from tests.patching.audio.families import WHISPER
+from tests.patching.audio.whisper import WHISPER
 from tests.patching.composites.models import llava
 
 

@@ -12,7 +12,7 @@ from hf_posenc import extend_context, inspect_model, native_scheme, patch_model,
 from hf_posenc.errors import SequenceLengthError, UnknownNameError, UnsupportedError
 from tests.fresh import run_fresh
 
-from .families import WHISPER, normal, output, stir
+from .whisper import WHISPER, normal, output, stir
 
 pytestmark = pytest.mark.on_cpu("these models make a weight on the CPU, whatever the default device")
 
