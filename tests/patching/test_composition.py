@@ -78,10 +78,6 @@ def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> No
     assert per_layer.position_encoding.config.per_layer
 
 
-def forget_gates_of(model: Any) -> Any:
-    return next(module for module in model.position_encoding.modules() if type(module).__name__ == "ForgetGateBias")
-
-
 @torch.no_grad()
 def test_rope_and_forget_gate_are_each_there():
     """With gates that forget nothing it is RoPE; with frequencies of zero it is the forget gate alone."""
@@ -163,11 +159,6 @@ def test_each_layer_has_its_own_scheme(first: str, second: str):
     if second != "none":
         assert distance(hidden[2], other[2]) > 1e-3
     assert distance(hidden[2], patched("llama_gqa", first)(tokens(), output_hidden_states=True).hidden_states[2]) > 1e-3
-
-
-def test_interleaved_layers_are_the_published_preset():
-    config = InterleavedConfig()
-    assert [config.for_layer(layer).name for layer in range(8)] == ["rope", "rope", "rope", "none"] * 2
 
 
 @torch.no_grad()

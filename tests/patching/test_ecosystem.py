@@ -12,8 +12,7 @@ import torch
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
-from tests.models import tiny, tiny_config
-from tests.schemes.table import TABLE
+from tests.models import tiny_config
 from tests.thinning import mostly_slow
 
 #: One for each mechanism: nothing, two distance biases, a rotation, an additive scheme; a bias with features in the
@@ -39,11 +38,6 @@ def _name(scheme: Any) -> str:
 
 #: Compiling takes seconds each time: a bias, a map and something added, and the rest in the longer run.
 COMPILED = mostly_slow(SCHEMES, lambda scheme: scheme in ("t5", "rope", "sinusoidal"))
-#: The same three, each in another build; all other pairs are slow.
-COMPILED_PAIRS = mostly_slow(
-    product(["llama_gqa", "bert", "gpt2"], SCHEMES),
-    [("llama_gqa", "sinusoidal"), ("bert", "t5"), ("gpt2", "rope")].__contains__,
-)
 #: A graph grows with the layers. Where they do not matter to a test of one, there is one.
 ONE_LAYER: dict[str, dict[str, int]] = {
     "llama_gqa": {"num_hidden_layers": 1},
@@ -85,21 +79,6 @@ def test_beam_and_prompt_lookup_decoding(scheme: str) -> None:
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=2, **settings), greedy)
     cached = model.generate(prompt, num_beams=3, **settings)
     assert torch.equal(model.generate(prompt, num_beams=3, use_cache=False, **settings), cached)
-
-
-@pytest.mark.parametrize(("architecture", "scheme"), COMPILED_PAIRS, ids=_name)
-@torch.no_grad()
-def test_compiled_equals_eager(architecture: str, scheme: str) -> None:
-    """Without inductor: what matters here is that the graph is whole and says the same."""
-    row = ARCHITECTURES[architecture]
-    if not row.causal and TABLE[_name(scheme)].causal_only:
-        pytest.skip("an encoder refuses it")
-    model = patched(architecture, scheme, **ONE_LAYER[architecture])
-    expected = outputs(model, row, tokens())
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    arguments = {"use_cache": False} if row.causal else {}
-    assert distance(outputs(compiled, row, tokens(), **arguments), expected) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -145,25 +124,6 @@ def test_accelerate_hooks_stay_in_place(scheme: str) -> None:
         remove_hook_from_module(block.attn)
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "rope", "t5"])
-def test_lora_on_top_trains_and_leaves_positions_right(scheme: str) -> None:
-    peft = pytest.importorskip("peft")
-    row, model = ARCHITECTURES["bert"], patched("bert", scheme)
-    with torch.no_grad():
-        expected = outputs(model, row, tokens())
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query", "key", "value"]))
-    with torch.no_grad():
-        assert torch.equal(outputs(wrapped, row, tokens()), expected)
-    outputs(wrapped, row, tokens()).sum().backward()
-    trained = [name for name, parameter in wrapped.named_parameters() if parameter.grad is not None]
-    assert trained
-    assert all("lora" in name for name in trained)
-    late = peft.get_peft_model(patched("bert", None), peft.LoraConfig(r=2, target_modules=["query"]))
-    patch_model(late, "alibi")
-    assert late.position_encoding.config.name == "alibi"
-    unpatch_model(late)
-
-
 @pytest.mark.parametrize("scheme", ["rope", "sinusoidal", "t5"])
 def test_checkpoint_wrappers_around_layers(scheme: str) -> None:
     """FSDP's activation checkpointing, two packed forwards before one backward."""
@@ -184,28 +144,6 @@ def test_checkpoint_wrappers_around_layers(scheme: str) -> None:
     assert all(distance(after, before) <= 2e-5 for before, after in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "scheme"),
-    mostly_slow(
-        product(["llama_gqa", "gpt2"], ["rope", "alibi", "sinusoidal", "forget_gate", "pope", "cope"]),
-        {("llama_gqa", "pope"), ("gpt2", "forget_gate")}.__contains__,
-    ),
-)
-@torch.no_grad()
-def test_compiled_decoding_with_a_static_cache(architecture: str, scheme: str) -> None:
-    from transformers import StaticCache
-
-    row, model = ARCHITECTURES[architecture], patched(architecture, scheme, **ONE_LAYER[architecture])
-    ids = tokens(1, 10)
-    expected = outputs(model, row, ids, use_cache=False)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    steps = [outputs(compiled, row, ids[:, :6], past_key_values=cache, use_cache=True)]
-    steps += [outputs(compiled, row, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(6, 10)]
-    assert distance(torch.cat(steps, dim=1), expected) <= 1e-4
-
-
 @pytest.mark.parametrize("scheme", ["rope", "sinusoidal", "alibi"])
 @torch.no_grad()
 def test_static_generation_with_prepared_masks(scheme: str) -> None:
@@ -216,20 +154,6 @@ def test_static_generation_with_prepared_masks(scheme: str) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     static = model.generate(prompt, attention_mask=mask, cache_implementation="static", **settings)
     assert torch.equal(static, model.generate(prompt, attention_mask=mask, use_cache=False, **settings))
-
-
-@torch.no_grad()
-def test_static_cache_with_left_padding_and_no_position_ids() -> None:
-    from transformers import StaticCache
-
-    row, model = ARCHITECTURES["llama_gqa"], patched("llama_gqa", "sinusoidal")
-    ids = tokens(1, 8)
-    padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), ids), dim=1)
-    mask = (torch.arange(10) >= 2).long().unsqueeze(0)
-    cache = StaticCache(config=model.config, max_cache_len=12)
-    outputs(model, row, padded[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
-    rest = outputs(model, row, padded[:, 7:], attention_mask=mask, past_key_values=cache)
-    assert distance(rest, outputs(model, row, ids)[:, 5:]) <= 1e-4
 
 
 @pytest.mark.parametrize("scheme", ["t5", "rope", "learned"])
@@ -305,16 +229,6 @@ def test_compiled_layers_under_an_eager_model(scheme: str) -> None:
     assert distance(outputs(model, row, tokens(1, 8), position_ids=packed, use_cache=False), expected) <= 1e-4
 
 
-def test_a_head_that_shares_a_patched_base_is_not_saved_as_stock(tmp_path: Any) -> None:
-    first, second = tiny("BertForMaskedLM"), tiny("BertForTokenClassification")
-    second.bert = first.bert
-    patch_model(first, "alibi")
-    with pytest.raises(UnsupportedError, match="could not be loaded again"):
-        second.save_pretrained(tmp_path / "second")
-    unpatch_model(first)
-    second.save_pretrained(tmp_path / "second")
-
-
 def test_parts_patched_on_their_own() -> None:
     from transformers import EncoderDecoderConfig, EncoderDecoderModel
 
@@ -329,17 +243,6 @@ def test_parts_patched_on_their_own() -> None:
             patch_model(model, "none")
         unpatch_model(model)
         assert torch.equal(model(input_ids=ids, decoder_input_ids=ids).logits, stock)
-
-
-@torch.no_grad()
-def test_padding_positions_are_no_packing() -> None:
-    row, model = ARCHITECTURES["llama_gqa"], patched("llama_gqa", "normalized_integer")
-    ids = tokens(1, 6)
-    padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), ids), dim=1)
-    mask = (torch.arange(8) >= 2).long().unsqueeze(0)
-    position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-    result = outputs(model, row, padded, attention_mask=mask, position_ids=position_ids)
-    assert distance(result[:, 2:], outputs(model, row, ids)) <= 1e-4
 
 
 @pytest.mark.parametrize(

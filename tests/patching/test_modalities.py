@@ -47,6 +47,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("video-vivit", {}, "learned"),
     ("video-timesformer", {}, "several position tables"),
     ("vision-pixtral", {}, "rope_nd"),
+    ("image-text-gemma3", {}, "learned"),
     ("image-text-qwen2_vl", {}, "rope_nd"),
     ("image-text-qwen2_5_vl", {}, "rope_nd"),
     ("image-text-qwen3_vl", {}, "learned + rope_nd"),

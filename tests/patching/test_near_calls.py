@@ -64,20 +64,6 @@ def test_given_positions_decide(model, biases):
 
 
 @torch.no_grad()
-def test_positions_of_near_calls_are_kept_with_the_cache(model):
-    patch_model(model, SCHEME)
-    ids, positions = torch.arange(5).unsqueeze(0), torch.tensor([[0, 2, 3, 5, 9]])
-    # Without a mask transformers takes positions with gaps for packed documents.
-    mask = torch.ones_like(ids)
-    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1:]
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :4], attention_mask=mask[:, :4], position_ids=positions[:, :4], past_key_values=cache)
-    last = model(ids[:, 4:], attention_mask=mask, position_ids=positions[:, 4:], past_key_values=cache)
-    found = last.logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
 def test_mapped_positions_are_not_taken_for_those_of_the_tokens(model, biases):
     patch_model(model, PositionScaleConfig(inner=SCHEME, factor=0.5))
     model(torch.arange(WINDOW - 1).unsqueeze(0))
