@@ -368,17 +368,6 @@ def test_transforms_of_torch_func() -> None:
         torch.testing.assert_close(found, row.grad, atol=1e-6, rtol=1e-3)
 
 
-def test_the_scale_of_a_query_multiplies_its_bias() -> None:
-    """Against numbers that no form has made: a scale of 2 doubles the logits, bias and content."""
-    form = RowsForm(lambda start, stop, count: torch.ones(1, 4, stop - start, count), 6, 6, 4)
-    site = patched("llama_gqa", BIASED["alibi over a scale"]).model.layers[0].self_attn.forward
-    state = type("State", (), {})()
-    site.scale = lambda *_: torch.arange(6.0).view(1, 1, 6)
-    scaled = site._scaled_form(form, state, torch.zeros(1, 4, 6, 8), 6)
-    assert torch.equal(scaled.rows(2, 4)[0, 0, :, 0], torch.tensor([2.0, 3.0]))
-    assert torch.equal(scaled.rows()[0, 1, :, 5], torch.arange(6.0))
-
-
 def test_a_function_of_somebody_else_gets_the_matrix() -> None:
     """Who registers a function of their own under "sdpa" is asked, and gets the bias in the way of transformers."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -240,14 +240,6 @@ def test_modules_with_scores_of_their_own_get_rotated_heads(kind: type[PreTraine
     torch.testing.assert_close(built("grape_m", initial_bias=16 * 30.0), built("rope"), rtol=1e-4, atol=1e-4)
 
 
-def test_only_one_scheme_replaces_the_logits() -> None:
-    for other in ("grape_m", "rerope"):
-        with pytest.raises(ValueError, match="both replace the logits"):
-            patched(["repo", other])
-    with pytest.raises(ValueError, match="combines neighbouring tokens"):
-        patched({"scheme": "position_clamp", "maximum": 5, "inner": ["selective_rope", "alibi"]})
-
-
 @EVERY_SCHEME
 def test_a_bias_is_fitted_to_what_a_rotation_did(scheme: str) -> None:
     model = patched(scheme, **SCHEMES[scheme])

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model
-from hf_posenc.patching.call.logit_site import LogitSite
 from hf_posenc.schemes.parts import DistanceBias, Part
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
@@ -109,40 +108,6 @@ def test_gradients(scheme: Any) -> None:
     for name, gradient in found[0].items():
         # Sums of some thousand pairs in another order.
         assert float((gradient - found[1][name]).norm()) <= 1e-3 * float(found[1][name].norm()), name
-
-
-@pytest.fixture
-def slow_forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of queries of every bias that was built for given positions."""
-    seen: list[int] = []
-    own = LogitSite._form_of_positions
-
-    def watched(self: LogitSite, bias: Any, state: Any, query_length: int, *rest: Any) -> Any:
-        seen.append(query_length)
-        return own(self, bias, state, query_length, *rest)
-
-    monkeypatch.setattr(LogitSite, "_form_of_positions", watched)
-    return seen
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@torch.no_grad()
-def test_who_has_no_gaps_pays_for_none(backend: str, slow_forms: list[int]) -> None:
-    model, ids = patched("llama_gqa", "t5", attn_implementation=backend), tokens(2, LENGTH)
-    left = torch.ones(2, LENGTH, dtype=torch.long)
-    left[1, :6] = 0
-    for mask in (left, left.flip(-1), torch.ones_like(left)):
-        model(ids, attention_mask=mask)
-    model(ids)
-    model(ids, position_ids=POSITIONS["from 7 on"])
-    model(ids, position_ids=POSITIONS["restarts"], use_cache=False)
-    model(ids, position_ids=(left.cumsum(-1) - 1).clamp(min=0), attention_mask=left)
-    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(ids, attention_mask=left, **settings)
-    model.generate(ids, attention_mask=torch.ones_like(left), **settings)
-    assert not slow_forms
-    model(ids, position_ids=POSITIONS["gaps"])
-    assert slow_forms == [LENGTH]
 
 
 def hole() -> Tensor:

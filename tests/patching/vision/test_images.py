@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import ViTForImageClassification
 
 from hf_posenc import (
-    LearnedConfig,
     SequenceLengthError,
     SinusoidalConfig,
     UnsupportedError,
@@ -92,12 +91,6 @@ def test_embeddings_that_were_exchanged_after_the_patch_are_noticed(model: ViTFo
         tokens(model, image())
 
 
-def test_a_scheme_for_videos_is_refused_with_the_number_of_axes(model: ViTForImageClassification) -> None:
-    for scheme, options in (("rope_nd", {"grid": (4, 4)}), ("mrope", {}), ("alibi", {"axes": 3})):
-        with pytest.raises(UnsupportedError, match=r"2 axes.*built for 3"):
-            patch_model(model, scheme, **options)
-
-
 def test_a_grid_scheme_where_tokens_have_one_axis_is_pointed_out() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=50))
@@ -118,21 +111,6 @@ def test_an_image_that_a_table_cannot_be_resized_to_is_an_error_with_the_remedy(
     patch_model(model, "learned", num_positions=17)
     with pytest.raises(SequenceLengthError, match="31 is longer than the 17 positions"):
         hidden(model, image(6, 5))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("vision-mobilevit", "nor a list of layers that read vectors of tokens"),
-        ("video-videoprism_vision_model", r"separate tables \(spatial.*temporal"),
-    ],
-)
-@pytest.mark.parametrize("scheme", [SinusoidalConfig(), LearnedConfig(num_positions=512)])
-def test_vectors_that_have_no_place_are_refused(name: str, message: str, scheme: Any) -> None:
-    model = built(name)
-    with pytest.raises(UnsupportedError, match=message):
-        patch_model(model, scheme)
-    assert not hasattr(model, "position_encoding")
 
 
 def test_the_mask_decoder_of_sam_is_left_alone() -> None:
