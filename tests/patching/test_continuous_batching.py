@@ -20,7 +20,6 @@ from tests.thinning import mostly_slow
 
 YARN = {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 16}}
 NTK = {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 4.0, "original_max_positions": 8}}
-SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 SETTINGS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 #: Sums of some hundred terms in another order, in float32.
 CLOSE = 2e-5

@@ -18,11 +18,13 @@ from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.recipes import begin_blend, swap_scheme
 from hf_posenc.schemes import environments
 from hf_posenc.schemes.needs import Environment, Need
+from tests.architectures.inputs import inputs_for
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.matrix.test_behaviour import CLOSE, SCHEMES
 from tests.models import tiny
 from tests.patching.test_continuous_batching import alone, batched, prompts
-from tests.patching.vision.families import FAMILIES
 from tests.schemes.table import TABLE
 
 IDS = tokens(1, 12)
@@ -142,12 +144,12 @@ def pooled(scheme: str) -> tuple[Tensor, Tensor]:
     """Every picture is read as if it were alone."""
     if scheme == "learned":
         pytest.skip("more patches than rows")
-    family = FAMILIES["hiera"]
-    model, pictures = with_scheme(family.build(), scheme), family.inputs()
-    name, pixels = next(iter(pictures.items()))
+    pair = pair_named("vision-hiera")
+    model = with_scheme(tiny_model(pair), scheme)
+    pixels = inputs_for(model, pair)["pixel_values"]
     with torch.no_grad():
-        both = model(**{name: pixels}).last_hidden_state
-        rows = [model(**{name: row}).last_hidden_state for row in pixels.split(1)]
+        both = model(pixel_values=torch.cat((pixels, pixels.flip(-1)))).last_hidden_state
+        rows = [model(pixel_values=each).last_hidden_state for each in (pixels, pixels.flip(-1))]
     return both, torch.cat(rows)
 
 
