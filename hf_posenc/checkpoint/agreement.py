@@ -6,7 +6,7 @@ their weights in the same way. `NamedSchemes` compares them with those of a mode
 A small config can request tables of several gigabytes. The header of a safetensors file lists every tensor with its
 shape and can be read without the values, so a scheme that does not match the weights is refused before it is allocated.
 Without a header (`.bin` files, a model built from a config), the limits of the options apply
-(`hf_posenc.schemes.limits`).
+(`hf_posenc.schemes.validation`).
 
 One shard of several names the scheme. So that the others cannot be those of another model, the index holds a digest of
 each shard. It is added to the index that transformers has written; other programs ignore it. An index without digests,
@@ -36,7 +36,7 @@ from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.place.encoding import PositionEncoding, build_encoding, encodings, parts_named
 from hf_posenc.patching.place.record import disagreement, marked_scheme
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.limits import shown
+from hf_posenc.schemes.validation import shown
 
 #: Arguments of `from_pretrained` with which other files are read, or names differ from those of the model.
 _ELSEWHERE = ("gguf_file", "key_mapping")

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError
-from hf_posenc.schemes.limits import check_shape_of_json
-from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.validation import check_options
+from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json
 
 ConfigType = TypeVar("ConfigType")
 

@@ -22,7 +22,8 @@ from hf_posenc.schemes import (
     scheme_from_dict,
 )
 from hf_posenc.schemes.config import nesting
-from hf_posenc.schemes.limits import (
+from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.validation import (
     DEEPEST_NESTING,
     LARGEST_FACTOR,
     LARGEST_LENGTH,
@@ -32,9 +33,8 @@ from hf_posenc.schemes.limits import (
     MOST_PARTS,
     MOST_ROWS,
     SMALLEST_FACTOR,
+    check_declared,
 )
-from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.option_types import check_declared
 
 from .table import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS, VARIANTS, context_for, positions_of
 

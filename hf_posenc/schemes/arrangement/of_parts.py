@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.limits import shown
 from hf_posenc.schemes.registry import as_scheme, register_scheme
+from hf_posenc.schemes.validation import shown
 
 
 @register_scheme

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows, select_rows_of_keys
-from hf_posenc.schemes.limits import LARGEST_LENGTH, MOST_DISTANCES
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
-from hf_posenc.schemes.validation import check_integer, option
+from hf_posenc.schemes.validation import LARGEST_LENGTH, MOST_DISTANCES, check_integer, option
 from hf_posenc.schemes.weights import NormalWeights
 
 BOTH_TERMS = "c2p|p2c"

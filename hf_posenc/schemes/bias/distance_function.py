@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.option_types import check_declared
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
+from hf_posenc.schemes.validation import check_declared
 
 #: Parameters of a function that are no options: the place in the model gives them.
 _OF_PLACE = ("head", "num_heads")

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.grids import Places, distances_by_axis, entries_of_pairs, places
-from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, tables_of_call
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
-from hf_posenc.schemes.validation import option, whole_positions
+from hf_posenc.schemes.validation import MOST_ROWS, option, whole_positions
 from hf_posenc.schemes.weights import NativeTable
 
 #: Entries of BEiT for pairs with a token without a place: that token as the query, as the key, and as both.

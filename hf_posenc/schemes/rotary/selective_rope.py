@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.limits import LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
+from hf_posenc.schemes.validation import LARGEST_WIDTH, SMALLEST_FACTOR
 
 
 class SelectiveRotation(ContextualRotation):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import SubConfig, constructor_example, required_options
-from hf_posenc.schemes.limits import shown
-from hf_posenc.schemes.validation import checked
+from hf_posenc.schemes.validation import checked, shown
 
 
 def rope_exponents(rotary_dim: int) -> Tensor:
