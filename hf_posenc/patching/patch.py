@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_posenc.patching.anatomy.verification import verify_adopted_tables
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.architectures import architecture_of
+from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_entry import at_native_lengths
@@ -139,7 +141,21 @@ def _plan(
     changed = [part for part in requested if schemes[part] != scheme_in_part(previous, part)]
     # Defaults that depend on the length use the native one, even if the config has been given another since.
     with at_native_lengths(target.config):
-        return transaction.plan(whole, kept=_kept(previous, changed))
+        encoding = transaction.plan(whole, kept=_kept(previous, changed))
+    _refuse_unread_keys(encoding, target)
+    return encoding
+
+
+def _refuse_unread_keys(encoding: PositionEncoding, model: Any) -> None:
+    """Refuses keys of another width, or with features, that layers without the scheme would read from the cache."""
+    readers = architecture_of(model.config).cache_readers
+    layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
+    if readers is not None and any(layer.widens_heads or layer.num_features for layer in layers):
+        raise UnsupportedError(
+            f"{scheme_label(encoding.config)!r} caches wider keys than {type(model).__name__}, and {readers} reads the "
+            "same cache without the scheme. Use a scheme that leaves keys as wide as they are, such as 'rope' or "
+            "'alibi'."
+        )
 
 
 def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:
@@ -178,6 +194,8 @@ def _resolve(
     warn_if_invisible(config, stacks)
     warn_if_theta_changes(config, stacks)
     warn_of_invented_grid(config, stacks)
+    if transaction.encoding is None and transaction.anatomy.is_runnable:
+        refuse_failing(transaction.anatomy, config, stacks, transaction)
     return config
 
 

@@ -60,9 +60,10 @@ def windows_of_frames(module: Any, tokens: int) -> dict[str, Any]:
 def test_a_user_can_state_the_arguments_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """And sinusoids that restart in windows packed in one row are noticed."""
     model = tiny_model(pair_named("audio-text-qwen3_asr"))
+    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
+    register_architecture("qwen3_asr_encoder", architecture=Architecture())
     with pytest.raises(UnsupportedError, match=r"qwen3_asr_encoder.*example_inputs"):
         patch_model(model, "rope", part="audio")
-    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
     register_architecture("qwen3_asr_encoder", architecture=Architecture(example_inputs=windows_of_frames))
     with pytest.raises(UnsupportedError, match="first layer depends on the position of tokens"):
         patch_model(model, "rope", part="audio")

@@ -57,6 +57,8 @@ class Architecture:
         suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
             function of the config.
         additive_only: why a scheme can have no part in its attention layers; `None` if it can.
+        cache_readers: what reads the keys of a scheme from a cache, apart from the layers that have cached them. Keys
+            of another width are then refused.
         example_inputs: `(stack or model, tokens) -> arguments` of its forward for a short run, if tokens, an image or
             features of the usual shape are not enough. Text has that number of tokens; images and sound have their own.
     """
@@ -85,6 +87,7 @@ class Architecture:
     kept: tuple[str, ...] = field(default_factory=tuple)
     suffix_tokens: int | Callable[[Any], int] = 0
     additive_only: str | None = None
+    cache_readers: str | None = None
     example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
 
     def refusal(self, config: Any) -> str | None:
