@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 from benchmarks.levels import LEVELS
 from benchmarks.lineup import CONTROL
@@ -21,18 +23,6 @@ _KINDS = ("this library and stock models", "other libraries and other ways")
 _TICKS = (1, 2, 4, 8, 16, 32, 1.5, 3, 6, 1.2, 0.9, 1.1, 0.8)
 
 
-class _Row(NamedTuple):
-    """Lengths and ratios of one subject in one phase, and whether it is another library's or another way."""
-
-    lengths: list[int]
-    ratios: list[float]
-    peer: bool
-
-
-#: By level, phase and subject.
-_Rows = dict[str, dict[str, dict[str, _Row]]]
-
-
 def draw_price(result: Result, folder: Path) -> list[Path]:
     """Draws the ratios of time to that of the same model without position, logarithmic, a dot per length.
 
@@ -43,58 +33,45 @@ def draw_price(result: Result, folder: Path) -> list[Path]:
     Returns:
         The files, for light and dark pages; none where there is nothing to draw: a row needs two lengths.
     """
-    rows = _rows(result)
-    if not any(
-        len(row.lengths) > 1
-        for phases in rows.values()
-        for by_subject in phases.values()
-        for row in by_subject.values()
-    ):
+    frame = _frame(result)
+    if frame.empty or frame.groupby(["level", "phase", "subject"]).size().max() < 2:
         return []
     paths = []
     for dark in (False, True):
         with styled(dark):
-            paths.append(save(_drawn(rows), folder / f"price{'_dark' * dark}.png", colors=64))
+            paths.append(save(_drawn(frame), folder / f"price{'_dark' * dark}.png", colors=64))
     return paths
 
 
-def _rows(result: Result) -> _Rows:
-    rows: _Rows = {}
+def _frame(result: Result) -> pd.DataFrame:
+    """A row for each ratio, the shortest length of a subject first."""
+    rows = []
     for record in result.records:
-        level, phase = record.at["level"], record.at["phase"]
+        phase = record.at["phase"]
         shown = record.quantity == "to_bare" or (record.quantity == "peer" and "," in record.subject)
         if shown and record.subject != CONTROL and record.value is not None:
-            title = LEVELS[level].title.partition(",")[0]
-            phases = rows.setdefault(title[0].lower() + title[1:], {})
-            by_subject = phases.setdefault(_PHASES.get(phase, phase), {})
-            row = by_subject.setdefault(record.subject, _Row([], [], record.quantity == "peer"))
-            row.lengths.append(record.at["T"])
-            row.ratios.append(record.value)
-    return rows
+            title = LEVELS[record.at["level"]].title.partition(",")[0]
+            level, peer = title[0].lower() + title[1:], record.quantity == "peer"
+            rows.append((level, _PHASES.get(phase, phase), record.subject, peer, record.at["T"], record.value))
+    return pd.DataFrame(rows, columns=["level", "phase", "subject", "peer", "length", "ratio"])
 
 
-def _drawn(rows: _Rows) -> Figure:
+def _drawn(frame: pd.DataFrame) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    names = {level: _ordered(next(iter(phases.values()))) for level, phases in rows.items()}
-    heights = [0.8 + 0.21 * len(names[level]) + 0.5 * (index == 0) for index, level in enumerate(rows)]
+    levels = dict(iter(frame.groupby("level", sort=False)))
+    names = {level: _ordered(rows[rows.phase == rows.phase.iloc[0]]) for level, rows in levels.items()}
+    heights = [0.8 + 0.21 * len(names[level]) + 0.5 * (index == 0) for index, level in enumerate(levels)]
     figure = Figure(figsize=(7.4, sum(heights)))
-    parts = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
-    lengths = sorted(
-        {
-            length
-            for phases in rows.values()
-            for row in phases.values()
-            for subject in row.values()
-            for length in subject.lengths
-        }
-    )
+    parts = figure.subfigures(len(levels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    lengths = sorted(set(frame.length))
     sizes = {length: 2.5 + 5.5 * index / max(1, len(lengths) - 1) for index, length in enumerate(lengths)}
-    for part, (level, phases) in zip(parts, rows.items(), strict=True):
+    for part, (level, rows) in zip(parts, levels.items(), strict=True):
+        phases = rows.groupby("phase", sort=False)
         grid = part.subplots(1, len(phases), sharey=True, squeeze=False)[0]
-        for axes, (phase, by_subject) in zip(grid, phases.items(), strict=True):
-            _draw_phase(axes, [by_subject.get(name) for name in names[level]], sizes)
+        for axes, (phase, of_phase) in zip(grid, phases, strict=True):
+            _draw_phase(axes, of_phase, names[level], sizes)
             axes.set_title(f"{level}, {phase}" if axes is grid[0] else phase, fontsize=10)
         grid[0].set_yticks(range(len(names[level])), names[level])
         grid[0].set_ylim(len(names[level]) - 0.4, -0.6)
@@ -107,21 +84,20 @@ def _drawn(rows: _Rows) -> Figure:
     return figure
 
 
-def _ordered(by_subject: dict[str, _Row]) -> list[str]:
-    """The cheapest at its longest length first."""
-    return sorted(by_subject, key=lambda name: by_subject[name].ratios[-1])
+def _ordered(rows: pd.DataFrame) -> list[str]:
+    """The subjects of one phase, the cheapest at its longest length first."""
+    return list(rows.groupby("subject", sort=False).ratio.last().sort_values(kind="stable").index)
 
 
-def _draw_phase(axes: Axes, rows: list[_Row | None], sizes: dict[int, float]) -> None:
+def _draw_phase(axes: Axes, rows: pd.DataFrame, names: list[str], sizes: dict[int, float]) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
     axes.axvline(1.0, color=shade(0.6), linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
-    for place, row in enumerate(rows):
-        if row is not None:
-            color = palette()[int(row.peer)]
-            axes.plot(row.ratios, [place] * len(row.ratios), color=color, linewidth=1.0, alpha=0.5)
-            for length, ratio in zip(row.lengths, row.ratios, strict=True):
-                axes.plot(ratio, place, "o", color=color, markersize=sizes[length])
+    for subject, of_subject in rows[rows.subject.isin(names)].groupby("subject", sort=False):
+        place, color = names.index(subject), palette()[int(of_subject.peer.iloc[0])]
+        axes.plot(of_subject.ratio, [place] * len(of_subject), color=color, linewidth=1.0, alpha=0.5)
+        for length, ratio in zip(of_subject.length, of_subject.ratio, strict=True):
+            axes.plot(ratio, place, "o", color=color, markersize=sizes[length])
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     ticks: list[float] = []

@@ -13,13 +13,16 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine, machine_line
-from benchmarks.rounds import PHASES, measure, ratios, spread
+from benchmarks.timing import quartiles
 from hf_posenc.export.gguf.run import complete
 from hf_posenc.report.tables import markdown_table
+
+#: What is timed: a prompt that is read, and tokens that are written after it. Milliseconds per token.
+PHASES = ("reading", "writing")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,6 +49,29 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def measure(
+    run: Callable[[str], Mapping[str, float]], names: Sequence[str], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Runs every subject once in each round, in random order.
+
+    Args:
+        run: runs a subject and returns its time by phase.
+        names: of the subjects. The first runs twice in each round; the ratio of the two is the noise of the machine.
+        rounds: number of rounds.
+
+    Returns:
+        The times by name and phase.
+    """
+    generator, again = random.Random(0), f"{names[0]} again"
+    times: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in (*names, again)}
+    for _ in range(rounds):
+        for name in generator.sample(list(times), len(times)):
+            by_phase = run(names[0] if name == again else name)
+            for phase in PHASES:
+                times[name][phase].append(by_phase[phase])
+    return times
+
+
 def timed(file: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
     """llama.cpp's own times in milliseconds per token, by phase.
 
@@ -69,7 +95,8 @@ def _named_file(word: str) -> tuple[str, Path]:
 
 def _cells(times: list[float], first: list[float]) -> list[str]:
     """The median time, and the median of the ratios with their quartiles."""
-    return [f"{statistics.median(times):.2f}", spread(*ratios(times, first))]
+    spread = "{median:.2f} ({low:.2f} to {high:.2f})".format(**quartiles(times, first))
+    return [f"{statistics.median(times):.2f}", spread]
 
 
 if __name__ == "__main__":

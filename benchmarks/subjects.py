@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
+from benchmarks.apart import Apart
 from benchmarks.levels import LEVELS, SMOLLM2, SMOLLM2_LEVEL, Sizes, image_side
 from benchmarks.machine import DTYPES
 from hf_posenc import accept_cache
@@ -74,10 +74,12 @@ class Call:
     Args:
         run: what is timed.
         after: restores the state from before the call; not timed.
+        seconds: makes the call elsewhere and returns its time; `None` for one that is made here.
     """
 
     run: Callable[[], object]
     after: Callable[[], object] = lambda: None
+    seconds: Callable[[], float] | None = None
 
     def once(self) -> None:
         """Runs, and restores the state."""
@@ -123,12 +125,17 @@ class LanguageModel(Subject):
     """
 
     model: Any = None
+    _apart: dict[tuple[str, int], Apart] = field(default_factory=dict)
 
     def call(self, phase: str, length: int) -> Call:
         """Sets the mode of the model and makes its tokens and cache."""
+        if phase in COMPILED:
+            key = (phase, length)
+            if key not in self._apart:
+                self._apart[key] = Apart(lambda: self._compiled(phase, length))
+            elsewhere = self._apart[key].seconds
+            return Call(elsewhere, seconds=elsewhere)
         model = self.model.train(phase.startswith("train"))
-        if phase == "decode_compiled":
-            return self._decoded_by_graph(length)
         if phase in DECODING:
             cache = self.filled_cache(length, DECODING[phase])
             token = self.setting.tokens(1, DECODING[phase])
@@ -139,20 +146,18 @@ class LanguageModel(Subject):
         tokens = self.setting.tokens(length)
         uncached = {"use_cache": False} if model.can_generate() else {}
         if phase.startswith("train"):
-            run = self.compiled if phase in COMPILED else model
             return Call(
-                lambda: run(input_ids=tokens, labels=tokens, **uncached).loss.backward(), lambda: model.zero_grad()
+                lambda: model(input_ids=tokens, labels=tokens, **uncached).loss.backward(), lambda: model.zero_grad()
             )
         return Call(torch.no_grad()(lambda: model(input_ids=tokens, **uncached)))
 
-    @functools.cached_property
-    def compiled(self) -> Any:
-        """The compiled model."""
-        # All subjects run the same code, for which torch makes eight graphs by default. Others would run uncompiled.
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-        return torch.compile(self.model)
-
-    def _decoded_by_graph(self, length: int) -> Call:
+    def _compiled(self, phase: str, length: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        """A call of the compiled model, and what restores the state from before it."""
+        compiled = torch.compile(self.model.train(phase.startswith("train")))
+        if phase == "train_compiled":
+            tokens = self.setting.tokens(length)
+            given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+            return lambda: compiled(**given).loss.backward(), self.model.zero_grad
         cache, token = StaticCache(config=self.model.config, max_cache_len=length + _ROOM), self.setting.tokens(1)
 
         @torch.no_grad()
@@ -165,9 +170,7 @@ class LanguageModel(Subject):
                 fill()
 
         fill()
-        return Call(
-            torch.no_grad()(lambda: self.compiled(input_ids=token, past_key_values=cache, use_cache=True)), after
-        )
+        return torch.no_grad()(lambda: compiled(input_ids=token, past_key_values=cache, use_cache=True)), after
 
     def filled_cache(self, length: int, batch: int = 1) -> DynamicCache:
         """A cache of `length` tokens in each of `batch` sequences.

@@ -168,11 +168,16 @@ def row_of(subject: Subject, times: dict[str, list[float]]) -> dict[str, Any]:
     }
     for name, other in (("ratio", subject.baseline), ("to_bare", BARE), ("to_stock", STOCK)):
         if other in times:
-            ratios = [mine / theirs for mine, theirs in zip(measured, times[other], strict=True)]
-            low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            quartiles = {"median": median, "low": low, "high": high, "of_minima": min(measured) / min(times[other])}
-            row[name] = {key: round(value, 4) for key, value in quartiles.items()}
+            ratios = quartiles(measured, times[other]) | {"of_minima": min(measured) / min(times[other])}
+            row[name] = {key: round(value, 4) for key, value in ratios.items()}
     return row | {"rounds": [round(seconds * 1e3, 4) for seconds in measured]}
+
+
+def quartiles(times: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """The `median` of the ratios of two subjects within a round, and their quartiles `low` and `high`."""
+    ratios = [mine / theirs for mine, theirs in zip(times, others, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    return {"median": median, "low": low, "high": high}
 
 
 def reason_of(error: Exception) -> tuple[str, bool]:
@@ -197,6 +202,8 @@ def _mean(call: Call, calls: int, warm: bool, device: str) -> float:
 
 def timed(call: Call, device: str) -> float:
     """The seconds of one call."""
+    if call.seconds is not None:
+        return call.seconds()
     synchronize(device)
     start = time.perf_counter()
     call.run()

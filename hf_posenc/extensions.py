@@ -93,14 +93,14 @@ def _add_folders() -> None:
 
 def _find(name: str) -> None:
     try:
-        found = name in sys.modules or importlib.util.find_spec(name) is not None
+        exists = name in sys.modules or importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        found = False
+        exists = False
     except (ImportError, ValueError):  # not a module name, for example a path
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         searched = " or in ".join(["on the import path", *_folders()])
         deleted = " The working folder no longer exists." if _working_folder() is None else ""
         raise ExtensionError(f"--import {name}: there is no module {name!r} {searched}.{deleted}")

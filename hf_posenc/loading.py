@@ -27,8 +27,8 @@ def auto_class(config: Any) -> Any:
     if not architectures:
         return transformers.AutoModel
     wanted = architectures[0].removeprefix(_ARCHITECTURE_PREFIX)
-    classes = {name: found for name, found in vars(modeling_auto).items() if isinstance(found, type)}
-    loaders = {name: getattr(found, "_model_mapping", None) for name, found in classes.items()}
+    classes = {name: kind for name, kind in vars(modeling_auto).items() if isinstance(kind, type)}
+    loaders = {name: getattr(kind, "_model_mapping", None) for name, kind in classes.items()}
     public = [name for name, mapping in loaders.items() if mapping is not None and hasattr(transformers, name)]
     # A class may have several loaders, of which those that say most about it come first.
     for name in sorted(public, key=lambda name: (name not in _COMMON_LOADERS, name in _VAGUE_LOADERS, name)):

@@ -116,9 +116,9 @@ def ordinary_context() -> Iterator[None]:
 
 
 @contextmanager
-def _without_hooks(found: list[dict[int, Any]]) -> Iterator[None]:
+def _without_hooks(registered: list[dict[int, Any]]) -> Iterator[None]:
     """Empties dictionaries of hooks, except for those that a module needs."""
-    before = [(hooks, hooks.copy()) for hooks in found]
+    before = [(hooks, hooks.copy()) for hooks in registered]
     try:
         for hooks, _ in before:
             for number in [number for number, hook in hooks.items() if not _is_needed(hook)]:
@@ -161,22 +161,24 @@ def _silent_loggers() -> Iterator[None]:
 @contextmanager
 def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
     """Evaluation mode without the caller's hooks; attributes, containers, buffers and configs are given back."""
-    configs = {id(config): config for one in modules if hasattr(config := one.__dict__.get("config"), "__dict__")}
-    owners = [*(vars(one) for one in modules), *(vars(config) for config in configs.values())]
-    inside = [value for own in owners for name, value in own.items() if name != _MOVED and type(value) in _CONTAINERS]
+    configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
+    owners = [*map(vars, modules), *map(vars, configs.values())]
+    inside = [
+        value for owner in owners for name, value in owner.items() if name != _MOVED and type(value) in _CONTAINERS
+    ]
     contents = [(value, value.copy()) for value in (*owners, *inside)]
     buffers = [
         (buffer, buffer.detach().clone())
-        for one in modules
-        for buffer in one._buffers.values()
+        for module in modules
+        for buffer in module._buffers.values()
         if type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _LARGEST_COPY
     ]
     try:
-        for one in modules:
-            vars(one)["training"] = False
-            if "_old_forward" in vars(one) and not _is_of_accelerate(vars(one).get("_hf_hook")):
-                vars(one)["forward"] = vars(one)["_old_forward"]
-        with _without_hooks([vars(one)[name] for one in modules for name in _HOOKS]):
+        for attributes in map(vars, modules):
+            attributes["training"] = False
+            if "_old_forward" in attributes and not _is_of_accelerate(attributes.get("_hf_hook")):
+                attributes["forward"] = attributes["_old_forward"]
+        with _without_hooks([vars(module)[name] for module in modules for name in _HOOKS]):
             yield
     finally:
         for value, before in contents:
@@ -190,7 +192,7 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
 
 def _is_of_accelerate(hook: Any) -> bool:
     """Whether a hook in accelerate's wrapper of a forward is accelerate's own, and not the caller's."""
-    return all(type(one).__module__.startswith("accelerate.") for one in getattr(hook, "hooks", (hook,)))
+    return all(type(inner).__module__.startswith("accelerate.") for inner in getattr(hook, "hooks", (hook,)))
 
 
 def _is_needed(hook: Any) -> bool:

@@ -16,4 +16,4 @@ def with_version(package: str) -> str:
 def installed() -> list[str]:
     """This package and those that decide what it does, with their versions."""
     others = map(with_version, ("torch", "transformers", "peft"))
-    return [f"hf_posenc {__version__}", *(one for one in others if " " in one)]
+    return [f"hf_posenc {__version__}", *(package for package in others if " " in package)]

@@ -54,8 +54,8 @@ class _Finder:
             return None
         self._delegating.add(fullname)
         try:
-            found = (one.find_spec(fullname, path, target) for one in sys.meta_path if hasattr(one, "find_spec"))
-            spec = next(filter(None, found), None)
+            finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
         finally:
             self._delegating.discard(fullname)
         if spec is None or spec.loader is None:

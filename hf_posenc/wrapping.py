@@ -102,10 +102,10 @@ def wrap(module: str, wrappers: Mapping[str, Callable[[Call], Any]], *, moved: b
     """
     WRAPPERS.update({f"{module}.{name}": wrapper for name, wrapper in wrappers.items()})
 
-    def place(found: ModuleType) -> None:
+    def place(loaded: ModuleType) -> None:
         for name, wrapper in wrappers.items():
             try:
-                _place(found, name, wrapper)
+                _place(loaded, name, wrapper)
             except AttributeError as error:
                 if not moved:
                     raise ImportError(
@@ -155,8 +155,8 @@ def _named(function: Any, name: str, before: tuple[Any, ...] = ()) -> Any:
         return function if function.__name__ == name else None
     called = inspect.getclosurevars(inspect.unwrap(function))
     values = [getattr(value, "__func__", value) for value in (*called.nonlocals.values(), *called.globals.values())]
-    others = [one for one in values if inspect.isfunction(one) and one not in (*before, function)]
-    return next(filter(None, (_named(one, name, (*before, function)) for one in others)), None)
+    others = [value for value in values if inspect.isfunction(value) and value not in (*before, function)]
+    return next(filter(None, (_named(other, name, (*before, function)) for other in others)), None)
 
 
 def _is_of_another_copy(function: Any) -> bool:

@@ -40,8 +40,6 @@ from training.starting_model import add_lora, apply_scheme, build_model, check_s
 from training.swapping import HealingArguments
 from training.trainer import data_seed, training_steps
 
-logger = logging.getLogger("run_clm")
-
 #: All options, in the order of the arguments of `train`.
 OPTIONS = (
     ModelArguments, SchemeArguments, DataArguments, LoraArguments, RunArguments, TrainingArguments, HealingArguments,
@@ -62,8 +60,20 @@ def train(
     run: RunArguments,
     arguments: TrainingArguments,
     healing: HealingArguments,
+    *,
+    causal: bool = True,
 ) -> dict[str, float]:
     """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
+
+    Args:
+        model_options: which model, and its tokenizer.
+        scheme: its position encoding.
+        data: which text, and how it is made into rows.
+        lora: whether adapters are trained.
+        run: what to do with an output folder that is not empty.
+        arguments: of the Trainer.
+        healing: how a pretrained model takes the scheme.
+        causal: whether the model learns to predict the next token, rather than masked ones (run_mlm.py).
 
     Returns:
         The content of `all_results.json`.
@@ -74,37 +84,38 @@ def train(
     """
     # Options: what cannot work is refused before anything is written.
     set_up(arguments, lora=lora.lora)
+    healing.check_objective(causal)
     healing.check_start(scheme, model_options)
     check_scheme(scheme)
 
     # Data: rows of tokens; no document is in both parts.
-    tokenizer = load_tokenizer(model_options, causal=True)
+    tokenizer = load_tokenizer(model_options, causal)
     with arguments.main_process_first(desc="loading and tokenising"):
-        train_rows, eval_rows, text = load_rows(data, tokenizer, causal=True, seed=data_seed(arguments))
+        train_rows, eval_rows, text = load_rows(data, tokenizer, causal, seed=data_seed(arguments))
     if trains(arguments):
         healing.check_run(arguments, training_steps(len(train_rows), arguments), lora=lora.lora)
 
     # Model: the stock one, and a frozen copy where the training learns from it.
-    model = build_model(model_options, tokenizer, causal=True, seed=arguments.seed)
+    model = build_model(model_options, tokenizer, causal, seed=arguments.seed)
     teacher = frozen_teacher(model) if healing.distill else None
     native_length = context_length(model)
 
     # Patch: the scheme takes the place of the native one, and the tokenizer states its length.
     apply_scheme(model, scheme, healing, train_rows)
     update_tokenizer_length(tokenizer, model, native_length)
-    batches = packed_batches(model, data, causal=True, vocabulary=len(tokenizer))
+    batches = packed_batches(model, data, causal, vocabulary=len(tokenizer))
     if lora.lora:
-        model = add_lora(model, lora, causal=True)
+        model = add_lora(model, lora, causal)
 
     # Trainer: a run goes on only with the settings that decide its curve.
     settings = run_settings(
         arguments,
         model,
-        objective="causal",
+        objective="causal" if causal else "masked",
         train_text=train_rows.stream.digest(),
         block_size=data.block_size,
         packing=data.packing,
-        mlm_probability=None,
+        mlm_probability=None if causal else data.mlm_probability,
         scheme=scheme,
         lora=lora,
         **healing.settings(),
@@ -115,18 +126,18 @@ def train(
         arguments,
         model,
         settings,
-        causal=True,
+        causal=causal,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         data_collator=batches,
         processing_class=tokenizer,
         callbacks=healing.callbacks(),
-        loss_hooks=healing.loss_hooks(model, teacher, causal=True),
+        loss_hooks=healing.loss_hooks(model, teacher, causal),
     )
 
     # Train, evaluate and save.
     results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
-    logger.info("%s", text)
+    logging.getLogger("run_clm" if causal else "run_mlm").info("%s", text)
     if trains(arguments):
         results |= train_and_save(trainer, checkpoint, adapter=lora.lora)
     results |= evaluate(trainer)

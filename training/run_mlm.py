@@ -4,137 +4,27 @@
         --tokenizer_name bytes --scheme alibi --output_dir outputs/alibi --max_steps 300
     accelerate launch --config_file training/accelerate/ddp_gpu.yaml training/run_mlm.py settings.yaml --seed 1
 
-All options can stand in one YAML or JSON file; flags after it override it. The same command again resumes.
+All options can stand in one YAML or JSON file; flags after it override it. The same command again resumes. The steps of
+a run are those of run_clm.py, with masked tokens to predict in place of the next one.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import TrainingArguments
-
-from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
-from hf_posenc.recipes import frozen_teacher
 from training.argument_files import parse_arguments
-from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments
-from training.data.blocking import packed_batches
-from training.data.rows import load_rows
-from training.one_run import (
-    build_trainer,
-    evaluate,
-    exit_status,
-    finish,
-    merge_adapter,
-    run_settings,
-    set_up,
-    starting_point,
-    train_and_save,
-    trains,
-)
-from training.starting_model import add_lora, apply_scheme, build_model, check_scheme, load_tokenizer
-from training.swapping import HealingArguments
-from training.trainer import data_seed, training_steps
-
-logger = logging.getLogger("run_mlm")
-
-#: All options, in the order of the arguments of `train`.
-OPTIONS = (
-    ModelArguments, SchemeArguments, DataArguments, LoraArguments, RunArguments, TrainingArguments, HealingArguments,
-)  # fmt: skip
+from training.one_run import exit_status
+from training.run_clm import OPTIONS, train
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `exit_status`."""
     words = sys.argv[1:] if arguments is None else arguments
-    return exit_status("run_mlm", lambda: train(*parse_arguments(OPTIONS, words, __doc__)))
-
-
-def train(
-    model_options: ModelArguments,
-    scheme: SchemeArguments,
-    data: DataArguments,
-    lora: LoraArguments,
-    run: RunArguments,
-    arguments: TrainingArguments,
-    healing: HealingArguments,
-) -> dict[str, float]:
-    """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
-
-    Returns:
-        The content of `all_results.json`.
-
-    Raises:
-        SettingsError: for options that cannot work. All are checked before anything is written.
-        TrainingError: if the training had to stop.
-    """
-    # Options: what cannot work is refused before anything is written.
-    set_up(arguments, lora=lora.lora)
-    healing.check_objective(causal=False)
-    healing.check_start(scheme, model_options)
-    check_scheme(scheme)
-
-    # Data: rows of tokens; no document is in both parts.
-    tokenizer = load_tokenizer(model_options, causal=False)
-    with arguments.main_process_first(desc="loading and tokenising"):
-        train_rows, eval_rows, text = load_rows(data, tokenizer, causal=False, seed=data_seed(arguments))
-    if trains(arguments):
-        healing.check_run(arguments, training_steps(len(train_rows), arguments), lora=lora.lora)
-
-    # Model: the stock one, and a frozen copy where the training learns from it.
-    model = build_model(model_options, tokenizer, causal=False, seed=arguments.seed)
-    teacher = frozen_teacher(model) if healing.distill else None
-    native_length = context_length(model)
-
-    # Patch: the scheme takes the place of the native one, and the tokenizer states its length.
-    apply_scheme(model, scheme, healing, train_rows)
-    update_tokenizer_length(tokenizer, model, native_length)
-    batches = packed_batches(model, data, causal=False, vocabulary=len(tokenizer))
-    if lora.lora:
-        model = add_lora(model, lora, causal=False)
-
-    # Trainer: a run goes on only with the settings that decide its curve.
-    settings = run_settings(
-        arguments,
-        model,
-        objective="masked",
-        train_text=train_rows.stream.digest(),
-        block_size=data.block_size,
-        packing=data.packing,
-        mlm_probability=data.mlm_probability,
-        scheme=scheme,
-        lora=lora,
-        **healing.settings(),
-        **({"validation_text": eval_rows.stream.digest()} if arguments.load_best_model_at_end else {}),
-    )
-    checkpoint = starting_point(run, arguments, settings)
-    trainer = build_trainer(
-        arguments,
-        model,
-        settings,
-        causal=False,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        data_collator=batches,
-        processing_class=tokenizer,
-        callbacks=healing.callbacks(),
-        loss_hooks=healing.loss_hooks(model, teacher, causal=False),
-    )
-
-    # Train, evaluate and save.
-    results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
-    logger.info("%s", text)
-    if trains(arguments):
-        results |= train_and_save(trainer, checkpoint, adapter=lora.lora)
-    results |= evaluate(trainer)
-    if trains(arguments) and lora.lora:
-        merge_adapter(trainer)
-    finish(trainer, results)
-    return results
+    return exit_status("run_mlm", lambda: train(*parse_arguments(OPTIONS, words, __doc__), causal=False))
 
 
 if __name__ == "__main__":

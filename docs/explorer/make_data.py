@@ -38,8 +38,8 @@ from hf_posenc.cli.catalogue import REQUIRED, meanings_of, summary
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes import BuildContext, SchemeConfig, get_scheme
 from hf_posenc.schemes.config import SubConfig
-from hf_posenc.schemes.option_types import kind_of
 from hf_posenc.schemes.rotary.scaling import RopeScaling
+from hf_posenc.schemes.validation import kind_of
 
 DATA = Path(__file__).resolve().parent / "data"
 #: In the order of the page's list.

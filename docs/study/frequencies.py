@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from docs.study.kept_models import write_measurement
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes.initialization.logits import layers_of, recorded_heads
@@ -50,7 +51,7 @@ def frequency_usage(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     if not maps or not all(isinstance(part, RotaryMap) for part in maps):
         raise UnsupportedError(f"{type(model).__name__} has no rotation of pairs, so it has no frequencies to use.")
     usage = []
-    for rotation, heads in zip(maps, recorded_heads(model, encoding, tokens), strict=True):
+    for rotation, heads in zip(maps, recorded_heads(Anatomy(model), encoding, tokens), strict=True):
         assert isinstance(rotation, RotaryMap)
         groups = heads.query.shape[1] // heads.key.shape[1]
         query, key = (_pair_norms(part, rotation) for part in (heads.query, heads.key))

@@ -50,7 +50,7 @@ from hf_posenc.attention.forms import (
 from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.positions import exporting, traced
+from hf_posenc.schemes.positions import exporting
 
 Function = Callable[..., Any]
 #: `(module, query, key, value) -> (output, probabilities or None)`.
@@ -150,7 +150,7 @@ def attention_with(
         return _with_given(_attend_in_math, name, function, form, mask, args, kwargs)
     if stock_sdpa and query.shape[2] > 1:
         return _sdpa_with(function, form, module, query, key, mask, args, kwargs)
-    if stock_sdpa and isinstance(form, DistanceForm) and not traced():
+    if stock_sdpa and isinstance(form, DistanceForm) and not exporting():
         return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return _with_given(_attend_dense, name, function, form, mask, args, kwargs)

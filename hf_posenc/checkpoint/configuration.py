@@ -20,7 +20,7 @@ from hf_posenc.patching.place.config_entry import (
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
 from hf_posenc.patching.place.record import described
-from hf_posenc.schemes.limits import check_shape_of_json, shown
+from hf_posenc.schemes.validation import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
 _FILE_FIELDS = ("base_model_type", "hf_posenc_version")

@@ -13,11 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint import device_maps, engine_configs, other_loaders, peft_hooks
-from hf_posenc.checkpoint.loading import EntryIgnoredError, from_config, from_pretrained, refuse_wish
-from hf_posenc.checkpoint.recognition import finish_saving_of, read_config
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry
+from hf_posenc.checkpoint import other_loaders, peft_hooks
+from hf_posenc.checkpoint.loading import (
+    EntryIgnoredError,
+    finish_saving_of,
+    from_config,
+    from_pretrained,
+    refuse_wish,
+)
+from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_config, read_entry
 from hf_posenc.wrapping import Call, wrap
+
+#: The architecture of patched models that generate text, which the plug-ins add to the registries of the engines.
+ENGINE_ARCHITECTURE = "HfPosencForCausalLM"
 
 
 def install() -> None:
@@ -37,9 +45,9 @@ def install() -> None:
             "PreTrainedModel._upload_modified_files": _upload_modified_files,
         },
     )
+    for module in ("vllm.transformers_utils.config", "sglang.srt.utils.hf_transformers.config"):
+        wrap(module, {"get_config": _get_engine_config})
     other_loaders.install()
-    device_maps.install()
-    engine_configs.install()
     peft_hooks.install()
 
 
@@ -119,3 +127,29 @@ def _upload_modified_files(call: Call) -> Any:
 
         write_card(call["self"], call["working_dir"], call["repo_id"])
     return call.run()
+
+
+def _get_engine_config(call: Call) -> Any:
+    """Gives patched configs that an inference engine reads the architecture of its plug-in.
+
+    vLLM and SGLang choose the class of a model by `architectures`. For the name of a stock class they have an
+    implementation of their own, which would run the model with its native positions, and SGLang's would ignore the
+    entry in the weights that names the scheme. Without the plug-in, an engine refuses the model, whose name it does
+    not know.
+    """
+    config = call.run()
+    if read_entry(config) is not None:
+        config.architectures = _engine_architectures(config)
+    return config
+
+
+def _engine_architectures(config: Any) -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX
+
+    names = [name.removeprefix(ARCHITECTURE_PREFIX) for name in config.architectures or []]
+    if ENGINE_ARCHITECTURE in names or set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return [ENGINE_ARCHITECTURE]
+    # The plug-ins have no implementation of other tasks. This is the name in `config.json`.
+    return [ARCHITECTURE_PREFIX + name for name in names]

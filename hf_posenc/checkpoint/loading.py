@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.checkpoint.recognition import finish_saving_of, is_patched, is_scheme_name, refuse_stock_config
-from hf_posenc.entry import ATTRIBUTE, find_mark, find_position_weight, read_entry, read_fields
+from hf_posenc.checkpoint.atomic_folder import finish_saving
+from hf_posenc.entry import ATTRIBUTE, find_position_weight, is_patched, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.wrapping import Call
 
@@ -82,9 +84,8 @@ def from_pretrained(call: Call) -> Any:
                 raise
     from safetensors import SafetensorError
 
-    from hf_posenc.checkpoint.agreement import check_loaded_mark
+    from hf_posenc.checkpoint.agreement import check_loaded, check_scheme_fits, files_read, stored_position_weights
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.stored_weights import check_scheme_fits, files_read, stored_position_weights
     from hf_posenc.patching.place.head_shards import split_heads
 
     built: list[_Built] = []
@@ -110,8 +111,7 @@ def from_pretrained(call: Call) -> Any:
             f"Files in {source} were replaced while the model was read: another process has saved a model there. Load "
             "it again."
         )
-    check_loaded_mark(model, info, _named(source), built[-1].entry_format)
-    _check_loaded(model, info, _named(source))
+    check_loaded(model, info, _named(source), built[-1].entry_format)
     # Transformers shards a model over processes after building it, and so after it was patched.
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
@@ -120,6 +120,37 @@ def from_pretrained(call: Call) -> Any:
 
         unmark_names(model.position_encoding)
     return (model, info) if call.arguments.get("output_loading_info") else model
+
+
+def finish_saving_of(source: Any, kwargs: dict[str, Any]) -> None:
+    """Completes an interrupted save before anything is read."""
+    if isinstance(source, str | os.PathLike) and os.path.isdir(source):
+        finish_saving(os.path.join(source, kwargs.get("subfolder") or ""))
+
+
+def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+    """Raises if a stock config is passed for the files of a patched model.
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    if source is not None and not kwargs.get("gguf_file") and is_patched(source, kwargs):
+        raise UnsupportedError(
+            f"The model in {source} has a position encoding of hf_posenc, but the {type(config).__name__} passed as "
+            "`config` does not contain it, so the weights would run with other positions than they were trained with. "
+            "Pass no config, or modify the config from AutoConfig.from_pretrained. To get stock positions, load the "
+            "model without `config` and call unpatch_model. (A text-only class cannot read a part of a composite "
+            "checkpoint: load the whole model.)"
+        )
+
+
+def is_scheme_name(source: Any) -> bool:
+    """Whether `source` is the name of a model that was patched in memory. Plain strings need no import for this."""
+    if type(source) is str or "hf_posenc.patching.place.scheme_name" not in sys.modules:
+        return False
+    from hf_posenc.patching.place.scheme_name import SchemeName
+
+    return isinstance(source, SchemeName)
 
 
 def _stock_from_pretrained(call: Call) -> Any:
@@ -227,37 +258,3 @@ class _Built:
 def _named(source: Any) -> str:
     """What was read, for a message."""
     return "the given state dict" if source is None else str(source)
-
-
-def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
-    """Checks that the scheme does not run with random weights."""
-    from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.stored_weights import below_position_encoding
-
-    encoding, scheme = model.position_encoding, (read_entry(model.config) or {}).get("scheme")
-    own = {name for name, _ in encoding.named_parameters()}
-    mismatched = (key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ()))
-    absent = sorted(key for key in {*info.get("missing_keys", ()), *mismatched} if below_position_encoding(key) in own)
-    if absent:
-        raise CheckpointError(
-            f"{source} has no weights of the right shape for its position encoding {scheme!r}: {_first(absent)}. It "
-            "would run with random weights. Save the model again, or load the stock weights and call patch_model to "
-            "train the scheme again."
-        )
-    # Transformers does not load the mark if it shards a model over processes. It was already compared.
-    unexpected = {key: below_position_encoding(key) for key in info.get("unexpected_keys", ())}
-    surplus = sorted(key for key, below in unexpected.items() if below and find_mark([key]) is None)
-    if not all(unexpected.values()):
-        # This class lacks modules of the checkpoint's class, for example the decoder of a masked autoencoder.
-        surplus = [
-            key for key in surplus if str(unexpected[key]).partition("stacks.")[2].split(".")[0] in encoding.stacks
-        ]
-    if surplus:
-        raise CheckpointError(
-            f"{source} contains weights that its position encoding {scheme!r} does not have: {_first(surplus)}. The "
-            "entry in config.json and the weights are from different models."
-        )
-
-
-def _first(names: list[str]) -> str:
-    return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"

@@ -1,25 +1,31 @@
 """Wrappers of functions that load weight files and check only names and shapes: of other libraries, and of `Trainer`.
 
 Each wrapper refuses weights of another scheme before anything is copied. For models and weights without a scheme it
-calls the stock function.
+calls the stock function. A map of devices needs no entry for the parts of a scheme: they stand where the layers stand
+that use them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.checkpoint.device_maps import with_parts
 from hf_posenc.entry import ATTRIBUTE, MARK, find_marks
 from hf_posenc.wrapping import Call, wrap
 
+if TYPE_CHECKING:
+    from torch import nn
+
 #: Whether the marks of the files that accelerate reads were compared with the model.
 _COMPARED: ContextVar[bool] = ContextVar("hf_posenc_compared_marks", default=False)
+#: Where accelerate keeps weights that it loads for each call. The parts of a scheme are too small for that.
+_OFFLOADED = ("cpu", "disk")
 _ONLY_WEIGHTS = (
     " To load only the weights, pass planner=DefaultLoadPlanner(allow_partial_load=True) from "
     "torch.distributed.checkpoint."
@@ -42,13 +48,15 @@ def install() -> None:
     )
     wrap("transformers.trainer_utils", {"load_sharded_checkpoint": _load_shards})
     wrap("safetensors.torch", {"load_model": _load_file})
+    wrap("accelerate.big_modeling", {"dispatch_model": _dispatch})
+    wrap("transformers.integrations.accelerate", {"_get_device_map": lambda call: completed(call["model"], call.run())})
     wrap("optimum.quanto.quantize", {"requantize": _requantize})
     wrap("torch.distributed.checkpoint.state_dict_loader", {"_load_state_dict": _load_distributed})
 
 
 def _load_checkpoint(call: Call) -> Any:
     from hf_posenc.checkpoint.atomic_folder import finish_saving
-    from hf_posenc.checkpoint.stored_weights import named_schemes
+    from hf_posenc.checkpoint.stored_schemes import named_schemes
 
     if os.path.isdir(call["checkpoint"]):
         finish_saving(call["checkpoint"])
@@ -57,7 +65,7 @@ def _load_checkpoint(call: Call) -> Any:
         named_schemes(file).check(call["model"])
     token = _COMPARED.set(True)
     try:
-        return with_parts(call).run()
+        return _with_parts(call).run()
     finally:
         _COMPARED.reset(token)
 
@@ -91,7 +99,7 @@ def _load_file(call: Call) -> Any:
 
 def _load_strictly(call: Call, file: Any) -> Any:
     if call["strict"] and file is not None:
-        from hf_posenc.checkpoint.stored_weights import named_schemes
+        from hf_posenc.checkpoint.stored_schemes import named_schemes
         from hf_posenc.patching.place.record import NOT_STRICT
 
         named_schemes(Path(file)).check(call["model"], f" {NOT_STRICT}.")
@@ -132,7 +140,7 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
     """
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
     from hf_posenc.checkpoint.atomic_folder import finish_saving
-    from hf_posenc.checkpoint.stored_weights import schemes_of_checkpoint
+    from hf_posenc.checkpoint.stored_schemes import schemes_of_checkpoint
 
     model, folder = trainer.model if model is None else model, Path(folder)
     finish_saving(folder)
@@ -214,3 +222,59 @@ def _entries(state_dict: Any, before: str = "") -> Iterator[tuple[dict[str, Any]
             yield from _entries(value, f"{before}{key}.")
         else:
             yield state_dict, key, f"{before}{key}"
+
+
+def _with_parts(call: Call) -> Call:
+    """A call with `model` and `device_map`, its map completed."""
+    device_map = completed(call["model"], call["device_map"])
+    return call if device_map is call["device_map"] else call.changed(device_map=device_map)
+
+
+def completed(model: nn.Module, device_map: Any) -> Any:
+    """A device map of the stock model, with entries for the parts of the scheme instead of those that it may have.
+
+    Args:
+        model: the model.
+        device_map: devices by the names of modules. Anything else is returned as it is, and so is the map of a model
+            without a scheme, or on one device.
+    """
+    if "hf_posenc.patching" not in sys.modules or not isinstance(device_map, Mapping) or "" in device_map:
+        return device_map
+    from hf_posenc.patching.place.encoding import current_encoding
+
+    encoding = current_encoding(model)
+    if encoding is None:
+        return device_map
+    names = {id(module): name for name, module in model.named_modules()}
+    prefix = names[id(encoding)]
+    stock = {name: device for name, device in device_map.items() if not f"{name}.".startswith(f"{prefix}.")}
+    first = next((device for device in stock.values() if device not in _OFFLOADED), None)
+    if first is None:
+        return device_map
+    own = {prefix: first}
+    for stack in encoding.record.stacks.values():
+        for attention, layer in zip(stack.attentions, stack.encoding.layers, strict=True):
+            device = _device_of(names[id(attention)], stock)
+            for module in (module for part in layer.parts for module in part.modules()):
+                if id(module) in names:
+                    own.setdefault(names[id(module)], first if device in _OFFLOADED else device)
+    return stock | own
+
+
+def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    """The device of a module: that of the longest name in the map that leads to it."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def _dispatch(call: Call) -> Any:
+    dispatched = (changed := _with_parts(call)).run()
+    if changed is not call:
+        from accelerate.hooks import remove_hook_from_module
+
+        from hf_posenc.patching.place.encoding import current_encoding
+
+        # The parts are where they are used, and so are their inputs.
+        remove_hook_from_module(current_encoding(call["model"]), recurse=True)
+    return dispatched

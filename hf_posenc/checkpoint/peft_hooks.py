@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
+from hf_posenc.entry import ADAPTER_SCHEME
 from hf_posenc.wrapping import Call, wrap
 
 #: The scheme to mark adapter configs with while they are saved.
@@ -184,9 +185,7 @@ def _load_config(call: Call) -> Any:
     finally:
         _FOUND.reset(token)
     if scheme is not None:
-        from hf_posenc.checkpoint.adapter_guard import remember
-
-        remember(config, scheme)
+        setattr(config, ADAPTER_SCHEME, scheme)
     return config
 
 
@@ -208,7 +207,9 @@ def _read_config(call: Call) -> Any:
 
 
 def _add_adapter(call: Call) -> Any:
-    from hf_posenc.checkpoint.adapter_guard import check_scheme, check_second
+    if not _may_have_scheme(call["peft_config"]):
+        return call.run()
+    from hf_posenc.checkpoint.adapter_config import check_scheme, check_second
 
     # The layers of other adapters are checked where they are injected.
     check = _prepare if call["peft_config"].is_prompt_learning else check_scheme
@@ -227,15 +228,14 @@ def _prepare(model: Any, config: Any) -> None:
 
     PEFT may move or change these weights from then on.
     """
-    from hf_posenc.checkpoint.adapter_guard import check_scheme, check_targets
-
-    check_scheme(model, config)
-    if "hf_posenc.patching" not in sys.modules:
+    if not _may_have_scheme(config):
         return
-    check_targets(model, config)
+    from hf_posenc.checkpoint.adapter_config import check_scheme, check_targets
     from hf_posenc.patching.anatomy.fingerprint import samples, touched_by_peft
     from hf_posenc.patching.place.encoding import encodings
 
+    check_scheme(model, config)
+    check_targets(model, config)
     for encoding in encodings(model):
         holder = encoding.__dict__.get("holder")
         if holder is not None and not touched_by_peft(holder):
@@ -260,8 +260,8 @@ def _hotswap(call: Call) -> Any:
 
 
 def _hotswap_weights(call: Call) -> Any:
-    if not _COMPARED.get():
-        from hf_posenc.checkpoint.adapter_guard import check_swap
+    if not _COMPARED.get() and _may_have_scheme(call["config"]):
+        from hf_posenc.checkpoint.adapter_config import check_swap
 
         check_swap(call["model"], call["config"])
     return call.run()
@@ -272,8 +272,8 @@ def _load_into_transformers(call: Call) -> Any:
     source = call["peft_model_id"] or getattr(loading, "pretrained_model_name_or_path", None)
     hub = {**(getattr(loading, "download_kwargs", None) or {}), **(call["adapter_kwargs"] or {})}
     hub |= {name: call.kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in call.kwargs}
-    if source is None:
-        from hf_posenc.checkpoint.adapter_guard import check_scheme
+    if source is None and _may_have_scheme(call["peft_config"]):
+        from hf_posenc.checkpoint.adapter_config import check_scheme
 
         check_scheme(model, call["peft_config"])
     with _placed(model, source, hub, call["adapter_name"] or "default"):
@@ -309,8 +309,7 @@ def _place(
     model: Any, target: Any, source: Any, hub: Mapping[str, Any], adapter_name: str | None
 ) -> Callable[[], object]:
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.placing import place
-    from hf_posenc.checkpoint.position_adapters import adapters_of
+    from hf_posenc.checkpoint.position_adapters import adapters_of, place
     from hf_posenc.checkpoint.position_files import JSON_FILE, read_position_files
 
     files = read_position_files(source, hub)
@@ -340,6 +339,11 @@ def _transformers_model(model: Any) -> Any:
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def _may_have_scheme(config: Any) -> bool:
+    """Whether the config of an adapter, or a model of this process, may have a scheme."""
+    return "hf_posenc.patching" in sys.modules or hasattr(config, ADAPTER_SCHEME)
 
 
 def _encoding(target: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.checkpoint.configuration import CheckpointError, check_format, damaged, is_length
+from hf_posenc.entry import find_file
 from hf_posenc.patching.anatomy.fingerprint import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
 from hf_posenc.version import __version__
@@ -130,36 +131,13 @@ def replace_file(path: Path, data: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
-def find_file(source: str | os.PathLike[str], name: str, hub: Mapping[str, Any]) -> Path | None:
-    """Finds a file of a folder or of a hub repository; `None` if it does not exist or cannot be downloaded.
-
-    Args:
-        source: folder or hub id.
-        name: name of the file.
-        hub: arguments of `hf_hub_download`; others are ignored.
-    """
-    subfolder = hub.get("subfolder") or ""
-    if os.path.isdir(source):
-        path = Path(source, subfolder, name)
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    names = ("cache_dir", "revision", "token", "local_files_only", "force_download", "repo_type", "proxies")
-    given = {key: hub[key] for key in names if hub.get(key) is not None}
-    try:
-        return Path(hf_hub_download(str(source), name, subfolder=subfolder or None, **given))
-    except (HfHubHTTPError, OSError, HFValidationError):
-        return None
-
-
 def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> PositionFiles | None:
     """Reads both files of a folder or of a hub repository; `None` if there are none.
 
     Raises:
         CheckpointError: for files that are damaged, do not belong together, or are in a newer format.
     """
-    path = find_file(source, JSON_FILE, hub)
+    path = find_file(source, JSON_FILE, hub, download=True)
     if path is None:
         return None
     try:
@@ -210,7 +188,8 @@ def _checked_fingerprint(found: dict[str, Any], source: Any) -> Fingerprint:
 def _check_adapter_weights(expected: Any, source: Any, hub: Mapping[str, Any]) -> None:
     if expected is None:
         return
-    path = next((path for name in ADAPTER_WEIGHTS if (path := find_file(source, name, hub)) is not None), None)
+    paths = (find_file(source, name, hub, download=True) for name in ADAPTER_WEIGHTS)
+    path = next((path for path in paths if path is not None), None)
     if path is None or _hash_of_file(path) != expected:
         found = "misses the weights" if path is None else f"has another {path.name} than those"
         raise CheckpointError(
@@ -224,7 +203,7 @@ def _read_parameters(entry: Any, source: Any, hub: Mapping[str, Any]) -> dict[st
     if entry is None:
         return {}
     expected = entry.get("sha256") if isinstance(entry, dict) else None
-    path = find_file(source, TENSORS_FILE, hub)
+    path = find_file(source, TENSORS_FILE, hub, download=True)
     if path is None:
         raise CheckpointError(
             f"{source} has {JSON_FILE}, but not {TENSORS_FILE}, which contains the parameters of the scheme. Copy "

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint.recognition import stored_config
-from hf_posenc.entry import ATTRIBUTE, read_entry
+from hf_posenc.entry import ATTRIBUTE, read_entry, stored_config
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import detach_entry

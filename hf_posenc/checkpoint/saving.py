@@ -10,11 +10,10 @@ from typing import Any
 from transformers import modeling_utils
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from hf_posenc.checkpoint.agreement import record_shards
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
-from hf_posenc.checkpoint.recognition import is_patched
-from hf_posenc.checkpoint.shards import record_shards
-from hf_posenc.entry import MARK, find_mark, read_entry
+from hf_posenc.entry import MARK, find_mark, is_patched, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.place.encoding import encodings, refuse_changed
 from hf_posenc.wrapping import Call

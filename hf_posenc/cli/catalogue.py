@@ -78,7 +78,7 @@ def meanings_of(documentation: str) -> dict[str, str]:
 
 
 def _description(config: type[SchemeConfig]) -> str:
-    from hf_posenc.schemes.option_types import kind_of
+    from hf_posenc.schemes.validation import kind_of
 
     meanings, defaults = meanings_of(inspect.getdoc(config) or ""), defaults_of(config)
     lines = [config.name, summary(config), "" if defaults else "\nIt has no options."]
@@ -140,8 +140,8 @@ def parse_scheme(text: str, pairs: Iterable[str] = ()) -> SchemeConfig:
         UnknownNameError: for an unknown scheme or option.
         UsageError: for a value out of range.
     """
-    from hf_posenc.schemes.option_types import is_text
     from hf_posenc.schemes.registry import get_scheme
+    from hf_posenc.schemes.validation import is_text
 
     name, _, inline = text.partition(":")
     config_class = get_scheme(name)

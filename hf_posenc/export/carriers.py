@@ -18,6 +18,7 @@ from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.models import other_modalities
 from hf_posenc.export.records import Check
 from hf_posenc.export.targets import TARGETS, Target
+from hf_posenc.schemes.needs import Environment, Need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,13 @@ class Carrier(Generic[F]):
     Args:
         name: in messages.
         form: returns what would be written, or raises `UnsupportedError` with the reason.
-        gives: the kinds of parts that it has, as in `ModelParts.refuse_beyond`; `None` if `form` looks at them itself.
+        gives: the kinds of parts that it has a place for; `None` if `form` looks at them itself.
         fits: whether it is worth trying for a model, as far as its config says.
     """
 
     name: str
     form: Callable[[ModelParts], F]
-    gives: Collection[str] | None = None
+    gives: Collection[Need] | None = None
     fits: Callable[[PreTrainedModel], bool] = lambda model: True
 
     def form_of(self, parts: ModelParts, program: str) -> F:
@@ -58,8 +59,8 @@ class Carrier(Generic[F]):
         Raises:
             UnsupportedError: with the reason.
         """
-        if self.gives is not None:
-            parts.refuse_beyond(self.gives, program)
+        if self.gives is not None and (problem := Environment.giving(program, self.gives).problem(parts.needs())):
+            raise UnsupportedError(problem)
         return self.form(parts)
 
 

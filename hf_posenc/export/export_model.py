@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_posenc.checkpoint.adapter_config import CONFIG_FILE as ADAPTERS
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
-from hf_posenc.checkpoint.stored_weights import WEIGHTS
+from hf_posenc.checkpoint.stored_schemes import WEIGHTS
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.card import export_card
 from hf_posenc.export.carriers import carry

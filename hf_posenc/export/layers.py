@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +19,7 @@ from hf_posenc.patching.place.encoding import build_encoding, current_encoding
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap
 from hf_posenc.schemes.position_maps.affine import AffineMap
@@ -34,13 +34,6 @@ STOPPED = 1e30
 QUERY_FACTOR = "llama_4_scaling_beta"
 #: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
 _ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
-#: What the parts of a scheme do, by their kind, and what a program that cannot do so lacks.
-_KINDS = {
-    "additive": ("adds vectors to the embeddings", "vectors"),
-    "query_key_map": ("changes queries and keys", "map"),
-    "logit_bias": ("adds a bias to attention", "logit bias"),
-    "logit_scale": ("scales attention by the position", "logit scale"),
-}
 
 
 @dataclass(frozen=True)
@@ -126,28 +119,9 @@ class ModelParts:
         """The vectors that are added in the first stack."""
         return self.stacks[0][1].additive
 
-    def needs(self) -> dict[str, Part]:
-        """The first part of each kind that the scheme has."""
-        places = [place for _, encoding in self.stacks for place in (encoding, *encoding.layers)]
-        parts = ((kind, getattr(place, kind, None)) for kind in _KINDS for place in reversed(places))
-        return {kind: part for kind, part in parts if part is not None}
-
-    def refuse_beyond(self, gives: Collection[str], program: str) -> None:
-        """Compares what the scheme needs with what a program gives.
-
-        Args:
-            gives: the kinds of parts that the program has: "additive", "query_key_map", "logit_bias", "logit_scale".
-            program: its name.
-
-        Raises:
-            UnsupportedError: naming the first part that it does not have.
-        """
-        for kind, part in self.needs().items():
-            if kind not in gives:
-                action, lacking = _KINDS[kind]
-                raise UnsupportedError(
-                    f"the scheme {action} ({type(part).__name__}), and {program} has no such {lacking} here"
-                )
+    def needs(self) -> dict[Need, Part]:
+        """What the scheme needs."""
+        return {need: part for _, encoding in self.stacks for need, part in encoding.needs().items()}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
@@ -142,20 +141,9 @@ def _plan(
     # Defaults that depend on the length use the native one, even if the config has been given another since.
     with at_native_lengths(target.config):
         encoding = transaction.plan(whole, kept=_kept(previous, changed))
-    _refuse_unread_keys(encoding, target)
+    if (limits := architecture_of(target.config).limits) is not None:
+        limits.refuse(encoding.needs(), encoding.label)
     return encoding
-
-
-def _refuse_unread_keys(encoding: PositionEncoding, model: Any) -> None:
-    """Refuses keys of another width, or with features, that layers without the scheme would read from the cache."""
-    readers = architecture_of(model.config).cache_readers
-    layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
-    if readers is not None and any(layer.widens_heads or layer.num_features for layer in layers):
-        raise UnsupportedError(
-            f"{scheme_label(encoding.config)!r} caches wider keys than {type(model).__name__}, and {readers} reads the "
-            "same cache without the scheme. Use a scheme that leaves keys as wide as they are, such as 'rope' or "
-            "'alibi'."
-        )
 
 
 def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:

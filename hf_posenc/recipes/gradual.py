@@ -11,20 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.inspection import native_scheme_of
+from hf_posenc.patching.patch import place_scheme
 from hf_posenc.patching.place.config_entry import attach_entry
-from hf_posenc.patching.place.encoding import (
-    PositionEncoding,
-    current_encoding,
-    named_part,
-    scheme_in_part,
-    stacks_in_part,
-)
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, scheme_in_part, stacks_in_part
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.patching.request import schedule
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig
@@ -51,19 +46,23 @@ def begin_blend(model: nn.Module, scheme: SchemeLike, *, part: str | None = None
         UnsupportedError: if the model already has a blend, if no scheme describes its native mechanism, or if one of
             the two schemes cannot be blended.
     """
-    target = unwrapped(model)
-    previous = current_encoding(target)
+    return place_blend(Transaction(model), as_scheme(scheme), part)
+
+
+def place_blend(transaction: Transaction, scheme: SchemeConfig, part: str | None = None) -> PositionEncoding:
+    """`begin_blend` in a transaction, whose anatomy of the model has been used before."""
+    previous = transaction.encoding
     if previous is not None and _blends_in(previous.config):
         raise UnsupportedError(
             f"This model is a blend already ({previous.config!r}). Train it to the end and call finish_blend(model), "
             "or remove the blend with unpatch_model."
         )
-    part = named_part(target, part)
+    part = transaction.anatomy.part(part)
     in_force = scheme_in_part(previous, part)
     placed = [] if previous is None or in_force is None else places_of_parts(stacks_in_part(previous, part))
-    old = native_scheme(target, part=part) if in_force is None else in_force
-    patch_model(target, _blend(old, as_scheme(scheme), find_stacks(target, [part])), part=part)
-    encoding = current_encoding(target)
+    old = native_scheme_of(transaction, part) if in_force is None else in_force
+    place_scheme(transaction, _blend(old, scheme, transaction.anatomy.stacks([part])), part)
+    encoding = transaction.encoding
     assert encoding is not None
     if placed:
         for before, after in zip(placed, places_of_parts(stacks_in_part(encoding, part)), strict=True):
@@ -105,21 +104,21 @@ def finish_blend(model: nn.Module) -> None:
     Raises:
         UnsupportedError: for a model without a blend, or with a strength below 1.
     """
-    target = unwrapped(model)
-    encoding = _blend_of(target)
-    if (strength := blend_strength(target)) != 1:
+    transaction = Transaction(model)
+    encoding = _blend_of(transaction.model)
+    if (strength := blend_strength(transaction.model)) != 1:
         raise UnsupportedError(
             f"The strength of the new scheme is {strength}: removing the old scheme now would change the outputs of "
             "the model. Train to strength 1 first, or call set_blend_strength(model, 1.0) to skip the rest."
         )
     whole = encoding.config
-    schemes = whole.by_part() if isinstance(whole, PartsConfig) else {named_part(target, None): whole}
+    schemes = whole.by_part() if isinstance(whole, PartsConfig) else {transaction.anatomy.main: whole}
     # `begin_blend` refuses a second blend.
     part, config = next((part, scheme) for part, scheme in schemes.items() if _blends_in(scheme))
     blended = places_of_parts(stacks_in_part(encoding, part))
     trained = [place.new if is_blend(place) else None for place in blended]
-    patch_model(target, new_scheme(config), part=part)
-    plain = current_encoding(target)
+    place_scheme(transaction, new_scheme(config), part)
+    plain = transaction.encoding
     assert plain is not None
     for source, place in zip(trained, places_of_parts(stacks_in_part(plain, part)), strict=True):
         for name, module in [] if source is None else source.named_modules():

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.anatomy.anatomy import find_stacks
-from hf_posenc.patching.place.encoding import current_encoding, named_part, parameter_count, scheme_in_part
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching import unpatch_model
+from hf_posenc.patching.inspection import native_scheme_of
+from hf_posenc.patching.patch import place_scheme
+from hf_posenc.patching.place.encoding import parameter_count, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.patching.request import resolve_native, with_native_options
 from hf_posenc.recipes.gradual import plain_model
@@ -64,28 +64,28 @@ class SchemePhases:
         Raises:
             UnsupportedError: for a later phase with learned parameters, which an existing optimizer would not train.
         """
-        target = unwrapped(model)
-        scheme, encoding, part = self.at(step), current_encoding(target), named_part(target, self.part)
-        in_force = scheme_in_part(encoding, part)
+        transaction, scheme = Transaction(model), self.at(step)
+        part = transaction.anatomy.part(self.part)
+        in_force = scheme_in_part(transaction.encoding, part)
         if scheme == NATIVE:
             if in_force is None:
                 return False
             unpatch_model(model, part=part)
             return True
-        stacks = find_stacks(target, [part])
-        native = partial(native_scheme, target, part=part)
+        stacks = transaction.anatomy.stacks([part])
+        native = partial(native_scheme_of, transaction, part)
         config = resolve_native(as_scheme(scheme), stacks, native)
         if in_force is not None and config.name == in_force.name:
             config = with_native_options(config, stacks, native)
         if in_force == config:
             return False
-        count = parameter_count(Transaction(model).plan_alone(config, stacks)) if step > 0 else 0
+        count = parameter_count(transaction.plan_alone(config, stacks)) if step > 0 else 0
         if count:
             raise UnsupportedError(
                 f"Scheme {config.name!r}, which starts at step {step}, has {count} parameters, which an existing "
                 "optimizer would not train. Start a new training run with it."
             )
-        patch_model(model, config, part=part)
+        place_scheme(transaction, config, part)
         return True
 
 

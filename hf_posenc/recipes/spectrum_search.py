@@ -9,14 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching import patch_model
 from hf_posenc.patching.anatomy.parts import TEXT
-from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.recipes.spectrum_candidates import CandidateSpace, SpectrumCandidate
@@ -94,8 +91,8 @@ def search_spectrum(
         UnsupportedError: for a model that is not causal, or whose scheme is not RoPE without a scaling.
         ValueError: for a length that is not past the trained one, or texts of another length.
     """
-    target = unwrapped(model)
-    scheme = _plain_rope(target)
+    transaction = Transaction(model)
+    target, scheme = transaction.model, _plain_rope(transaction)
     trained = trained_length or getattr(target.config.get_text_config(), "max_position_embeddings", None)
     if trained is None or length <= trained:
         raise ValueError(
@@ -116,8 +113,8 @@ def search_spectrum(
         )
     generator = np.random.default_rng(seed)
     texts, needles = with_needles(tokens.to(target.device), span if needle_weight else 0, generator)
-    before = current_encoding(target)
-    space = CandidateSpace(scheme, trained, length, _rotary_dim(target, scheme))
+    before = transaction.encoding
+    space = CandidateSpace(scheme, trained, length, _rotary_dim(transaction, scheme))
 
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
         patch_model(target, space.config(candidate))
@@ -136,20 +133,20 @@ def search_spectrum(
             while len(candidates) < evaluations:
                 candidates.append(measured(next(proposals)))
     finally:
-        restore_encoding(target, before)
+        restore_encoding(Transaction(target), before)
     best = min(candidates, key=lambda tried: tried.loss)
     losses = tuple(np.minimum.accumulate([tried.loss for tried in candidates]).tolist())
     return SpectrumSearch(space.config(best), best, candidates[0], space.critical, losses)
 
 
-def _plain_rope(model: PreTrainedModel) -> RopeConfig:
+def _plain_rope(transaction: Transaction) -> RopeConfig:
+    model, encoding = transaction.model, transaction.encoding
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise UnsupportedError(
             f"{type(model).__name__} is no decoder that predicts the next token, whose loss the search lowers. "
             "Load the model with AutoModelForCausalLM."
         )
-    encoding = current_encoding(model)
-    scheme: SchemeConfig = native_scheme(model) if encoding is None else encoding.config
+    scheme: SchemeConfig = native_scheme_of(transaction) if encoding is None else encoding.config
     if not isinstance(scheme, RopeConfig) or scheme.scaling is not None:
         raise UnsupportedError(
             f"The scheme of {type(model).__name__} is {scheme}; the search needs RoPE without a scaling. Patch the "
@@ -160,14 +157,14 @@ def _plain_rope(model: PreTrainedModel) -> RopeConfig:
     return scheme
 
 
-def _rotary_dim(model: PreTrainedModel, scheme: RopeConfig) -> int:
-    """How many dimensions of a head the scheme rotates in this model."""
-    planned = Transaction(model).plan_alone(scheme, find_stacks(model, [TEXT]))
+def _rotary_dim(transaction: Transaction, scheme: RopeConfig) -> int:
+    """How many dimensions of a head the scheme rotates in a model."""
+    planned = transaction.plan_alone(scheme, transaction.anatomy.stacks([TEXT]))
     layers = [layer for stack in planned.stacks.values() for layer in stack.layers]
     dims: set[int] = {getattr(layer.query_key_map, "rotary_dim", 0) for layer in layers}
     if len(dims) != 1:
         raise UnsupportedError(
-            f"The layers of {type(model).__name__} rotate {sorted(map(str, dims))} dimensions; the search needs one "
-            "number for all of them."
+            f"The layers of {type(transaction.model).__name__} rotate {sorted(map(str, dims))} dimensions; the search "
+            "needs one number for all of them."
         )
     return dims.pop()

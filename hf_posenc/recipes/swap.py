@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching import native_scheme, patch_model
 from hf_posenc.patching.anatomy.parts import TEXT
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part, scheme_in_part
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.inspection import native_scheme_of
+from hf_posenc.patching.patch import place_scheme
+from hf_posenc.patching.place.encoding import PositionEncoding, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
-from hf_posenc.recipes.gradual import begin_blend, new_scheme
+from hf_posenc.recipes.gradual import new_scheme, place_blend
 from hf_posenc.recipes.initialization.model import fit_encoding
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS, Fit
 from hf_posenc.schemes import get_scheme
@@ -132,27 +131,27 @@ def swap_scheme(
             "table_extension controls how a table is fitted, but initialization='default' does not fit anything. "
             "Omit one of them."
         )
-    target = unwrapped(model)
-    place: Any = begin_blend if gradual else patch_model
-    part = named_part(target, part)
-    with _left_as_it_was(target):
-        old = _scheme_in_force(target, part, required=gradual or initialization == "fitted")
+    transaction = Transaction(model)
+    place: Any = place_blend if gradual else place_scheme
+    part = transaction.anatomy.part(part)
+    with _left_as_it_was(transaction):
+        old = _scheme_in_force(transaction, part, required=gradual or initialization == "fitted")
         carried = {} if initialization == "default" else _carried_options(scheme, options, old)
         config = as_scheme(scheme, **(options | carried))
         if isinstance(config, PartsConfig):
             raise ValueError("swap_scheme swaps the scheme of one part. Call it once for each, with part=...")
         fits: list[Fit] = []
         if initialization == "default" or old is None:
-            place(target, config, part=part)
+            place(transaction, config, part)
         else:
-            if scheme_in_part(current_encoding(target), part) is None:
-                patch_model(target, old, part=part)
-            before = current_encoding(target)  # Its parts stay usable after they are replaced.
-            place(target, config, part=part)
-            after = current_encoding(target)
+            if scheme_in_part(transaction.encoding, part) is None:
+                place_scheme(transaction, old, part)
+            before = transaction.encoding  # Its parts stay usable after they are replaced.
+            place(transaction, config, part)
+            after = transaction.encoding
             assert before is not None
             assert after is not None
-            fits = fit_encoding(target, before, after, sample, table_extension, part)
+            fits = fit_encoding(transaction, before, after, sample, table_extension, part)
         if initialization == "fitted" and not fits and not carried:
             remedy = " AlibiConfig(learnable=True) has slopes that can be fitted." if config.name == "alibi" else ""
             raise UnsupportedError(
@@ -166,28 +165,28 @@ def swap_scheme(
                 f"({'unknown' if old is None else old.name}) has vectors for, and {config.name!r} has none here. Omit "
                 "it."
             )
-    placed = scheme_in_part(current_encoding(target), part)
+    placed = scheme_in_part(transaction.encoding, part)
     assert placed is not None
     return Swap(model, old, new_scheme(placed), gradual, tuple(fits), carried, part)
 
 
 @contextmanager
-def _left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
+def _left_as_it_was(transaction: Transaction) -> Iterator[None]:
     """Restores the previous encoding if an error occurs."""
-    before = current_encoding(target)
+    before = transaction.encoding
     try:
         yield
     except BaseException:
-        restore_encoding(target, before)
+        restore_encoding(transaction, before)
         raise
 
 
-def _scheme_in_force(target: PreTrainedModel, part: str, required: bool) -> SchemeConfig | None:
-    in_force = scheme_in_part(current_encoding(target), part)
+def _scheme_in_force(transaction: Transaction, part: str, required: bool) -> SchemeConfig | None:
+    in_force = scheme_in_part(transaction.encoding, part)
     if in_force is not None:
         return in_force
     try:
-        return native_scheme(target, part=part)
+        return native_scheme_of(transaction, part)
     except UnsupportedError:
         if required:
             raise
@@ -203,13 +202,7 @@ def _carried_options(scheme: SchemeLike, options: dict[str, Any], old: SchemeCon
     return {"theta": theta} if "theta" in names else {}
 
 
-def restore_encoding(model: PreTrainedModel, before: PositionEncoding | None) -> None:
-    """Gives a model the encoding that it had.
-
-    Args:
-        model: is changed in place.
-        before: what `current_encoding` returned; `None` for a model that was not patched.
-    """
-    if current_encoding(model) is not before:
-        transaction = Transaction(model)
+def restore_encoding(transaction: Transaction, before: PositionEncoding | None) -> None:
+    """Gives a model the encoding that it had; `None` if it was not patched."""
+    if transaction.encoding is not before:
         transaction.undo() if before is None else transaction.install(before)

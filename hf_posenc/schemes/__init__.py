@@ -123,10 +123,10 @@ from hf_posenc.schemes.validation import option as option
 
 def __getattr__(name: str) -> _Any:
     """Returns the config class of a registered scheme that is not imported above, or the names in `__all__`."""
-    public = [one for one, value in globals().items() if callable(value) and not one.startswith("_")]
+    public = [known for known, value in globals().items() if callable(value) and not known.startswith("_")]
     if name == "__all__":
         return sorted(public)
-    registered = {} if name.startswith("_") else {found.__name__: found for found in registered_configs()}
+    registered = {} if name.startswith("_") else {config.__name__: config for config in registered_configs()}
     if name in registered:
         return registered[name]
     raise _missing_attribute(__name__, name, [*public, *registered])

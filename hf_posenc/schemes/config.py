@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError
-from hf_posenc.schemes.limits import check_shape_of_json
-from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.validation import check_options
+from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json
 
 ConfigType = TypeVar("ConfigType")
 
@@ -102,13 +100,13 @@ class SchemeConfig:
 
     def children(self) -> dict[str, SchemeConfig]:
         """The configs inside this one, by option: `{"inner": ...}`, `{"parts[0]": ...}`."""
-        found: dict[str, SchemeConfig] = {}
+        children: dict[str, SchemeConfig] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             items = enumerate(value) if isinstance(value, tuple) else ()
             places = {field.name: value} | {f"{field.name}[{index}]": item for index, item in items}
-            found |= {place: item for place, item in places.items() if isinstance(item, SchemeConfig)}
-        return found
+            children |= {place: item for place, item in places.items() if isinstance(item, SchemeConfig)}
+        return children
 
     def with_children(self, children: Mapping[str, SchemeConfig]) -> Self:
         """A copy of this config in which some children are replaced.
@@ -201,8 +199,8 @@ class SubConfig:
             UnknownNameError: for an unknown type or option.
         """
         options = dict(entry)
-        found = SubConfig.type_named(str(options.pop("type")))
-        return _construct(found, found.__name__, options)
+        config_class = SubConfig.type_named(str(options.pop("type")))
+        return _construct(config_class, config_class.__name__, options)
 
     @classmethod
     def type_named(cls, kind: str) -> builtins.type[Self]:
@@ -211,7 +209,7 @@ class SubConfig:
         Raises:
             UnknownNameError: if there is none.
         """
-        known = {name: found for name, found in SubConfig._types.items() if issubclass(found, cls)}
+        known = {name: config_class for name, config_class in SubConfig._types.items() if issubclass(config_class, cls)}
         if kind not in known:
             raise UnknownNameError(
                 "type", kind, known, owner="a group of options" if cls is SubConfig else cls.__name__

@@ -24,12 +24,12 @@ def feature_counts(bias: LogitBias | None) -> tuple[int, int]:
     return bias.num_features - bias.num_shared_features, bias.num_shared_features
 
 
-def separated(features: Tensor, own: int, shared: int) -> tuple[Tensor | None, Tensor | None]:
+def separated(features: Tensor, unshared: int, shared: int) -> tuple[Tensor | None, Tensor | None]:
     """Separates the two kinds of features.
 
     Args:
         features: the features of a bias, as `PairwiseBias.key_features` returns them.
-        own: how many there are per query head.
+        unshared: how many there are per query head.
         shared: how many there are per key head.
 
     Returns:
@@ -37,20 +37,20 @@ def separated(features: Tensor, own: int, shared: int) -> tuple[Tensor | None, T
     """
     if not shared:
         return features, None
-    if not own:
+    if not unshared:
         return None, features
     grouped, of_key_heads = torch.split_with_sizes(features, [features.shape[-1] - shared, shared], dim=-1)
-    return grouped.unflatten(-1, (-1, own)).transpose(2, 3).flatten(1, 2), of_key_heads
+    return grouped.unflatten(-1, (-1, unshared)).transpose(2, 3).flatten(1, 2), of_key_heads
 
 
-def joined(own: Tensor | None, shared: Tensor | None) -> Tensor:
+def joined(unshared: Tensor | None, shared: Tensor | None) -> Tensor:
     """The inverse of `separated`; at least one of the two is not `None`."""
     if shared is None:
-        assert own is not None
-        return own
-    if own is None:
+        assert unshared is not None
+        return unshared
+    if unshared is None:
         return shared
-    grouped = own.unflatten(1, (shared.shape[1], -1)).transpose(2, 3).flatten(3)
+    grouped = unshared.unflatten(1, (shared.shape[1], -1)).transpose(2, 3).flatten(3)
     return torch.cat((grouped, shared), dim=-1)
 
 
@@ -69,8 +69,8 @@ def joined_features(biases: Sequence[LogitBias | None], hidden_states: Tensor) -
     for bias in biases:
         if not isinstance(bias, PairwiseBias) or not bias.num_features:
             continue
-        own, shared = separated(bias.key_features(hidden_states), *feature_counts(bias))
-        of_heads += [] if own is None else [own]
+        unshared, shared = separated(bias.key_features(hidden_states), *feature_counts(bias))
+        of_heads += [] if unshared is None else [unshared]
         of_key_heads += [] if shared is None else [shared]
     return joined(_side_by_side(of_heads), _side_by_side(of_key_heads))
 
@@ -86,19 +86,19 @@ def pairs_of_parts(biases: Sequence[LogitBias | None], pairs: AttentionPairs) ->
     if features is None or len(biases) == 1:
         return [pairs] * len(biases)
     counts = [feature_counts(bias) for bias in biases]
-    totals = sum(own for own, _ in counts), sum(shared for _, shared in counts)
+    totals = sum(unshared for unshared, _ in counts), sum(shared for _, shared in counts)
     of_heads, of_key_heads = separated(features, *totals)
     first, first_shared = 0, 0
     result = []
-    for own, shared in counts:
-        if (own, shared) == totals:
+    for unshared, shared in counts:
+        if (unshared, shared) == totals:
             result.append(pairs)
-        elif own or shared:
-            one = joined(_part(of_heads, first, own), _part(of_key_heads, first_shared, shared))
-            result.append(dataclasses.replace(pairs, key_features=one))
+        elif unshared or shared:
+            selected = joined(_part(of_heads, first, unshared), _part(of_key_heads, first_shared, shared))
+            result.append(dataclasses.replace(pairs, key_features=selected))
         else:
             result.append(dataclasses.replace(pairs, key_features=None))
-        first, first_shared = first + own, first_shared + shared
+        first, first_shared = first + unshared, first_shared + shared
     return result
 
 

@@ -29,11 +29,11 @@ class Places:
     placed: Tensor | None = None
 
 
-def other_axes(found: int, scheme: str, axes: int) -> str:
-    """Says that a scheme for `axes` axes cannot encode positions on `found`."""
+def other_axes(given: int, scheme: str, axes: int) -> str:
+    """Says that a scheme for `axes` axes cannot encode positions on `given`."""
     return (
-        f"The tokens have positions on {found} axes, but the scheme {scheme!r} was built for {axes}. Give it {found} "
-        f"axes: `axes={found}` (alibi, sinusoidal, t5), a `grid` of {found - 1} sizes (rope_nd) or of {found} (swin, "
+        f"The tokens have positions on {given} axes, but the scheme {scheme!r} was built for {axes}. Give it {given} "
+        f"axes: `axes={given}` (alibi, sinusoidal, t5), a `grid` of {given - 1} sizes (rope_nd) or of {given} (swin, "
         "learned). 'mrope' is for time, height and width in the text part of a model."
     )
 
@@ -57,9 +57,9 @@ def places(
     """
     coordinates = positions.coordinates
     if coordinates is not None:
-        found = coordinates.shape[0]
-        if found != axes:
-            raise ValueError(other_axes(found, scheme, axes))
+        given = coordinates.shape[0]
+        if given != axes:
+            raise ValueError(other_axes(given, scheme, axes))
         return Places(coordinates, positions.extents, positions.placed)
     if grid is None:
         raise UnsupportedError(

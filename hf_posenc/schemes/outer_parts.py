@@ -154,7 +154,7 @@ class SummedPairwiseBias(OuterPart[LogitBias], PairwiseBias):
     def _declare(self) -> None:
         super()._declare()
         counts = [feature_counts(part) for part in self.members()]
-        self.num_features = sum(own + shared for own, shared in counts)
+        self.num_features = sum(unshared + shared for unshared, shared in counts)
         self.num_shared_features = sum(shared for _, shared in counts)
         # A map may depend on later tokens: randomized positions are drawn for the last position.
         self.reads_later_keys |= self.position_map is not None
@@ -228,11 +228,11 @@ class ChainedMap(OuterPart[QueryKeyMap], QueryKeyMap):
         self._counts = []
         phases: list[Tensor] = []
         for part, weight in self.terms():
-            own = part.phases(scaled_positions(positions, weight))
+            part_phases = part.phases(scaled_positions(positions, weight))
             # The factor of a rotation (YaRN's temperature) is raised to the power of its weight.
             factor = _attention_scaling(part) ** (weight - 1)
-            phases += own if factor == 1.0 else [phase * factor for phase in own]
-            self._counts.append(len(own))
+            phases += part_phases if factor == 1.0 else [phase * factor for phase in part_phases]
+            self._counts.append(len(part_phases))
         return tuple(phases)
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -242,14 +242,14 @@ class ChainedMap(OuterPart[QueryKeyMap], QueryKeyMap):
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, length, head_dim)`, in the dtype of `query`."""
-        for part, own in self._with_phases(phases):
-            query = part.map_query(query, own)
+        for part, part_phases in self._with_phases(phases):
+            query = part.map_query(query, part_phases)
         return query
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, key_value_heads, length, head_dim)`, in the dtype of `key`."""
-        for part, own in self._with_phases(phases):
-            key = part.map_key(key, own)
+        for part, part_phases in self._with_phases(phases):
+            key = part.map_key(key, part_phases)
         return key
 
     def _with_phases(self, phases: tuple[Tensor, ...]) -> list[tuple[QueryKeyMap, tuple[Tensor, ...]]]:

@@ -38,7 +38,7 @@ class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
     ) -> Value:
         """The value that is kept, if it `fits` and the parameters are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
-        weights = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in part.parameters()]
+        weights = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in part.parameters()]
         state = (weakref.ref(part), weights)
         known = self.get((id(part), name))
         if known is not None and known[0] == state and fits(known[1]):
@@ -141,7 +141,7 @@ class Positions:
     def to(self, device: torch.device) -> Positions:
         """These positions on another device."""
         moved = copy.copy(self)
-        vars(moved).update({name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)})
+        vars(moved).update({name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)})
         return moved
 
     def bounded(self, length: int) -> Positions:

@@ -78,8 +78,8 @@ class Reach:
 
 def shortest(reaches: Iterable[Reach]) -> Reach:
     """Returns the reach of combined parts: the smallest `length` and the largest `made_for`."""
-    found = list(reaches)
-    limited = [reach for reach in found if reach.length is not None]
+    all_reaches = list(reaches)
+    limited = [reach for reach in all_reaches if reach.length is not None]
     limit = min(limited, key=lambda reach: reach.length or 0, default=Reach())
-    made_for = max((reach.made_for for reach in found if reach.made_for is not None), default=None)
+    made_for = max((reach.made_for for reach in all_reaches if reach.made_for is not None), default=None)
     return Reach(limit.length, limit.remedy, made_for)

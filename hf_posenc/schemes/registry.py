@@ -9,7 +9,7 @@ from typing import Any, TypeVar, dataclass_transform
 from hf_posenc.extensions import import_named_modules
 from hf_posenc.other_names import unknown_scheme
 from hf_posenc.schemes.config import SchemeConfig, nesting
-from hf_posenc.schemes.limits import DEEPEST_NESTING, check_shape_of_json, shown
+from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, shown
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
@@ -80,7 +80,7 @@ def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
     Raises:
         UnknownNameError: for an unknown scheme or option.
         ValueError: if the dictionary names no scheme, or exceeds the limits on nesting and size in
-            `hf_posenc.schemes.limits`.
+            `hf_posenc.schemes.validation`.
     """
     options = dict(entry)
     name = options.pop("scheme", None)

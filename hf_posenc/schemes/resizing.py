@@ -89,7 +89,7 @@ def _grids_of_call(positions: Positions, where: Places) -> tuple[list[tuple[int,
     def look() -> tuple[list[tuple[int, ...]], Tensor | None]:
         columns, index = extents.flatten(1).unique(dim=1, return_inverse=True)
         # Tokens without a place may have an empty grid; they never look at it.
-        sizes = [tuple(max(one, 1) for one in size) for size in columns.T.tolist()]
+        sizes = [tuple(max(length, 1) for length in size) for size in columns.T.tolist()]
         return sizes, None if len(sizes) == 1 else index.view(extents.shape[1:])
 
     return positions.remembered("grids", look, extents)
@@ -98,7 +98,7 @@ def _grids_of_call(positions: Positions, where: Places) -> tuple[list[tuple[int,
 def _check_fit(sizes: list[tuple[int, ...]], grid: tuple[int, ...], scheme: str) -> None:
     """Refuses grids that are larger than a table which is not resized."""
     for size in sizes:
-        if any(one > limit for one, limit in zip(size, grid, strict=True)):
+        if any(length > limit for length, limit in zip(size, grid, strict=True)):
             raise ValueError(
                 f"The tokens of this call fill a grid of {by(size)}, larger than the {by(grid)} places of the scheme "
                 f"{scheme!r}, and interpolation='none' does not resize its table. Pass smaller images, or patch with "
@@ -147,9 +147,9 @@ def tables_of_call(
         tables, index = [table], None
     else:
         tables = [resizing.resized(table, size_of_table(size)) for size in grids]
-    sizes = torch.stack([integers_on(table.device, *one.shape[:-1]) for one in tables], dim=1)
-    rows = [one.flatten(0, -2) for one in tables]
+    sizes = torch.stack([integers_on(table.device, *resized.shape[:-1]) for resized in tables], dim=1)
+    rows = [resized.flatten(0, -2) for resized in tables]
     if index is None:
         return rows[0], sizes.unsqueeze(-1), None
-    starts = integers_on(table.device, 0, *(math.prod(one.shape[:-1]) for one in tables[:-1])).cumsum(0)
+    starts = integers_on(table.device, 0, *(math.prod(resized.shape[:-1]) for resized in tables[:-1])).cumsum(0)
     return torch.cat(rows), sizes[:, index], starts[index]

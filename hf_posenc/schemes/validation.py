@@ -1,17 +1,182 @@
-"""The options of configs and the checks of their values. Each error names the field, the value and what is expected."""
+"""The options of configs: the checks of their values and types, and limits. Each error says what is expected.
+
+A config may come from an untrusted file. Without limits, a file of one kilobyte could exhaust the memory through an
+option that is not tied to the size of a checkpoint's weights (the width of a formula, or the rows of a table in a model
+that is built without weights). Numbers that fit float32 can also still overflow when a model multiplies with them.
+Every limit is far above the values used by papers and released models.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.schemes.limits import LARGEST_FACTOR, LARGEST_LENGTH, MOST_NUMBERS, SMALLEST_FACTOR, shown
-from hf_posenc.schemes.option_types import EXACT_INTEGERS, kind_of
+
+#: Positions, distances and lengths, in tokens.
+LARGEST_LENGTH = 2**31 - 1
+#: Rows of a table with one row per position, and the range of random positions.
+MOST_ROWS = 2**20
+#: Distinct distances of a bias that multiplies every query with a vector for each of them.
+MOST_DISTANCES = 2**16
+#: Units or components that are computed for every pair of tokens.
+LARGEST_WIDTH = 2**12
+#: Factors, strengths and standard deviations, and the inverse of divisors.
+LARGEST_FACTOR = 1e6
+SMALLEST_FACTOR = 1e-6
+#: Numbers in an option that is a sequence.
+MOST_NUMBERS = 2**16
+#: Schemes combined in one layer.
+MOST_PARTS = 64
+#: Layers listed in a schedule.
+MOST_LAYERS = 2**12
+#: Nesting depth of schemes, including the innermost.
+DEEPEST_NESTING = 16
+#: Nesting depth of dictionaries and lists, and the total number of values, in the JSON form of a scheme. A list of
+#: schemes needs two containers per level of nesting.
+DEEPEST_JSON = 2 * DEEPEST_NESTING + 2
+MOST_VALUES = 2**17
+
+_REPR = reprlib.Repr()
+_REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 8
+_REPR.maxlevel = 4
+_REPR.maxstring = _REPR.maxlong = 100
+_REPR.maxother = 400
+
+
+def shown(value: Any) -> str:
+    """Returns the `repr` of a value for an error message, shortened to a readable length."""
+    # Python refuses to print integers of thousands of digits.
+    if isinstance(value, int) and value.bit_length() > 63:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return _REPR.repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that is too long to print"
+
+
+def rows_of_table(config: Any, max_positions: int | None) -> int:
+    """The number of rows of a table with one row per position: the config's `num_positions`, or the model's own length.
+
+    Args:
+        config: with `num_positions`, which may be `None`.
+        max_positions: the length that the model states, if it does.
+
+    Raises:
+        ValueError: if neither states a number, or the model states more than 2**20.
+    """
+    owner = type(config).__name__
+    rows: int | None = max_positions if config.num_positions is None else config.num_positions
+    if rows is None:
+        raise ValueError(
+            f"{owner}.num_positions is None and the model's config has no length. Give the number of rows, for example "
+            "num_positions=2048."
+        )
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"{owner}.num_positions is None and the model's config has {rows} positions; a table has at most "
+            f"{MOST_ROWS} rows. Give num_positions= for the length you need."
+        )
+    return rows
+
+
+def check_shape_of_json(value: Any, owner: str, *, depth: int = DEEPEST_JSON, size: int = MOST_VALUES) -> None:
+    """Checks that dictionaries and lists are nested at most `depth` deep and hold at most `size` values.
+
+    Args:
+        value: usually the return value of `json.loads`.
+        owner: description of the value for the error message.
+        depth: maximum nesting depth of containers.
+        size: maximum number of values in total.
+
+    Raises:
+        ValueError: naming the limit.
+    """
+    count = 0
+    level: list[Any] = [value]
+    for _ in range(depth + 1):
+        inside: list[Any] = []
+        for container in level:
+            if isinstance(container, dict):
+                inside.extend(container.values())
+            elif isinstance(container, list | tuple):
+                inside.extend(container)
+            if count + len(inside) > size:
+                raise ValueError(f"{owner} holds more than {size} values, which no scheme needs.")
+        count += len(inside)
+        level = inside
+    if level:
+        raise ValueError(
+            f"{owner} has dictionaries and lists nested more than {depth} deep, which is the limit: no scheme needs it."
+        )
+
+
+_PLAIN: dict[str, tuple[type, str]] = {
+    "int": (int, "an integer"),
+    "float": (float, "a finite number"),
+    "bool": (bool, "True or False"),
+    "None": (type(None), "None"),
+}
+#: float64 represents all integers up to this one exactly.
+EXACT_INTEGERS = 2**53
+
+
+def kind_of(field: dataclasses.Field[Any]) -> str:
+    """Returns the annotation of a field as a string."""
+    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
+
+
+def is_text(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field accepts only strings."""
+    return kind_of(field) == "str"
+
+
+def as_declared(value: Any, field: dataclasses.Field[Any]) -> Any:
+    """Converts integers from JSON or the shell to floats if the field declares only floats, also in sequences.
+
+    Args:
+        value: of the option.
+        field: of the config.
+    """
+    kinds = kind_of(field).split(" | ")
+    if isinstance(value, tuple | list) and any(kind.startswith("tuple[float") for kind in kinds):
+        return type(value)(_as_float(item) for item in value)
+    return _as_float(value) if "float" in kinds and "int" not in kinds else value
+
+
+def check_declared(value: Any, field: dataclasses.Field[Any], owner: str) -> None:
+    """Raises an error if a field declares a number or a boolean and the value is neither.
+
+    The configs of this package have stricter checks with more specific messages. Third-party configs may have none.
+
+    Args:
+        value: of the option.
+        field: of the config.
+        owner: name of the config class, for the error message.
+
+    Raises:
+        ValueError: for a value of another type, such as 1.0 for an integer or 1 for a boolean, and for NaN or infinity.
+    """
+    kinds = kind_of(field).split(" | ")
+    if not set(kinds) <= set(_PLAIN):
+        return
+    types = tuple(_PLAIN[kind][0] for kind in kinds)
+    # In Python a bool is an int. An integer that a float cannot represent is not converted.
+    fits = bool in types if isinstance(value, bool) else isinstance(value, (*types, int) if float in types else types)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        expected = " or ".join(_PLAIN[kind][1] for kind in kinds)
+        raise ValueError(f"{owner}.{field.name} is {shown(value)}; expected {expected}.")
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if type(value) is int and abs(value) <= EXACT_INTEGERS else value
+
 
 #: With a smaller base, the product of a frequency and a 64-bit position can overflow float32.
 SMALLEST_BASE = 1e-18
@@ -58,12 +223,12 @@ def _checks(config_class: Any) -> list[tuple[str, bool, Callable[..., None]]]:
     for owner in reversed(config_class.__mro__):  # A subclass may change the default of a field.
         fields = vars(owner).get("__dataclass_fields__", {})
         declared |= {name: field for name, field in fields.items() if "check" in field.metadata}
-    found: list[tuple[str, bool, Callable[..., None]]] = []
+    checks: list[tuple[str, bool, Callable[..., None]]] = []
     for name, field in declared.items():
         kind, *others = kind_of(field).split(" | ")
         check = functools.partial(field.metadata["check"] or _CHECKS[kind], **field.metadata["limits"])
-        found.append((name, "None" in others, check))
-    return found
+        checks.append((name, "None" in others, check))
+    return checks
 
 
 def check_number(

@@ -19,7 +19,6 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_posenc.checkpoint.agreement import NamedSchemes
@@ -27,16 +26,9 @@ from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, is_length_dependent, parts_named
-from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, parts_named
+from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.parts import DistanceBias
-
-_REMEDY = (
-    "Run the checkpoint with transformers (model.generate, or `hf-posenc serve`). If "
-    'export_model(model, folder, to="stock") can express the scheme, the engine runs that folder without a plug-in.'
-)
-
 
 #: Fields with which configs state the number of experts in a layer.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -67,13 +59,12 @@ def refuse_settings(engine: str, config: Any, *, processes: int) -> None:
     )
 
 
-def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[InterfaceAttention]:
+def sites_for_engine(model: Any, engine: Environment) -> list[InterfaceAttention]:
     """Returns the patched attention layers of a model, if an engine can compute its scheme.
 
     Args:
         model: a patched model. It may be without weights (on the meta device). It is put into evaluation mode.
-        engine: name of the engine, for messages.
-        takes_slopes: whether the kernels of the engine add a bias that is linear in the distance.
+        engine: what the engine lacks.
 
     Raises:
         UnsupportedError: if the engine cannot compute the scheme, with the reason.
@@ -82,13 +73,9 @@ def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[Int
     assert encoding is not None
     model.eval()
     sites = [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
-    problems = [_model_problem(encoding, sites), *(layer_problem(site.encoding, takes_slopes) for site in sites)]
-    problem = next(filter(None, problems), "")
+    problem = _model_problem(encoding, sites) or engine.problem(encoding.needs()) or _cache_problem(encoding)
     if problem:
-        raise UnsupportedError(
-            f"{engine} cannot run the position encoding {scheme_label(encoding.config)!r} of this "
-            f"{type(model).__name__}: {problem}. {_REMEDY}"
-        )
+        raise UnsupportedError(engine.message(problem, f"{encoding.label} of this {type(model).__name__}"))
     return [site for site in sites if isinstance(site, InterfaceAttention)]
 
 
@@ -103,38 +90,15 @@ def _model_problem(encoding: PositionEncoding, sites: list[AttentionSite]) -> st
                 f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "
                 "which the engine needs to call its kernels"
             )
-    if is_length_dependent(encoding):
-        return (
-            "the encoding of a token depends on the length of the sequence or on other tokens, but the engine stores "
-            "each key only once, when its token arrives"
-        )
+    return ""
+
+
+def _cache_problem(encoding: PositionEncoding) -> str:
     for part in encoding.parts():
         try:
             part.check_cache(1, 2)
         except UnsupportedError as error:
             return str(error).rstrip(".")
-    return ""
-
-
-def layer_problem(layer: LayerEncoding, takes_slopes: bool) -> str:
-    """Returns why an engine cannot compute the parts of one layer; empty if it can."""
-    if layer.widens_heads:
-        return "it makes queries and keys wider, but the pages of the engine have the width of the model's heads"
-    if layer.rotates_by_input:
-        return "it rotates queries and keys by the input of their layer, but the plug-in rotates only by positions"
-    if layer.num_features:
-        return "it stores features of each token next to its key, but the pages of the engine have no room for them"
-    if layer.logit_bias is None:
-        return ""
-    if not isinstance(layer.logit_bias, DistanceBias) or layer.logit_bias.slopes_behind(torch.device("cpu")) is None:
-        return (
-            f"it adds a bias to the logits ({type(layer.logit_bias).__name__}), and the kernels of the engine support "
-            "no bias" + (" except one slope for each head, as in ALiBi" if takes_slopes else "")
-        )
-    if not takes_slopes:
-        return "it adds a bias that is linear in the distance (ALiBi), and the kernels of the engine take no slopes"
-    if layer.logit_scale is not None:
-        return "it scales its bias for each query, but the kernels of the engine take one slope for each head"
     return ""
 
 

@@ -11,6 +11,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.environments import SGLANG
 from hf_posenc.serving.engine_schemes import refuse_settings, restore_forwards, sites_for_engine, without_mark
 
 
@@ -29,8 +30,7 @@ class HfPosencForCausalLM(TransformersForCausalLM):
 
     def recursive_replace(self) -> None:
         """Replaces the layers of the model by those of SGLang, and keeps the scheme in place."""
-        # The kernels of SGLang have no argument for the slopes of ALiBi.
-        sites = sites_for_engine(self.model, "SGLang", takes_slopes=False)
+        sites = sites_for_engine(self.model, SGLANG)
         super().recursive_replace()
         restore_forwards(self.model, sites)
 

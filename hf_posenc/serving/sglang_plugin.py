@@ -1,14 +1,14 @@
 """The plug-in for SGLang: the entry point `hf_posenc` of the group `sglang.srt.plugins`.
 
 SGLang calls `register` in each of its processes. Importing this module imports the package, which makes the configs of
-patched models readable and gives them the architecture that is registered here (`checkpoint/engine_configs.py`).
+patched models readable and gives them the architecture that is registered here (`checkpoint/install.py`).
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from hf_posenc.checkpoint.engine_configs import ENGINE_ARCHITECTURE
+from hf_posenc.checkpoint.install import ENGINE_ARCHITECTURE
 from hf_posenc.when_imported import when_imported
 
 

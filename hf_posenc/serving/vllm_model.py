@@ -13,6 +13,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.environments import VLLM
 from hf_posenc.serving.engine_schemes import (
     refuse_settings,
     restore_forwards,
@@ -41,7 +42,7 @@ class HfPosencForCausalLM(TransformersForCausalLM):
 
     def recursive_replace(self) -> None:
         """Replaces the layers of the model by those of vLLM, and keeps the scheme in place."""
-        sites = sites_for_engine(self.model, "vLLM", takes_slopes=True)
+        sites = sites_for_engine(self.model, VLLM)
         self._biases = {site.module: bias for site in sites if (bias := take_linear_bias(site)) is not None}
         super().recursive_replace()
         restore_forwards(self.model, sites)

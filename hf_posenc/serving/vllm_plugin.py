@@ -1,12 +1,12 @@
 """The plug-in for vLLM: the entry point `hf_posenc` of the group `vllm.general_plugins`.
 
 vLLM calls `register` in each of its processes. Importing this module imports the package, which makes the configs of
-patched models readable and gives them the architecture that is registered here (`checkpoint/engine_configs.py`).
+patched models readable and gives them the architecture that is registered here (`checkpoint/install.py`).
 """
 
 from __future__ import annotations
 
-from hf_posenc.checkpoint.engine_configs import ENGINE_ARCHITECTURE
+from hf_posenc.checkpoint.install import ENGINE_ARCHITECTURE
 
 
 def register() -> None:

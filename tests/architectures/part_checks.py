@@ -180,7 +180,7 @@ class PartChecker:
         found["undo"] = self._undo()
 
     def _run(self) -> tuple[Tensor, list[Tensor]]:
-        """The outputs of the model, and those of attention in the part, of which codes and weak branches show little."""
+        """The outputs of the model, and those of the attention in the part, of which the former may show little."""
         inside: list[Tensor] = []
         modules = [attention.module for stack in self.stacks for attention in stack.attentions]
         hooks = [module.register_forward_hook(_keep(inside)) for module in modules]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,3 +55,17 @@ def masks(batch: int, query_length: int, key_length: int) -> dict[str, Tensor | 
         "window": (causal & (keys > queries - 4))[None, None],
         "additive": additive,
     }
+
+
+def gradients(output: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Those of a sum in which every number of an output has a weight of its own, the same in every call."""
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return torch.autograd.grad((output.double() * weights).sum(), given, retain_graph=True)
+
+
+def assert_gradients_agree(
+    found: Tensor, given: Sequence[Tensor], wanted: Tensor, references: Sequence[Tensor], bound: float
+) -> None:
+    """Of two outputs for inputs of their own; the norm of each difference is relative to that of the reference."""
+    for one, other in zip(gradients(found, given), gradients(wanted, references), strict=True):
+        assert float((one - other).norm() / other.norm()) <= bound

@@ -259,6 +259,50 @@ def test_a_flash_kernel_gets_a_separable_bias_in_its_heads(label: str) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+RISING = torch.tensor([0, 1, 2, 3, 4, 10, 11, 12, 40, 41, 42, 43, 44, 45])
+RESTARTING = torch.cat((torch.arange(8), torch.arange(LENGTH - 8)))
+
+
+@pytest.mark.parametrize("kind", ["rising", "restarting in two rows", "backwards"])
+@torch.no_grad()
+def test_a_flash_kernel_gets_positions_in_order_only(kind: str) -> None:
+    """A number per key is a distance where no key in front of a query has a later position."""
+    ids = tokens(length=LENGTH)
+    positions = {"rising": RISING, "restarting in two rows": RESTARTING, "backwards": RISING.flip(0)}[kind]
+    given = {"position_ids": positions.expand(2, -1), "use_cache": True}
+    if kind == "rising":
+        wanted = patched("llama_gqa", BIASED["alibi-0"], attn_implementation="sdpa")(ids, **given).logits
+        torch.testing.assert_close(with_flash("alibi-0")(ids, **given).logits, wanted, atol=1e-4, rtol=1e-4)
+        return
+    with pytest.raises(UnsupportedError, match="set_attn_implementation"):
+        with_flash("alibi-0")(ids, **given)
+
+
+@torch.no_grad()
+def test_a_flash_kernel_that_separates_documents_gets_packed_ones() -> None:
+    """In one row, whose documents begin at position 0."""
+    from transformers import AttentionInterface
+
+    document = (RESTARTING == 0).cumsum(0)
+
+    def separating(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        of_keys = document[: key.shape[2]]  # A new function is first tried on fewer.
+        visible = (of_keys == of_keys[:, None]).tril()
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    ids, model = tokens(1, LENGTH), with_flash("alibi-0")
+    AttentionInterface.register("flash_kernel_for_tests", separating)
+    found = model(ids, position_ids=RESTARTING[None], use_cache=False).logits
+    plain = patched("llama_gqa", BIASED["alibi-0"], attn_implementation="sdpa")
+    alone = [plain(part, use_cache=False).logits for part in ids.split([8, LENGTH - 8], dim=1)]
+    torch.testing.assert_close(found, torch.cat(alone, dim=1), atol=1e-4, rtol=1e-4)
+
+
 def test_a_flash_kernel_trains_around_a_fixed_bias_only() -> None:
     with_flash("alibi-0")(tokens(length=LENGTH)).logits.sum().backward()
     for label in ("forget_gate-0", "learned alibi", "t5-0"):
@@ -322,17 +366,6 @@ def test_transforms_of_torch_func() -> None:
         outputs_of(row).square().mean().backward()
         assert row.grad is not None
         torch.testing.assert_close(found, row.grad, atol=1e-6, rtol=1e-3)
-
-
-def test_the_scale_of_a_query_multiplies_its_bias() -> None:
-    """Against numbers that no form has made: a scale of 2 doubles the logits, bias and content."""
-    form = RowsForm(lambda start, stop, count: torch.ones(1, 4, stop - start, count), 6, 6, 4)
-    site = patched("llama_gqa", BIASED["alibi over a scale"]).model.layers[0].self_attn.forward
-    state = type("State", (), {})()
-    site.scale = lambda *_: torch.arange(6.0).view(1, 1, 6)
-    scaled = site._scaled_form(form, state, torch.zeros(1, 4, 6, 8), 6)
-    assert torch.equal(scaled.rows(2, 4)[0, 0, :, 0], torch.tensor([2.0, 3.0]))
-    assert torch.equal(scaled.rows()[0, 1, :, 5], torch.arange(6.0))
 
 
 def test_a_function_of_somebody_else_gets_the_matrix() -> None:

@@ -11,7 +11,7 @@ from hf_posenc.attention.fused_attention import _fused_attention
 
 from .block_sizes import set_sizes
 from .fused import separable_attention
-from .plain_attention import masks, plain_attention
+from .plain_attention import gradients, masks, plain_attention
 
 MASKS = list(masks(1, 1, 1))
 
@@ -41,9 +41,7 @@ def test_masks(kind: str, groups: int) -> None:
     bias = SeparableForm(terms, slots).rows()
     wanted = plain_attention(*given[:3], bias, mask, 0.3, kind == "none")
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
-    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    gradients = torch.autograd.grad((found.double() * weights).sum(), given, retain_graph=True)
-    for one, other in zip(gradients, torch.autograd.grad((wanted * weights).sum(), given), strict=True):
+    for one, other in zip(gradients(found, given), gradients(wanted, given), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5 * float(other.abs().max().clamp(min=1)), rtol=1e-4)
 
 
@@ -62,10 +60,8 @@ def test_wide_heads_keep_their_digits_beside_large_terms(largest: tuple[float, f
     found = separable_attention(query, key, value, terms, slots, None, 128**-0.5, True)
     wanted = plain_attention(query, key, value, SeparableForm(terms, slots).rows(), None, 128**-0.5, True)
     torch.testing.assert_close(found.double(), wanted, atol=2**-17, rtol=0)
-    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
     given = (query, key, value, terms)
-    gradients = torch.autograd.grad((found.double() * weights).sum(), given)
-    for one, other in zip(gradients, torch.autograd.grad((wanted * weights).sum(), given), strict=True):
+    for one, other in zip(gradients(found, given), gradients(wanted, given), strict=True):
         torch.testing.assert_close(one, other, atol=2**-17 * float(other.abs().max()), rtol=0)
 
 
@@ -87,8 +83,7 @@ def test_the_gradient_of_gates_over_a_long_row(dtype: torch.dtype, bound: float)
             output = plain_attention(query, key, value, SeparableForm(terms, slots).rows(), None, 0.3, True)
         else:
             output = separable_attention(query, key, value, terms, slots, None, 0.3, True).double()
-        weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-        found += torch.autograd.grad((output * weights).sum(), logits)
+        found += gradients(output, [logits])
     assert float((found[0] - found[1]).norm() / found[1].norm()) <= bound
 
 

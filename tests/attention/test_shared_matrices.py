@@ -51,16 +51,10 @@ def attend(
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cache", [None, StaticCache], ids=["", "static cache"])
-def test_layers_share_a_matrix(given: list[Tensor], dtype: torch.dtype, cache: Any) -> None:
-    model = patched("llama_gqa", "alibi", attn_implementation="sdpa").to(dtype)
+@pytest.mark.parametrize("scheme", ["alibi", ComposedConfig(("alibi", "t5"))], ids=["alone", "in a sum"])
+def test_layers_share_a_matrix(given: list[Tensor], scheme: Any, dtype: torch.dtype, cache: Any) -> None:
+    model = patched("llama_gqa", scheme, attn_implementation="sdpa").to(dtype)
     model(input_ids=tokens(), past_key_values=cache and cache(config=model.config, max_cache_len=64))
-    assert len(given) > 1
-    assert len({one.data_ptr() for one in given}) == 1
-
-
-@torch.no_grad()
-def test_layers_share_the_matrix_of_a_sum_of_biases(given: list[Tensor]) -> None:
-    patched("llama_gqa", ComposedConfig(("alibi", "t5")), attn_implementation="sdpa")(input_ids=tokens())
     assert len(given) > 1
     assert len({one.data_ptr() for one in given}) == 1
 
@@ -79,13 +73,6 @@ def test_layers_with_other_masks_share_nothing(monkeypatch: pytest.MonkeyPatch) 
     found = model(input_ids=ids, attention_mask=wide, use_cache=False).logits
     monkeypatch.setattr(ForwardState, "keep", lambda *_: None)
     torch.testing.assert_close(found, model(input_ids=ids, attention_mask=wide, use_cache=False).logits)
-
-
-def test_few_are_kept_if_every_layer_has_its_own_mask() -> None:
-    state = ForwardState(6)
-    for layer in range(9):
-        state.keep(("attention", layer), object())
-    assert len(state.scratch) < 5
 
 
 def test_a_large_bias_of_an_accelerator_is_computed_again_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hf_posenc.attention.windows import Windows, call_of, windows_of
 
 from .block_sizes import set_sizes
 from .fused import distance_attention, separable_attention
+from .plain_attention import assert_gradients_agree
 
 pytestmark = pytest.mark.on_cpu("windows are used on a CPU")
 
@@ -138,13 +139,7 @@ def test_gradients() -> None:
     wanted = [tensor.detach().double().requires_grad_() for tensor in given]
     found = distance_attention(*given, None, SCALING, True)  # type: ignore[call-arg]
     expected = reference(*wanted[:3], matrix(wanted[3], LENGTH), visible(True))
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    (found * weight).sum().backward()
-    (expected * weight).sum().backward()
-    for one, other in zip(given, wanted, strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert float((one.grad - other.grad).norm() / other.grad.norm()) <= 1e-6
+    assert_gradients_agree(found, given, expected, wanted, 1e-6)
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -167,13 +162,7 @@ def test_a_number_per_key(padded: bool) -> None:
     expected = reference(*wanted[:3], bias, seen)
     # The folded terms are of the size 400: their products are rounded to 400 eps before the softmax.
     assert float((found - expected).abs().max()) <= 400 * torch.finfo(torch.float32).eps
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    (found * weight).sum().backward()
-    (expected * weight).sum().backward()
-    for one, other in zip(given, wanted, strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert float((one.grad - other.grad).norm() / other.grad.norm()) <= 1e-5
+    assert_gradients_agree(found, given, expected, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -196,13 +185,7 @@ def test_the_sum_of_a_bias_of_distance_and_a_number_per_key(name: str, causal: b
     expected = reference(*wanted[:3], bias, visible(causal))
     # Sums of terms of 9,000 are rounded to 9,000 eps before the softmax.
     assert float((found - expected).abs().max()) <= 9000 * torch.finfo(torch.float32).eps
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    (found * weight).sum().backward()
-    (expected * weight).sum().backward()
-    for one, other in zip(given, wanted, strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert float((one.grad - other.grad).norm() / other.grad.norm()) <= 1e-4
+    assert_gradients_agree(found, given, expected, wanted, 1e-4)
 
 
 def huge_key(query: Tensor, key: Tensor, value: Tensor) -> None:

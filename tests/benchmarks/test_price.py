@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from concurrent.futures import Future
 
 import pytest
@@ -15,6 +16,9 @@ from benchmarks.table import price_result, write_tables
 from benchmarks.targets import verdicts
 from benchmarks.timing import Pace
 from tests.benchmarks.tiny import TINY, tiny_options
+
+#: A run of two cells.
+FEW = {"levels": ("model",), "phases": ("forward",), "schemes": ("rope",)}
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +57,17 @@ def test_finished_cells_are_kept(finished):
 def test_a_cell_with_other_subjects_is_measured_anew_and_the_rest_kept(finished, tmp_path):
     content, folder = finished
     (tmp_path / "results.json").write_text((folder / "results.json").read_text())
-    options = tiny_options(tmp_path, schemes=("rope",), levels=("model",), phases=("forward",), lengths=(16,))
-    again = price.measure(options, "another")
+    again = price.measure(tiny_options(tmp_path, **FEW, lengths=(16,)), "another")
     changed = {key for key, cell in content["cells"].items() if again["cells"][key] != cell}
     assert changed == {"model forward 16"}
 
 
 def test_a_run_that_is_out_of_time_names_what_is_missing_and_goes_on(tmp_path):
-    options = tiny_options(tmp_path, levels=("model",), phases=("forward",), schemes=("rope",), budget_minutes=-1.0)
-    content = price.measure(options, "first")
+    content = price.measure(tiny_options(tmp_path, **FEW, budget_minutes=-1.0), "first")
     assert content["not_begun"] == ["model forward 16", "model forward 32"]
     assert "- model forward 16: not begun within the budget" in write_tables(content)
-    later = price.measure(tiny_options(tmp_path, levels=("model",), phases=("forward",), schemes=("rope",)), "first")
-    assert later["not_begun"] == []
-    assert len(later["cells"]) == 2
+    later = price.measure(tiny_options(tmp_path, **FEW), "first")
+    assert (later["not_begun"], len(later["cells"])) == ([], 2)
 
 
 def test_a_killed_run_keeps_its_finished_cells(tmp_path, monkeypatch):
@@ -77,10 +78,9 @@ def test_a_killed_run_keeps_its_finished_cells(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(subjects, phase, length, *rest)
 
-    options = tiny_options(tmp_path, levels=("model",), phases=("forward",), schemes=("rope",))
     monkeypatch.setattr(price, "time_subjects", killed)
     with pytest.raises(KeyboardInterrupt):
-        price.measure(options, "first")
+        price.measure(tiny_options(tmp_path, **FEW), "first")
     assert list(json.loads((tmp_path / "results.json").read_text())["cells"]) == ["model forward 16"]
 
 
@@ -108,14 +108,8 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path):
 
 
 def test_what_was_too_slow_at_one_length_is_not_tried_at_the_next(tmp_path):
-    options = tiny_options(
-        tmp_path,
-        levels=("model",),
-        phases=("forward",),
-        schemes=("rope",),
-        pace=Pace(3, 1.0, subject_seconds=1e-9, measurement_seconds=0.004),
-    )
-    content = price.measure(options, "x")
+    pace = Pace(3, 1.0, subject_seconds=1e-9, measurement_seconds=0.004)
+    content = price.measure(tiny_options(tmp_path, **FEW, pace=pace), "x")
     first, second = content["cells"]["model forward 16"], content["cells"]["model forward 32"]
     # A baseline is timed whatever it takes, at the first length.
     assert [row["subject"] for row in first["rows"]] == ["bare"]
@@ -182,37 +176,36 @@ def test_the_figure_is_drawn_from_two_lengths_on(finished, tmp_path):
     assert draw_price(price_result(short), tmp_path / "none") == []
 
 
-def test_memory_of_a_fresh_process():
+class HerePool:
+    """In the place of a fresh process, which takes half a minute to begin: what is sent to it and back is pickled."""
+
+    def __init__(self, workers: int, mp_context) -> None:
+        assert (workers, mp_context.get_start_method()) == (1, "spawn")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def submit(self, *call):
+        function, *given = pickle.loads(pickle.dumps(call))
+        future: Future = Future()
+        try:
+            future.set_result(pickle.loads(pickle.dumps(function(*given))))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def test_memory_is_measured_or_it_is_told_why_not(monkeypatch):
+    monkeypatch.setattr(memory, "ProcessPoolExecutor", HerePool)
     request = {"level": "model", "subject": "rope", "phase": "train", "length": 16, "peers": []}
     peak = peak_memory(request, TINY)
     assert peak["phase_bytes"] >= 0
     assert peak["total_bytes"] == peak["before_bytes"] + peak["phase_bytes"]
-
-
-def test_what_a_fresh_process_cannot_measure_is_told(monkeypatch):
-    class HerePool:
-        """In the place of a process, which takes seconds to begin."""
-
-        def __init__(self, workers: int, mp_context: object) -> None: ...
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        def submit(self, function, *given):
-            future: Future = Future()
-            try:
-                future.set_result(function(*given))
-            except Exception as error:
-                future.set_exception(error)
-            return future
-
-    monkeypatch.setattr(memory, "ProcessPoolExecutor", HerePool)
-    request = {"level": "encoder", "subject": "xpos", "phase": "forward", "length": 16, "peers": []}
-    assert peak_memory(request, TINY)["reason"].startswith("refused: XposConfig does not support")
-    request |= {"level": "model", "length": 1 << 40}
-    assert "tried to allocate" in peak_memory(request, TINY)["reason"]
+    refused = {"level": "encoder", "subject": "xpos", "phase": "forward"}
+    assert peak_memory(request | refused, TINY)["reason"].startswith("refused: XposConfig does not support")
+    assert "tried to allocate" in peak_memory(request | {"length": 1 << 40}, TINY)["reason"]
 
 
 def test_memory_grows_with_what_a_call_allocates():
@@ -226,20 +219,14 @@ def test_memory_grows_with_what_a_call_allocates():
 
 
 def test_long_inputs_are_planned_for_few_subjects(tmp_path):
-    options = tiny_options(tmp_path, schemes=("rope", "alibi", "t5", "fire"))
-    requests = memory_requests(tiny_options(tmp_path, schemes=options.schemes, memory_lengths=(4096, 16384)))
-    assert all(request["phase"] == "forward" for request in requests)
-    both = memory_requests(
-        tiny_options(tmp_path, schemes=options.schemes, phases=("forward", "train"), memory_lengths=(4096, 16384))
-    )
+    changes = {"schemes": ("rope", "alibi", "t5", "fire"), "memory_lengths": (4096, 16384)}
+    assert all(request["phase"] == "forward" for request in memory_requests(tiny_options(tmp_path, **changes)))
+    both = memory_requests(tiny_options(tmp_path, **changes, phases=("forward", "train")))
     long_ones = [request for request in both if request["length"] == 16384]
     assert {(request["level"], request["phase"]) for request in long_ones} == {("model", "train")}
     assert {request["subject"] for request in long_ones} == {"bare", "rope", "alibi", "t5"}
-    assert {request["subject"] for request in both if request["peers"]} == {
-        "sdpa",
-        "alibi, mask built in each call",
-        "alibi, mask built once",
-    }
+    peers = {"sdpa", "alibi, mask built in each call", "alibi, mask built once"}
+    assert {request["subject"] for request in both if request["peers"]} == peers
 
 
 @pytest.mark.parametrize(

@@ -68,17 +68,13 @@ def test_bare_bert_does_not_see_the_order_at_all():
     assert not torch.allclose(logits(subjects["bare"], tokens), logits(subjects["stock"], tokens), **_ROUNDING)
 
 
-@pytest.mark.parametrize("phase", ["forward", "train", "decode"])
-def test_rotation_of_other_llamas_is_back_after_a_bare_call(phase):
-    stock = modeling_llama.apply_rotary_pos_emb
-    with named("model", "bare")["bare"].ready(phase, 16) as call:
-        assert modeling_llama.apply_rotary_pos_emb is not stock
-        call.once()
-    assert modeling_llama.apply_rotary_pos_emb is stock
-
-
-def test_rotation_of_other_llamas_is_back_after_an_error():
-    stock = modeling_llama.apply_rotary_pos_emb
+def test_rotation_of_other_llamas_is_back_after_a_bare_call_and_after_an_error():
+    stock, subject = modeling_llama.apply_rotary_pos_emb, named("model", "bare")["bare"]
+    for phase in ("forward", "train", "decode"):
+        with subject.ready(phase, 16) as call:
+            assert modeling_llama.apply_rotary_pos_emb is not stock
+            call.once()
+        assert modeling_llama.apply_rotary_pos_emb is stock
     with pytest.raises(KeyError), without_rotation():
         raise KeyError
     assert modeling_llama.apply_rotary_pos_emb is stock
@@ -129,21 +125,15 @@ def test_a_grown_cache_is_what_the_model_writes_for_repeated_tokens():
 def test_every_scheme_is_measured_or_refused_with_the_reason():
     for level in ("attention", "model", "encoder"):
         subjects, left_out = build_lineup(level, [*REFERENCES, *list_schemes()], (), 32, TINY)
-        measured = {subject.name for subject in subjects}
-        assert measured | set(left_out) == {*REFERENCES, *list_schemes()}
+        families = {subject.name: subject.family for subject in subjects}
+        assert families.keys() | left_out.keys() == {*REFERENCES, *list_schemes()}
         assert all(reason.startswith("refused: ") and len(reason) > 40 for reason in left_out.values())
-        if level != "encoder":
-            assert not left_out
-        else:
-            assert set(LEVELS["encoder"].usual) <= measured
-
-
-def test_families_are_those_of_the_targets():
-    families = {name: subject.family for name, subject in named("model", *list_schemes()).items()}
-    assert {name for name, family in families.items() if family == "distance bias"} >= {"alibi", "t5", "kerple"}
-    assert {name for name, family in families.items() if family == "rotation"} >= {"rope", "p_rope", "xpos"}
-    assert families["sinusoidal"] == "additive"
-    assert families["none"] == "none"
+        assert set(LEVELS["encoder"].usual) <= families.keys() if level == "encoder" else not left_out
+        # The targets are about families.
+        expected = {"alibi": "distance bias", "t5": "distance bias", "kerple": "distance bias", "rope": "rotation"}
+        expected |= {"sinusoidal": "additive", "none": "none"}
+        expected |= {} if level == "encoder" else {"p_rope": "rotation", "xpos": "rotation"}
+        assert expected.items() <= families.items()
 
 
 @pytest.fixture(scope="module")
@@ -152,35 +142,27 @@ def attention() -> dict:
     return named("attention", "bare", "alibi", "none", "rope", "stock", peers=groups)
 
 
-@pytest.mark.parametrize("name", ["none", "sdpa", "BLOOM without position", "MPT without position"])
-def test_ways_without_position_are_one_function(attention, name):
-    torch.testing.assert_close(attended(attention[name], 32), attended(attention["bare"], 32), **_ROUNDING)
+WITHOUT = ("none", "sdpa", "BLOOM without position", "MPT without position")
+WITH_ALIBI = (
+    "alibi, mask built in each call", "alibi, mask built once", "alibi, position_bias= of transformers", "BLOOM, alibi",
+    "MPT, alibi",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "alibi, mask built in each call",
-        "alibi, mask built once",
-        "alibi, position_bias= of transformers",
-        "BLOOM, alibi",
-        "MPT, alibi",
-    ],
+    ("name", "expected"),
+    [*((name, "bare") for name in WITHOUT), *((name, "alibi") for name in WITH_ALIBI), ("rope", "stock")],
 )
-def test_ways_to_alibi_are_one_function(attention, name):
-    expected = attended(attention["alibi"], 32)
-    torch.testing.assert_close(attended(attention[name], 32), expected, **_ROUNDING)
-    assert not torch.allclose(expected, attended(attention["bare"], 32), **_ROUNDING)
+def test_ways_to_the_same_positions_are_one_function(attention, name, expected):
+    torch.testing.assert_close(attended(attention[name], 32), attended(attention[expected], 32), **_ROUNDING)
 
 
-def test_rope_in_one_attention_call_is_that_of_the_stock_model(attention):
-    torch.testing.assert_close(attended(attention["rope"], 32), attended(attention["stock"], 32), **_ROUNDING)
-
-
-def test_t5_adds_its_table(attention):
-    names = ("T5, bias computed in each call", "T5 without position")
-    with_table, without = (attended(attention[name], 32) for name in names)
-    assert not torch.allclose(with_table, without, **_ROUNDING)
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("alibi", "bare"), ("rope", "bare"), ("T5, bias computed in each call", "T5 without position")],
+)
+def test_positions_act(attention, name, other):
+    assert not torch.allclose(attended(attention[name], 32), attended(attention[other], 32), **_ROUNDING)
 
 
 def test_x_transformers_computes_the_same_attention():

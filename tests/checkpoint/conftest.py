@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-import hf_posenc
-from tests.checkpoint.checkpoint_cases import CASES, randomize, write_reference
+from tests.checkpoint.checkpoint_cases import CASES, LENGTH, adapted, base, write_reference, write_stock_llama
 from tests.fresh import run_fresh
 
 torch.set_num_threads(1)
@@ -26,20 +26,36 @@ def results_of(mode: str, root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one patched checkpoint per case, some also sharded and saved with an explicit state dict."""
+    """A folder with one patched checkpoint per case, some in every form, one with a tokenizer and an adapter."""
     root = tmp_path_factory.mktemp("checkpoints")
     for case in CASES:
-        torch.manual_seed(0)
-        model = randomize(hf_posenc.patch_model(case.build(), case.scheme, **case.options))
+        model = case.model()
         folder = root / case.name
         model.save_pretrained(folder)
         if case.every_route:
             model.save_pretrained(folder / "sharded", max_shard_size="20KB")
             model.save_pretrained(folder / "state_dict", state_dict=model.state_dict())
-        write_reference(model, folder)
+            model.save_pretrained(folder / "by_hand", max_shard_size="20KB")
+            (folder / "by_hand" / "config.json").write_text(json.dumps(model.config.to_dict()))
+        write_reference(model, folder, LENGTH if case.lengths is None else 128)
+    write_stock_llama(root / "stock")
+    AutoTokenizer.from_pretrained(root / "stock").save_pretrained(root / "llama-t5")
+    adapted(base(root / "stock", "t5")).save_pretrained(root / "llama-t5" / "adapter")
     return root
 
 
 @pytest.fixture(scope="session")
 def fresh() -> Callable[[str, Path], dict[str, Any]]:
     return results_of
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a stock model with a tokenizer, which no test changes."""
+    return write_stock_llama(tmp_path_factory.mktemp("stock"))
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of the same shapes with other weights."""
+    return write_stock_llama(tmp_path_factory.mktemp("other"), seed=1)

@@ -1,23 +1,24 @@
 """Run in a process of its own: loads the checkpoints below a folder and prints what came of it as JSON.
 
-`python fresh_process.py with FOLDER` imports hf_posenc first, `without` never does.
+`python fresh_process.py with FOLDER` imports hf_posenc first, `without` and `stock` never do.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+Routes = dict[str, Callable[[], Any]]
 
 
 def run(model: Any, reference: dict[str, torch.Tensor]) -> float:
@@ -29,38 +30,44 @@ def run(model: Any, reference: dict[str, torch.Tensor]) -> float:
     return float((output.float() - expected).abs().max())
 
 
-def auto_class(architecture: str) -> Any:
-    if architecture.endswith("ForMaskedLM"):
-        return transformers.AutoModelForMaskedLM
-    if architecture.endswith("ForConditionalGeneration"):
-        return transformers.AutoModelForSeq2SeqLM
-    return transformers.AutoModelForCausalLM
+def classes(folder: Path) -> tuple[Any, Any]:
+    """The class of the saved model, and the auto class of its task."""
+    architecture = (folder / "reference" / "architecture").read_text()
+    tasks = {"ForMaskedLM": "ForMaskedLM", "ForConditionalGeneration": "ForSeq2SeqLM"}
+    task = next((auto for ending, auto in tasks.items() if architecture.endswith(ending)), "ForCausalLM")
+    return getattr(transformers, architecture), getattr(transformers, f"AutoModel{task}")
 
 
-def chosen(folder: Path, routes: dict[str, Callable[[], Any]], *few: str) -> Iterable[str]:
-    """All routes for a checkpoint that is there in all forms."""
-    return routes if (folder / "sharded").is_dir() else few
+def stated(model: Any) -> int | None:
+    """The length in the config."""
+    fields = vars(model.config)
+    return fields.get("max_position_embeddings", fields.get("n_positions"))
 
 
 def reload(folder: Path) -> dict[str, Any]:
+    import hf_posenc
+
     reference = load_file(folder / "reference" / "reference.safetensors")
-    architecture = (folder / "reference" / "architecture").read_text()
-    concrete, auto = getattr(transformers, architecture), auto_class(architecture)
-    routes: dict[str, Callable[[], Any]] = {
+    concrete, auto = classes(folder)
+    routes: Routes = {
         "auto": lambda: auto.from_pretrained(folder),
-        "concrete": lambda: concrete.from_pretrained(folder),
-        "sharded": lambda: auto.from_pretrained(folder / "sharded"),
-        "subfolder": lambda: auto.from_pretrained(folder.parent, subfolder=folder.name),
-        "device_map_cpu": lambda: auto.from_pretrained(folder, device_map={"": "cpu"}),
-        "device_map_auto": lambda: auto.from_pretrained(folder, device_map="auto"),
-        "low_memory": lambda: auto.from_pretrained(folder, low_cpu_mem_usage=True),
-        "float32": lambda: auto.from_pretrained(folder, dtype=torch.float32),
-        "state_dict": lambda: auto.from_pretrained(folder / "state_dict"),
         "bfloat16": lambda: auto.from_pretrained(folder, dtype=torch.bfloat16),
     }
+    if (folder / "sharded").is_dir():
+        routes |= {
+            "concrete": lambda: concrete.from_pretrained(folder),
+            "sharded": lambda: auto.from_pretrained(folder / "sharded"),
+            "subfolder": lambda: auto.from_pretrained(folder.parent, subfolder=folder.name),
+            "device_map_cpu": lambda: auto.from_pretrained(folder, device_map={"": "cpu"}),
+            "device_map_auto": lambda: auto.from_pretrained(folder, device_map="auto"),
+            "low_memory": lambda: auto.from_pretrained(folder, low_cpu_mem_usage=True),
+            "float32": lambda: auto.from_pretrained(folder, dtype=torch.float32),
+            "state_dict": lambda: auto.from_pretrained(folder / "state_dict"),
+            "by_hand": lambda: auto.from_pretrained(folder / "by_hand"),
+        }
     results = {}
-    for name in chosen(folder, routes, "auto", "bfloat16"):
-        model = routes[name]()
+    for name, load in routes.items():
+        model = load()
         results[name] = {
             "difference": run(model, reference),
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
@@ -68,45 +75,77 @@ def reload(folder: Path) -> dict[str, Any]:
             "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
             "training": model.training,
         }
+    lengths = [stated(model), model.position_encoding.lengths.current, model.position_encoding.lengths.native]
+    generation = getattr(model, "generation_config", None)
+    hf_posenc.unpatch_model(model)
+    results["lengths"] = [*lengths, stated(model), None if generation is None else generation.max_length]
     return results
 
 
 def stock(folder: Path) -> dict[str, Any]:
     """A plain stock checkpoint, loaded where nothing of hf_posenc was ever imported."""
     reference = load_file(folder / "reference" / "reference.safetensors")
-    architecture = (folder / "reference" / "architecture").read_text()
-    model, info = auto_class(architecture).from_pretrained(folder, output_loading_info=True)
+    model, info = classes(folder)[1].from_pretrained(folder, output_loading_info=True)
     keys = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]]))
     return {"difference": run(model, reference), "keys": keys, "imported": "hf_posenc" in sys.modules}
 
 
 def refuse(folder: Path) -> dict[str, str]:
-    architecture = (folder / "reference" / "architecture").read_text()
-    concrete = getattr(transformers, architecture)
-    task = "fill-mask" if architecture.endswith("ForMaskedLM") else "text-generation"
-    routes: dict[str, Callable[[], Any]] = {
+    concrete, auto = classes(folder)
+    routes: Routes = {
         "AutoConfig": lambda: transformers.AutoConfig.from_pretrained(folder),
-        "AutoModel": lambda: transformers.AutoModel.from_pretrained(folder),
-        "AutoModelForX": lambda: auto_class(architecture).from_pretrained(folder),
         "concrete": lambda: concrete.from_pretrained(folder),
-        "concrete_sharded": lambda: concrete.from_pretrained(folder / "sharded"),
-        "concrete_low_memory": lambda: concrete.from_pretrained(folder, device_map="cpu", dtype=torch.bfloat16),
-        "base": lambda: _base_class(concrete).from_pretrained(folder),
-        "pipeline": lambda: transformers.pipeline(task, model=str(folder)),
     }
+    if (folder / "sharded").is_dir():
+        base_class = transformers.MODEL_MAPPING[concrete.config_class]
+        task = "fill-mask" if concrete.__name__.endswith("ForMaskedLM") else "text-generation"
+        routes |= {
+            "AutoModel": lambda: transformers.AutoModel.from_pretrained(folder),
+            "AutoModelForX": lambda: auto.from_pretrained(folder, trust_remote_code=True),
+            "concrete_sharded": lambda: concrete.from_pretrained(folder / "sharded"),
+            "concrete_low_memory": lambda: concrete.from_pretrained(folder, device_map="cpu", dtype=torch.bfloat16),
+            "base": lambda: base_class.from_pretrained(folder),
+            "config by hand": lambda: auto.from_pretrained(folder / "by_hand"),
+            "concrete, config by hand": lambda: concrete.from_pretrained(folder / "by_hand"),
+            "pipeline": lambda: transformers.pipeline(task, model=str(folder)),
+        }
+    if (folder / "adapter").is_dir():
+        routes |= tools(folder, concrete, auto)
     messages = {}
-    for name in chosen(folder, routes, "AutoConfig", "concrete"):
+    for name, load in routes.items():
         try:
-            routes[name]()
+            load()
         except Exception as error:
             messages[name] = f"{type(error).__name__}: {error}"
         else:
             messages[name] = "LOADED"
+    assert "hf_posenc" not in sys.modules
     return messages
 
 
-def _base_class(concrete: Any) -> Any:
-    return transformers.MODEL_MAPPING[concrete.config_class]
+def tools(folder: Path, concrete: Any, auto: Any) -> Routes:
+    """Other libraries, and adapters."""
+    import peft
+    import sentence_transformers
+    from transformers.cli.serving.model_manager import ModelManager
+
+    adapter, weights = folder / "adapter", str(folder / "model.safetensors")
+    config = concrete.config_class.from_pretrained(folder)
+    base = folder.parent / "stock"
+    return {
+        "config of a class": lambda: concrete.from_pretrained(folder, config=config),
+        "load_state_dict": lambda: concrete(config).load_state_dict(load_file(weights)),
+        "safetensors": lambda: load_model(concrete(config), weights),
+        "transformers serve": lambda: ModelManager(device="cpu").load_model_and_processor(f"{folder}@main"),
+        "SentenceTransformer": lambda: sentence_transformers.SentenceTransformer(str(folder)),
+        "CrossEncoder": lambda: sentence_transformers.CrossEncoder(str(folder)),
+        "PeftConfig": lambda: peft.PeftConfig.from_pretrained(adapter),
+        "PeftModel": lambda: peft.PeftModel.from_pretrained(auto.from_pretrained(base), adapter),
+        "AutoPeftModel": lambda: peft.AutoPeftModelForCausalLM.from_pretrained(adapter),
+        "adapter, AutoModel": lambda: auto.from_pretrained(adapter),
+        "adapter, class": lambda: concrete.from_pretrained(adapter),
+        "adapter, load_adapter": lambda: auto.from_pretrained(base).load_adapter(adapter),
+    }
 
 
 if __name__ == "__main__":

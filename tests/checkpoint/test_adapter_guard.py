@@ -14,7 +14,6 @@ pytest.importorskip("peft")
 import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from peft.utils.hotswap import hotswap_adapter
 
 from hf_posenc import (
     CheckpointError,
@@ -22,23 +21,17 @@ from hf_posenc import (
     load_position_adapter,
     native_scheme,
     patch_model,
+    save_position_adapter,
     unpatch_model,
 )
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.other_loaders import check_checkpoint
-from hf_posenc.entry import ATTRIBUTE
-from tests.checkpoint.stock_folder import write_stock_llama
-from tests.checkpoint.test_adapters import LORA, adapted, base, logits
-from tests.checkpoint.test_resuming import made, trainer
+from tests.checkpoint.checkpoint_cases import ABSENT, LORA, adapted, assert_same, base, edit_json, made
+from tests.checkpoint.test_resuming import trainer
 from tests.fresh import run_fresh
 from tests.models import tiny
 
 FILES = ("position_encoding.json", "position_encoding.safetensors")
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_stock_llama(tmp_path_factory.mktemp("stock"))
 
 
 @pytest.fixture(scope="module")
@@ -76,28 +69,18 @@ ROUTES: dict[str, Callable[[Any, Any, Path], Any]] = {
 
 
 class TestConfigAndWeightsApart:
-    @pytest.mark.parametrize("scheme", [None, "kerple"])
     @pytest.mark.parametrize("route", ROUTES)
-    def test_a_model_with_other_positions_is_refused(
-        self, route: str, scheme: str | None, folder: Path, stock: Path
-    ) -> None:
-        model = base(stock, scheme)
-        with pytest.raises(UnsupportedError, match=r"PeftModel\.from_pretrained"):
-            ROUTES[route](model, PeftConfig.from_pretrained(folder), folder)
-
-    @pytest.mark.parametrize("route", sorted(set(ROUTES) - {"mixed"}))
-    def test_the_patched_model_is_taken(self, route: str, folder: Path, stock: Path) -> None:
-        expected = logits(PeftModel.from_pretrained(base(stock), folder))
-        found = ROUTES[route](base(stock, "alibi"), PeftConfig.from_pretrained(folder), folder)
-        torch.testing.assert_close(logits(found), expected, rtol=0, atol=0)
-
-    def test_an_injection_that_was_refused_leaves_no_layers(self, folder: Path, stock: Path) -> None:
-        model = base(stock)
-        before = logits(model)
-        with pytest.raises(UnsupportedError):
-            inject_adapter_in_model(PeftConfig.from_pretrained(folder), model)
-        assert not any("lora" in name for name, _ in model.named_modules())
-        torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
+    def test_only_a_model_with_the_same_positions_is_taken(self, route: str, folder: Path, stock: Path) -> None:
+        for scheme in (None, "kerple"):
+            model = base(stock, scheme)
+            with pytest.raises(UnsupportedError, match=r"PeftModel\.from_pretrained"):
+                ROUTES[route](model, PeftConfig.from_pretrained(folder), folder)
+            if route == "inject":
+                assert not any("lora" in name for name, _ in model.named_modules())
+                assert_same(model, base(stock, scheme))
+        if route != "mixed":
+            found = ROUTES[route](base(stock, "alibi"), PeftConfig.from_pretrained(folder), folder)
+            assert_same(found, PeftModel.from_pretrained(base(stock), folder))
 
     def test_prompts_are_refused_too(self, stock: Path, tmp_path: Path) -> None:
         prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -110,16 +93,10 @@ class TestConfigAndWeightsApart:
         model = get_peft_model(base(stock), LoraConfig(**config.to_dict()))
         assert model.active_peft_config == config
 
-    def test_a_mark_that_names_no_scheme_fits_patched_models_only(self, folder: Path, stock: Path) -> None:
-        path = folder / "adapter_config.json"
-        written = path.read_text()
-        disk = json.loads(written)
-        del disk[ATTRIBUTE]["scheme"], disk[ATTRIBUTE]["sha256"]
-        path.write_text(json.dumps(disk))
-        try:
-            config = PeftConfig.from_pretrained(folder)
-        finally:
-            path.write_text(written)
+    def test_a_mark_that_names_no_scheme_fits_patched_models_only(self, stock: Path, tmp_path: Path) -> None:
+        adapted(base(stock, "alibi")).save_pretrained(tmp_path)
+        edit_json(tmp_path / "adapter_config.json", "position_encoding", scheme=ABSENT, sha256=ABSENT)
+        config = PeftConfig.from_pretrained(tmp_path)
         get_peft_model(base(stock, "alibi"), config)
         with pytest.raises(UnsupportedError, match="its stock positions"):
             get_peft_model(base(stock), config)
@@ -129,6 +106,7 @@ def _lora(**options: Any) -> LoraConfig:
     return LoraConfig(**({"target_modules": ["query", "q", "q_proj", "c_attn"], "r": 2} | options))
 
 
+_ROWS = {"target_modules": ["wpe"], "token_indices": [1]}
 #: Model, scheme, config, and the field that selects something it should not.
 WITHOUT_EFFECT: dict[str, tuple[str, str, Callable[[], Any], str]] = {
     "table saved": ("GPT2LMHeadModel", "alibi", lambda: _lora(modules_to_save=["wpe"]), "modules_to_save"),
@@ -136,22 +114,19 @@ WITHOUT_EFFECT: dict[str, tuple[str, str, Callable[[], Any], str]] = {
     "table adapted": ("GPT2LMHeadModel", "rope", lambda: _lora(target_modules=["c_attn", "wpe"]), "target_modules"),
     "pattern": ("GPT2LMHeadModel", "rope", lambda: _lora(target_modules=r".*\.wpe"), "target_modules"),
     "rows": ("GPT2LMHeadModel", "none", lambda: _lora(trainable_token_indices={"wpe": [1]}), "trainable_token_indices"),
-    "rows alone": (
-        "GPT2LMHeadModel",
-        "none",
-        lambda: peft.TrainableTokensConfig(target_modules=["wpe"], token_indices=[1]),
-        "target_modules",
-    ),
+    "rows alone": ("GPT2LMHeadModel", "none", lambda: peft.TrainableTokensConfig(**_ROWS), "target_modules"),
     "relative bias": (
-        "T5ForConditionalGeneration",
-        "alibi",
-        lambda: _lora(modules_to_save=["relative_attention_bias"]),
+        "T5ForConditionalGeneration", "alibi", lambda: _lora(modules_to_save=["relative_attention_bias"]),
         "modules_to_save",
     ),
     "parameter": ("ViTModel", "rope_nd", lambda: _lora(target_parameters=["position_embeddings"]), "target_parameters"),
     "vectors of the scheme": ("BertForMaskedLM", "learned", lambda: _lora(modules_to_save=["additive"]), "add_lora"),
     "whole scheme": ("BertForMaskedLM", "t5", lambda: _lora(modules_to_save=["position_encoding"]), "add_lora"),
-}
+}  # fmt: skip
+
+
+def names_of(model: Any) -> list[str]:
+    return [name for name, _ in model.named_modules()]
 
 
 class TestWhatWouldBeTrained:
@@ -160,28 +135,25 @@ class TestWhatWouldBeTrained:
         kind, scheme, config, message = WITHOUT_EFFECT[case]
         model = tiny(kind)
         patch_model(model, native_scheme(model) if scheme == "native" else scheme)
-        names = [name for name, _ in model.named_modules()]
+        names = names_of(model)
         for add in (get_peft_model, lambda model, config: inject_adapter_in_model(config, model)):
             with pytest.raises(UnsupportedError, match=message):
                 add(model, config())
-        assert names == [name for name, _ in model.named_modules()]
+        assert names == names_of(model)
         if isinstance(config(), LoraConfig):
             wrapped = get_peft_model(model, _lora())
             with pytest.raises(UnsupportedError, match=message):
                 wrapped.add_adapter("second", config())
-
-    @pytest.mark.parametrize("case", [case for case in WITHOUT_EFFECT if case != "parameter"])
-    def test_an_adapter_of_what_a_scheme_discards_is_removed_before_it_is_placed(self, case: str) -> None:
-        kind, scheme, config, message = WITHOUT_EFFECT[case]
-        if message == "add_lora":
-            pytest.skip("the stock model has no such module")
-        model = get_peft_model(tiny(kind), config())
-        names = [name for name, _ in model.named_modules()]
+        if case == "parameter" or message == "add_lora":  # The stock model has no such module.
+            return
+        # An adapter of what a scheme discards is removed before the scheme is placed.
+        wrapped = get_peft_model(tiny(kind), config())
+        names = names_of(wrapped)
         for wanted in (scheme, "native"):
             with pytest.raises(UnsupportedError, match=r"holds a part of an adapter.*model.unload\(\)"):
-                patch_model(model, wanted)
-            assert names == [name for name, _ in model.named_modules()]
-        patch_model(model.unload(), scheme)
+                patch_model(wrapped, wanted)
+            assert names == names_of(wrapped)
+        patch_model(wrapped.unload(), scheme)
 
     def test_what_acts_is_not(self) -> None:
         for kind, scheme in (("BertForMaskedLM", "alibi"), ("GPT2LMHeadModel", "native")):
@@ -236,14 +208,6 @@ def test_a_hotswap_imported_before_the_package(stock: Path, tmp_path: Path) -> N
     assert second.startswith("refused:")
 
 
-def test_hotswapping_with_the_parameters_of_the_scheme(stock: Path, tmp_path: Path) -> None:
-    model = adapted(base(stock, "t5"))
-    model.save_pretrained(tmp_path)
-    found = adapted(base(stock, "t5"))
-    hotswap_adapter(found, tmp_path, "default", torch_device="cpu")
-    torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=0)
-
-
 class TestFilesOfAnEarlierSave:
     def test_a_save_without_a_scheme_removes_them(self, stock: Path, tmp_path: Path) -> None:
         model = adapted(base(stock, "t5"))
@@ -252,11 +216,9 @@ class TestFilesOfAnEarlierSave:
         unpatch_model(model)
         model.save_pretrained(tmp_path)
         assert not any((tmp_path / name).exists() for name in FILES)
-        torch.testing.assert_close(logits(PeftModel.from_pretrained(base(stock), tmp_path)), logits(model))
+        assert_same(PeftModel.from_pretrained(base(stock), tmp_path), model)
 
     def test_a_scheme_saved_alone_is_not_removed(self, stock: Path, tmp_path: Path) -> None:
-        from hf_posenc import save_position_adapter
-
         save_position_adapter(base(stock, "t5"), tmp_path)
         adapted(base(stock)).save_pretrained(tmp_path)
         assert all((tmp_path / name).is_file() for name in FILES)
@@ -268,26 +230,22 @@ class TestFilesOfAnEarlierSave:
         disk = json.loads(path.read_text())
         path.unlink()
         if form == "unmarked":
-            path.write_text(json.dumps(disk[ATTRIBUTE]["adapter"]))
+            path.write_text(json.dumps(disk["position_encoding"]["adapter"]))
         model = base(stock)
         with pytest.raises(CheckpointError, match="PEFT adapter"):
             load_position_adapter(model, tmp_path)
         assert not hasattr(model, "position_encoding")
 
 
-class TestResuming:
-    def test_an_adapter_that_names_no_scheme_is_not_trained_on_in_a_patched_model(self, tmp_path: Path) -> None:
-        get_peft_model(made(None), LoraConfig(**LORA)).save_pretrained(tmp_path)
-        patched = get_peft_model(made("alibi"), LoraConfig(**LORA))
-        with pytest.raises(SchemeMismatchError, match=r"save it there again"):
-            check_checkpoint(trainer(patched, tmp_path, 1), tmp_path)
-        # The remedy.
-        with pytest.warns(UserWarning, match="names no position encoding"):
-            model = PeftModel.from_pretrained(patch_model(made(None), "alibi"), tmp_path)
-        model.save_pretrained(tmp_path)
+def test_an_adapter_that_names_no_scheme_is_trained_on_in_a_stock_model_only(tmp_path: Path) -> None:
+    stock = get_peft_model(made(), LoraConfig(**LORA))
+    stock.save_pretrained(tmp_path)
+    check_checkpoint(trainer(stock, tmp_path, 1), tmp_path)
+    patched = get_peft_model(made("alibi"), LoraConfig(**LORA))
+    with pytest.raises(SchemeMismatchError, match=r"save it there again"):
         check_checkpoint(trainer(patched, tmp_path, 1), tmp_path)
-
-    def test_it_is_in_a_stock_model(self, tmp_path: Path) -> None:
-        model = get_peft_model(made(None), LoraConfig(**LORA))
-        model.save_pretrained(tmp_path)
-        check_checkpoint(trainer(model, tmp_path, 1), tmp_path)
+    # The remedy.
+    with pytest.warns(UserWarning, match="names no position encoding"):
+        model = PeftModel.from_pretrained(made("alibi"), tmp_path)
+    model.save_pretrained(tmp_path)
+    check_checkpoint(trainer(patched, tmp_path, 1), tmp_path)

@@ -1,4 +1,4 @@
-"""Cards, adapters and processors of patched models of images and sound."""
+"""Adapters and processors of patched models of images and sound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from hf_posenc import UnsupportedError, load_position_adapter, patch_model, save_position_adapter
-from hf_posenc.checkpoint.cards import model_card
 from hf_posenc.recipes import add_lora
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
@@ -25,14 +24,6 @@ from tests.patching.composites.test_text_part import logits
 from tests.recipes.test_parts import image, vision_transformer
 
 LLAVA = COMPOSITES["llava"]
-
-
-def test_the_card_names_the_scheme_of_each_part() -> None:
-    model = patch_model(patch_model(LLAVA.model(), "t5"), "none", part="vision")
-    card = model_card(model, model_id="me/llava")
-    assert card.data.tags == ["hf_posenc", "position-encoding", "t5", "none"]
-    assert card.data.pipeline_tag == "image-text-to-text"
-    assert "replaced in its text part by `t5` and in its vision part by `none`" in str(card)
 
 
 def test_a_position_adapter_holds_both_parts(tmp_path: Path) -> None:

@@ -5,333 +5,412 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
     PreTrainedModel,
+    pipeline,
 )
+from transformers.trainer_utils import load_sharded_checkpoint
 
 import hf_posenc
-from hf_posenc.checkpoint import loading
+from hf_posenc import BuildContext, CheckpointError, DistanceBias, SchemeConfig, SchemeParts, UnsupportedError
+from hf_posenc.checkpoint import configuration, loading
 from hf_posenc.checkpoint.install import install
 from hf_posenc.entry import read_entry
-from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from tests.checkpoint.checkpoint_cases import LENGTH, bert, gpt2, llama, outputs, randomize, token_ids
+from hf_posenc.schemes import registry
+from hf_posenc.schemes.additive.learned import LearnedEncoding
+from tests.checkpoint.checkpoint_cases import (
+    ABSENT,
+    LENGTH,
+    assert_same,
+    bert,
+    edit_json,
+    edit_weights,
+    gpt2,
+    llama,
+    made,
+    outputs,
+    token_ids,
+)
 from tests.models import tiny_config
 
+INDEX = "model.safetensors.index.json"
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return randomize(hf_posenc.patch_model(llama(), "t5"))
+    return made("t5")
+
+
+@pytest.fixture(scope="module")
+def folder(model: PreTrainedModel, stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this model, with a tokenizer. No test changes it."""
+    folder = tmp_path_factory.mktemp("models") / "model"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(stock).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def folder(model: PreTrainedModel, tmp_path: Path) -> Path:
-    model.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copied"))
 
 
-def test_base_class_gives_the_hidden_states_of_the_saved_model(model: Any, folder: Path) -> None:
-    for base_class in (AutoModel, LlamaModel):
-        base, info = base_class.from_pretrained(folder, output_loading_info=True)
-        assert type(base) is LlamaModel
-        assert not info["missing_keys"]
-        assert torch.equal(outputs(base), outputs(model.model))
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A Llama with a learned table of 64 rows, in several files."""
+    made("learned").save_pretrained(tmp_path, max_shard_size="20KB")
+    return tmp_path
 
 
-def test_base_model_saved_alone_loads_into_a_head_model(model: Any, tmp_path: Path) -> None:
-    model.model.save_pretrained(tmp_path)
-    head, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert info["missing_keys"] == {"lm_head.weight"}
-    assert torch.equal(outputs(head.model), outputs(model.model))
+class TestRoutes:
+    def test_the_base_class_and_other_heads_keep_the_scheme_and_take_options(self, model: Any, folder: Path) -> None:
+        for base_class in (AutoModel, LlamaModel):
+            base, info = base_class.from_pretrained(folder, output_loading_info=True)
+            assert type(base) is LlamaModel
+            assert not info["missing_keys"]
+            assert_same(base, model.model)
+        for head_class in (AutoModelForSequenceClassification, LlamaForSequenceClassification):
+            classifier = head_class.from_pretrained(folder, num_labels=3, attn_implementation="eager")
+            assert type(classifier) is LlamaForSequenceClassification
+            assert (classifier.config.num_labels, classifier.config._attn_implementation) == (3, "eager")
+            assert_same(classifier.model, model.model, 1e-5)
+
+    def test_a_base_model_that_is_saved_alone_loads_into_a_head_model(self, model: Any, tmp_path: Path) -> None:
+        model.model.save_pretrained(tmp_path)
+        head, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert info["missing_keys"] == {"lm_head.weight"}
+        assert_same(head.model, model.model)
+
+    def test_loading_info_is_returned_only_on_request(self, folder: Path, stock: Path) -> None:
+        for place in (folder, stock):
+            assert isinstance(AutoModelForCausalLM.from_pretrained(place), LlamaForCausalLM)
+            loaded, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
+            assert isinstance(loaded, LlamaForCausalLM)
+            assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+    def test_a_config_and_a_state_dict_can_be_passed(self, model: Any, folder: Path) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        before = config.to_json_string()
+        assert_same(LlamaForCausalLM.from_pretrained(folder, config=config), model)
+        assert config.to_json_string() == before
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert_same(LlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=state), model)
+
+    def test_from_config_builds_a_patched_model(self, model: Any) -> None:
+        for build in (AutoModelForCausalLM.from_config, LlamaForCausalLM._from_config):
+            built = build(model.config, dtype=torch.bfloat16)
+            assert type(built) is LlamaForCausalLM
+            assert built.state_dict().keys() == model.state_dict().keys()
+            assert built.position_encoding.config == model.position_encoding.config
+            assert built.dtype == torch.bfloat16
+        assert read_entry(model.config) is not None
+
+    def test_a_tokenizer_and_a_pipeline_find_the_folder(self, folder: Path) -> None:
+        assert AutoTokenizer.from_pretrained(folder)("word3 word5")["input_ids"] == [3, 5]
+        generator = pipeline("text-generation", model=str(folder))
+        assert type(generator.model) is LlamaForCausalLM
+        (answer,) = generator("word3 word5 word7", max_new_tokens=4, do_sample=False)
+        assert answer["generated_text"].startswith("word3 word5 word7")
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        generated = loaded.generate(token_ids()[:1, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert generated.shape[1] == 11
+        for end in range(5, 11):
+            assert outputs(loaded, generated[:, :end])[0, -1].argmax() == generated[0, end]
+
+    def test_hub_ids_load_with_revision_and_subfolder(
+        self, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        revision = "0123456789abcdef0123456789abcdef01234567"
+        repository = tmp_path / "cache" / "models--someone--some-model"
+        shutil.copytree(folder, repository / "snapshots" / revision)
+        shutil.copytree(folder, repository / "snapshots" / revision / "below")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(revision)
+        hub = {"cache_dir": tmp_path / "cache", "local_files_only": True}
+        for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
+            for options in ({}, {"revision": "main"}, {"revision": revision}, {"subfolder": "below"}):
+                assert_same(model_class.from_pretrained("someone/some-model", **hub, **options), model)
+        (repository / "refs" / "main").write_text("f" * 40)
+        for source, options in (
+            ("someone/some-model", hub | {"revision": revision}), (folder.parent, {"subfolder": folder.name})
+        ):  # fmt: skip
+            with pytest.raises(UnsupportedError, match="does not contain it"):
+                LlamaForCausalLM.from_pretrained(source, config=LlamaConfig(), **options)
+
+    def test_what_the_cache_does_not_tell_is_found_while_loading(
+        self, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loading, "is_patched", lambda source, kwargs: False)
+        assert_same(LlamaForCausalLM.from_pretrained(folder), model)
+
+    def test_stock_checkpoints_take_the_stock_path(self, stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def forbidden(*args: Any) -> None:
+            raise AssertionError("a stock checkpoint reached the patching path")
+
+        monkeypatch.setattr(loading, "patching_proxy", forbidden)
+        monkeypatch.setattr("hf_posenc.checkpoint.agreement.check_loaded", forbidden)
+        monkeypatch.setattr("hf_posenc.patching.place.config_entry.attach_entry", forbidden)
+        for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
+            for options in ({}, {"config": LlamaConfig.from_pretrained(stock)}, {"device_map": "cpu"}):
+                loaded = model_class.from_pretrained(stock, **options)
+                assert (type(loaded), type(loaded.config)) == (LlamaForCausalLM, LlamaConfig)
+                assert_same(loaded, made())
+        assert type(AutoModelForCausalLM.from_config(loaded.config).config) is LlamaConfig
+
+    def test_installing_twice_changes_nothing(self) -> None:
+        before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config", "__init__")}
+        install()
+        assert {name: PreTrainedModel.__dict__[name] for name in before} == before
 
 
-def test_other_head_keeps_the_scheme_and_takes_config_overrides(model: Any, folder: Path) -> None:
-    for head_class in (AutoModelForSequenceClassification, LlamaForSequenceClassification):
-        classifier = head_class.from_pretrained(folder, num_labels=3, attn_implementation="eager")
-        assert type(classifier) is LlamaForSequenceClassification
-        assert classifier.config.num_labels == 3
-        assert classifier.config._attn_implementation == "eager"
-        assert torch.allclose(outputs(classifier.model), outputs(model.model), atol=1e-5)
-
-
-def test_loading_info_is_returned_only_on_request(folder: Path) -> None:
-    assert isinstance(AutoModelForCausalLM.from_pretrained(folder), LlamaForCausalLM)
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert isinstance(loaded, LlamaForCausalLM)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-
-
-def test_config_loaded_by_hand_can_be_passed(model: Any, folder: Path) -> None:
-    config = AutoConfig.from_pretrained(folder)
-    before = config.to_json_string()
-    loaded = LlamaForCausalLM.from_pretrained(folder, config=config)
-    assert torch.equal(outputs(loaded), outputs(model))
-    assert config.to_json_string() == before
-
-
-def test_state_dict_without_a_folder_can_be_passed(model: Any) -> None:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    loaded = LlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=state)
-    assert torch.equal(outputs(loaded), outputs(model))
-
-
-def test_from_config_builds_a_patched_model(model: Any) -> None:
-    for build in (AutoModelForCausalLM.from_config, LlamaForCausalLM._from_config):
-        built = build(model.config, dtype=torch.bfloat16)
-        assert type(built) is LlamaForCausalLM
-        assert built.state_dict().keys() == model.state_dict().keys()
-        assert built.position_encoding.config == model.position_encoding.config
-        assert built.dtype == torch.bfloat16
-    assert read_entry(model.config) is not None
-
-
-def test_calling_the_class_with_a_patched_config_is_refused(model: Any) -> None:
-    for model_class in (LlamaForCausalLM, LlamaModel):
-        with pytest.raises(UnsupportedError, match=r"from_config\(config\)"):
-            model_class(model.config)
-    with pytest.raises(UnsupportedError, match="from_config"):
-        LlamaForCausalLM(LlamaConfig(**model.config.to_dict()))
-
-
-def test_stock_config_for_a_patched_checkpoint_is_refused(folder: Path) -> None:
-    for model_class in (LlamaForCausalLM, AutoModelForCausalLM):
-        with pytest.raises(UnsupportedError, match="does not contain it"):
-            model_class.from_pretrained(folder, config=LlamaConfig())
-
-
-def test_unpatching_a_reloaded_model_gives_the_stock_one(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    for build, scheme in ((llama, "t5"), (gpt2, "rope"), (bert, "alibi")):
-        stock = randomize(build())
+class TestAfterwards:
+    @pytest.mark.parametrize(("build", "scheme"), [(llama, "t5"), (gpt2, "rope"), (bert, "alibi")])
+    def test_unpatching_a_reloaded_model_gives_the_stock_one(self, tmp_path: Path, build: Any, scheme: str) -> None:
+        stock = made(build=build)
         expected, keys, text = outputs(stock), list(stock.state_dict()), stock.config.to_diff_dict()
-        hf_posenc.patch_model(stock, scheme).save_pretrained(tmp_path / scheme)
-        loaded = type(stock).from_pretrained(tmp_path / scheme)
+        hf_posenc.patch_model(stock, scheme).save_pretrained(tmp_path / "patched")
+        loaded = type(stock).from_pretrained(tmp_path / "patched")
         assert not torch.equal(outputs(loaded), expected)
-        hf_posenc.unpatch_model(loaded)
-        assert torch.equal(outputs(loaded), expected)
+        assert_same(hf_posenc.unpatch_model(loaded), expected)
         assert list(loaded.state_dict()) == keys
         assert type(loaded.config) is type(loaded).config_class
-        ignored = {"architectures", "dtype", "_name_or_path"}
-        assert {k: v for k, v in loaded.config.to_diff_dict().items() if k not in ignored} == {
-            k: v for k, v in text.items() if k not in ignored
-        }
-        loaded.save_pretrained(tmp_path / f"{scheme}-stock")
-        assert json.loads((tmp_path / f"{scheme}-stock" / "config.json").read_text())["model_type"] == (
-            loaded.config.model_type
-        )
+        ignored = dict.fromkeys(("architectures", "dtype", "_name_or_path"))
+        assert loaded.config.to_diff_dict() | ignored == text | ignored
+        loaded.save_pretrained(tmp_path / "stock")
+        assert json.loads((tmp_path / "stock" / "config.json").read_text())["model_type"] == loaded.config.model_type
 
+    def test_native_weights_are_frozen_again_until_the_patch_is_undone(self, tmp_path: Path) -> None:
+        made("alibi", build=bert).save_pretrained(tmp_path)
+        for options in ({}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}):
+            loaded = BertForMaskedLM.from_pretrained(tmp_path, **options)
+            frozen = [name for name, parameter in loaded.named_parameters() if not parameter.requires_grad]
+            assert frozen == ["bert.embeddings.position_embeddings.weight"]
+            hf_posenc.unpatch_model(loaded)
+            assert all(parameter.requires_grad for parameter in loaded.parameters())
 
-def test_native_weights_are_frozen_again_until_the_patch_is_undone(tmp_path: Path) -> None:
-    hf_posenc.patch_model(bert(), "alibi").save_pretrained(tmp_path)
-    for options in ({}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}):
-        loaded = BertForMaskedLM.from_pretrained(tmp_path, **options)
-        frozen = [name for name, parameter in loaded.named_parameters() if not parameter.requires_grad]
-        assert frozen == ["bert.embeddings.position_embeddings.weight"]
+    def test_generation_without_a_cache_stays_and_ends_with_the_patch(self, tmp_path: Path) -> None:
+        scheme = hf_posenc.RopeConfig(scaling=hf_posenc.DynamicScaling(2.0, 64))
+        with pytest.warns(UserWarning, match="use_cache=False"):
+            hf_posenc.patch_model(llama(), scheme).save_pretrained(tmp_path)
+        with pytest.warns(UserWarning, match="use_cache=False"):
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert loaded.generation_config.use_cache is False
         hf_posenc.unpatch_model(loaded)
-        assert all(parameter.requires_grad for parameter in loaded.parameters())
+        assert loaded.generation_config.use_cache is True
 
+    def test_patching_a_reloaded_model_again_replaces_the_scheme(self, folder: Path, tmp_path: Path) -> None:
+        loaded = hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(folder), "alibi")
+        loaded.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert again.position_encoding.config == hf_posenc.AlibiConfig()
+        assert_same(again, loaded)
 
-def test_generation_without_a_cache_stays_and_ends_with_the_patch(tmp_path: Path) -> None:
-    scheme = hf_posenc.RopeConfig(scaling=hf_posenc.DynamicScaling(2.0, 64))
-    with pytest.warns(UserWarning, match="use_cache=False"):
-        hf_posenc.patch_model(llama(), scheme).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="use_cache=False"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.generation_config.use_cache is False
-    hf_posenc.unpatch_model(loaded)
-    assert loaded.generation_config.use_cache is True
-
-
-def test_patching_a_reloaded_model_again_replaces_the_scheme(folder: Path, tmp_path: Path) -> None:
-    loaded = hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(folder), "alibi")
-    expected = outputs(loaded)
-    loaded.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert again.position_encoding.config == hf_posenc.get_scheme("alibi")()
-    assert torch.equal(outputs(again), expected)
-
-
-def test_reloaded_model_decodes_as_it_runs(folder: Path) -> None:
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    generated = loaded.generate(token_ids()[:1, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
-    assert generated.shape[1] == 11
-    for end in range(5, 11):
-        full = outputs(loaded, generated[:, :end])
-        assert full[0, -1].argmax() == generated[0, end]
-
-
-def _edit_weights(folder: Path, change: Any) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _position_keys(weights: dict[str, torch.Tensor]) -> list[str]:
-    keys = [key for key in weights if "position_encoding.stacks" in key]
-    assert keys
-    return keys
-
-
-def test_missing_position_weights_are_an_error(folder: Path) -> None:
-    _edit_weights(folder, lambda weights: [weights.pop(key) for key in _position_keys(weights)])
-    for model_class in (AutoModelForCausalLM, LlamaForCausalLM, AutoModel):
-        with pytest.raises(PositionEncodingError, match="random weights"):
-            model_class.from_pretrained(folder)
-
-
-def test_position_weights_of_another_shape_are_an_error(folder: Path) -> None:
-    def shrink(weights: dict[str, torch.Tensor]) -> None:
-        for key in _position_keys(weights):
-            weights[key] = weights[key][:3].clone()
-
-    _edit_weights(folder, shrink)
-    with pytest.raises(
-        PositionEncodingError, match=r"of the shape \[32, 4\], but in model.safetensors it has the shape \[3, 4\]"
-    ):
-        AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
-
-
-def test_weights_of_another_scheme_are_an_error(folder: Path) -> None:
-    path = folder / "config.json"
-    disk = json.loads(path.read_text())
-    disk["position_encoding"]["scheme"] = hf_posenc.get_scheme("alibi")().to_dict()
-    path.write_text(json.dumps(disk))
-    with pytest.raises(PositionEncodingError, match="the config that from_pretrained has read names"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_scheme_that_does_not_fit_the_model_is_an_error(folder: Path) -> None:
-    path = folder / "config.json"
-    disk = json.loads(path.read_text())
-    disk["position_encoding"]["scheme"] = {"scheme": "rope", "rotary_dim": 4096}
-    path.write_text(json.dumps(disk))
-    with pytest.raises(ValueError, match="4096"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
-def _as_hub_cache(folder: Path, cache: Path, revision: str) -> None:
-    repository = cache / "models--someone--some-model"
-    shutil.copytree(folder, repository / "snapshots" / revision)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(revision)
-
-
-def test_hub_ids_load_with_revision_and_subfolder(
-    model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    revision = "0123456789abcdef0123456789abcdef01234567"
-    model.save_pretrained(folder / "below")
-    _as_hub_cache(folder, tmp_path / "cache", revision)
-    hub = {"cache_dir": tmp_path / "cache", "local_files_only": True}
-    for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
-        for options in ({}, {"revision": "main"}, {"revision": revision}, {"subfolder": "below"}):
-            loaded = model_class.from_pretrained("someone/some-model", **hub, **options)
-            assert torch.equal(outputs(loaded), outputs(model))
-    with pytest.raises(UnsupportedError, match="does not contain it"):
-        LlamaForCausalLM.from_pretrained("someone/some-model", config=LlamaConfig(), **hub)
-
-
-def test_what_the_cache_does_not_tell_is_found_while_loading(
-    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "is_patched", lambda source, kwargs: False)
-    loaded = LlamaForCausalLM.from_pretrained(folder)
-    assert torch.equal(outputs(loaded), outputs(model))
-
-
-def test_stock_checkpoints_take_the_stock_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*args: Any) -> None:
-        raise AssertionError("a stock checkpoint reached the patching path")
-
-    torch.manual_seed(0)
-    stock = randomize(llama())
-    stock.save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "patching_proxy", forbidden)
-    monkeypatch.setattr(loading, "_check_loaded", forbidden)
-    monkeypatch.setattr("hf_posenc.patching.place.config_entry.attach_entry", forbidden)
-    for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
-        for options in ({}, {"config": LlamaConfig.from_pretrained(tmp_path)}, {"device_map": "cpu"}):
-            loaded = model_class.from_pretrained(tmp_path, **options)
-            assert type(loaded) is LlamaForCausalLM
-            assert type(loaded.config) is LlamaConfig
-            assert torch.equal(outputs(loaded), outputs(stock))
-    assert type(AutoModelForCausalLM.from_config(stock.config).config) is LlamaConfig
-
-
-def test_broken_stock_checkpoints_get_the_stock_errors(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    with pytest.raises(OSError, match="no file named"):
-        LlamaForCausalLM.from_pretrained(tmp_path, config=LlamaConfig(), subfolder="nowhere")
-    (tmp_path / "config.json").write_text('{"model_type": "hf_posenc"')
-    with pytest.raises(OSError, match="not a valid JSON file"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
-
-
-def test_installing_twice_changes_nothing() -> None:
-    before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config", "__init__")}
-    install()
-    assert {name: PreTrainedModel.__dict__[name] for name in before} == before
-
-
-def test_deep_copy_is_independent(model: Any) -> None:
-    expected = outputs(model)
-    twin = copy.deepcopy(model)
-    assert torch.equal(outputs(twin), expected)
-    hf_posenc.unpatch_model(twin)
-    assert read_entry(twin.config) is None
-    assert not torch.equal(outputs(twin), expected)
-    assert torch.equal(outputs(model), expected)
-    assert read_entry(model.config) is not None
-
-
-@pytest.mark.parametrize("scheme", ["t5", "alibi", "rope", "learned"])
-def test_whole_model_survives_torch_save(tmp_path: Path, scheme: str) -> None:
-    torch.manual_seed(0)
-    for build in (llama, bert):
-        model = randomize(hf_posenc.patch_model(build(), scheme))
+    @pytest.mark.parametrize("scheme", ["t5", "alibi", "rope", "learned"])
+    @pytest.mark.parametrize("build", [llama, bert])
+    def test_copies_and_whole_models_of_torch_are_independent(self, tmp_path: Path, build: Any, scheme: str) -> None:
+        model = made(scheme, build=build)
         expected = outputs(model)
         torch.save(model, tmp_path / "model.pt")
-        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-        assert torch.equal(outputs(loaded), expected)
-        assert loaded.config == model.config
-        hf_posenc.unpatch_model(loaded)
-        hf_posenc.unpatch_model(model)
-        assert torch.equal(outputs(loaded), outputs(model))
+        for twin in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+            assert_same(twin, expected)
+            assert twin.config == model.config
+            hf_posenc.unpatch_model(twin)
+            assert read_entry(twin.config) is None
+            assert_same(model, expected)
+            assert read_entry(model.config) is not None
+        assert_same(twin, hf_posenc.unpatch_model(model))
+
+    def test_a_sequence_beyond_the_table_is_refused_after_reload(self, tmp_path: Path) -> None:
+        model = made("learned", build=bert, num_positions=LENGTH)
+        model.save_pretrained(tmp_path)
+        loaded = BertForMaskedLM.from_pretrained(tmp_path)
+        assert_same(loaded, model)
+        with pytest.raises(IndexError, match=str(LENGTH)):
+            outputs(loaded, token_ids(LENGTH + 1))
 
 
-def test_sequence_beyond_the_table_is_refused_after_reload(tmp_path: Path) -> None:
-    model = hf_posenc.patch_model(bert(), "learned", num_positions=LENGTH)
-    model.save_pretrained(tmp_path)
-    loaded = BertForMaskedLM.from_pretrained(tmp_path)
-    assert torch.equal(outputs(loaded), outputs(model.eval()))
-    with pytest.raises(IndexError, match=str(LENGTH)):
-        outputs(loaded, token_ids(LENGTH + 1))
+class TestRefusals:
+    def test_a_class_and_a_config_that_do_not_belong_together(self, model: Any, folder: Path) -> None:
+        for model_class in (LlamaForCausalLM, LlamaModel):
+            with pytest.raises(UnsupportedError, match=r"from_config\(config\)"):
+                model_class(model.config)
+        with pytest.raises(UnsupportedError, match="from_config"):
+            LlamaForCausalLM(LlamaConfig(**model.config.to_dict()))
+        for model_class in (LlamaForCausalLM, AutoModelForCausalLM):
+            with pytest.raises(UnsupportedError, match="does not contain it"):
+                model_class.from_pretrained(folder, config=LlamaConfig())
+
+    def test_a_stock_model_with_the_config_of_a_patched_one_is_not_saved(self, tmp_path: Path) -> None:
+        config = tiny_config("LlamaForCausalLM")
+        patched, stock = LlamaForCausalLM(config), LlamaForCausalLM(config)
+        hf_posenc.patch_model(patched, "alibi")
+        stock.config = patched.config
+        with pytest.raises(UnsupportedError, match="config of a patched model"):
+            stock.save_pretrained(tmp_path)
+        assert not list(tmp_path.iterdir())
+        patched.save_pretrained(tmp_path / "patched")
+        hf_posenc.unpatch_model(patched)
+        stock.save_pretrained(tmp_path / "stock")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda tensor: None, "random weights"),
+            (lambda tensor: tensor[:3], r"of the shape \[32, 4\], but in model.safetensors it has the shape \[3, 4\]"),
+            (lambda tensor: tensor.to(torch.int32), "it is an integer tensor"),
+        ],
+    )
+    def test_position_weights_that_are_missing_or_of_another_kind(
+        self, copied: Path, change: Callable[[Any], Any], message: str
+    ) -> None:
+        edit_weights(
+            copied / "model.safetensors",
+            lambda name, tensor: change(tensor) if "position_encoding.stacks" in name else tensor,
+        )
+        for model_class in (AutoModelForCausalLM, LlamaForCausalLM, AutoModel):
+            with pytest.raises(CheckpointError, match=message):
+                model_class.from_pretrained(copied, ignore_mismatched_sizes=True)
+
+    @pytest.mark.parametrize(
+        ("scheme", "message"),
+        [
+            ({"scheme": "alibi"}, "the config that from_pretrained has read names"),
+            ({"scheme": "rope", "rotary_dim": 4096}, "4096"),
+        ],
+    )
+    def test_a_scheme_that_does_not_fit_the_weights_or_the_model(
+        self, copied: Path, scheme: dict[str, Any], message: str
+    ) -> None:
+        edit_json(copied / "config.json", "position_encoding", scheme=scheme)
+        with pytest.raises(CheckpointError, match=message):
+            AutoModelForCausalLM.from_pretrained(copied)
+
+    def test_broken_stock_checkpoints_get_the_stock_errors(self, tmp_path: Path) -> None:
+        llama().save_pretrained(tmp_path)
+        with pytest.raises(OSError, match="no file named"):
+            LlamaForCausalLM.from_pretrained(tmp_path, config=LlamaConfig(), subfolder="nowhere")
+        (tmp_path / "config.json").write_text('{"model_type": "hf_posenc"')
+        with pytest.raises(OSError, match="not a valid JSON file"):
+            LlamaForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_stock_model_with_the_config_of_a_patched_one_is_not_saved(tmp_path: Path) -> None:
-    config = tiny_config("LlamaForCausalLM")
-    patched, stock = LlamaForCausalLM(config), LlamaForCausalLM(config)
-    hf_posenc.patch_model(patched, "alibi")
-    stock.config = patched.config
-    with pytest.raises(UnsupportedError, match="config of a patched model"):
-        stock.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
-    patched.save_pretrained(tmp_path / "patched")
-    hf_posenc.unpatch_model(patched)
-    stock.save_pretrained(tmp_path / "stock")
+class TestHeaders:
+    """A scheme is compared with the header of its weights before any of its parts takes memory."""
+
+    def test_a_table_that_the_weights_do_not_hold_is_never_allocated(
+        self, shards: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        devices = []
+        reset = LearnedEncoding.reset_parameters
+        monkeypatch.setattr(
+            LearnedEncoding, "reset_parameters", lambda part: (devices.append(part.weight.device.type), reset(part))
+        )
+        LlamaForCausalLM.from_pretrained(shards)
+        # First without memory, to compare the shapes with those in the files.
+        assert devices == ["meta", "cpu"]
+        devices.clear()
+        edit_json(shards / "config.json", "position_encoding", "scheme", num_positions=2**20)
+        with pytest.raises(
+            CheckpointError, match=r"'num_positions': 1048576.*\[1048576, 32\].*\.safetensors .*\[64, 32\]"
+        ):
+            LlamaForCausalLM.from_pretrained(shards)
+        assert devices == ["meta"]
+
+    @pytest.mark.parametrize(
+        ("where", "change", "message"),
+        [
+            ((), {"metadata": ABSENT}, "is not an index of weights"),
+            ((), {"weight_map": [1]}, "is not an index of weights"),
+            (("weight_map",), {"lm_head.weight": "../x.safetensors"}, "is not an index of weights"),
+            (("weight_map",), {"lm_head.weight": "x.safetensors"}, "'x.safetensors', which"),
+        ],
+    )
+    def test_a_damaged_index_is_explained(
+        self, shards: Path, where: tuple[str, ...], change: dict[str, Any], message: str
+    ) -> None:
+        edit_json(shards / INDEX, *where, **change)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            LlamaForCausalLM.from_pretrained(shards)
+        assert str(shards / INDEX) in str(caught.value)
+
+    def test_a_shard_that_is_damaged_or_of_another_save_is_refused(self, shards: Path, tmp_path: Path) -> None:
+        made("learned", seed=1).save_pretrained(tmp_path / "other", max_shard_size="20KB")
+        target = LlamaForCausalLM.from_pretrained(shards)
+        for shard in sorted(path.name for path in shards.glob("model-*.safetensors")):
+            data = (shards / shard).read_bytes()
+            (shards / shard).write_bytes(data[:-1])
+            with pytest.raises(CheckpointError, match=shard):
+                LlamaForCausalLM.from_pretrained(shards)
+            shutil.copy(tmp_path / "other" / shard, shards)
+            for load in (LlamaForCausalLM.from_pretrained, lambda place: load_sharded_checkpoint(target, place)):
+                with pytest.raises(CheckpointError, match=f"{shard} is not the file that the index"):
+                    load(shards)
+            (shards / shard).write_bytes(data)
+        # An index of another tool has no digests.
+        edit_json(shards / INDEX, metadata={"total_size": 1})
+        assert_same(LlamaForCausalLM.from_pretrained(shards), target)
+
+    def test_files_that_are_replaced_while_they_are_read_are_refused(
+        self, shards: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other, built = made("learned", seed=1), configuration.follow_lengths
+
+        def save_another(*arguments: Any) -> None:
+            monkeypatch.undo()
+            built(*arguments)
+            other.save_pretrained(shards, max_shard_size="20KB")
+
+        monkeypatch.setattr(configuration, "follow_lengths", save_another)
+        with pytest.raises(CheckpointError, match="were replaced while the model was read"):
+            LlamaForCausalLM.from_pretrained(shards)
+        assert_same(LlamaForCausalLM.from_pretrained(shards), other)
+
+    def test_a_scheme_that_cannot_be_built_without_memory_still_loads(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+
+        @hf_posenc.register_scheme
+        @dataclass(frozen=True)
+        class CountedConfig(SchemeConfig):
+            name: ClassVar[str] = "counted"
+
+            def build(self, context: BuildContext) -> SchemeParts:
+                return SchemeParts(logit_bias=CountedBias(context.num_heads))
+
+        model = made("counted")
+        model.save_pretrained(tmp_path)
+        assert_same(LlamaForCausalLM.from_pretrained(tmp_path), model)
+        assert any("slope" in name for name in load_file(tmp_path / "model.safetensors"))
+
+
+class CountedBias(DistanceBias):
+    """Reads a number out of its parameter while it is built, which is impossible without memory."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(num_heads))
+        self.first = self.slope[0].item()
+
+    def forward(self, distance: torch.Tensor) -> torch.Tensor:
+        return -distance.abs().float() * self.slope.view(-1, *(1 for _ in distance.shape))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import (
-    PreTrainedConfig,
     PreTrainedModel,
     VideoMAEConfig,
     VideoMAEForPreTraining,
@@ -19,90 +16,56 @@ from transformers import (
     ViTMAEConfig,
     ViTMAEForPreTraining,
     ViTMAEModel,
-    WhisperConfig,
     WhisperForAudioClassification,
     WhisperForCausalLM,
-    WhisperForConditionalGeneration,
 )
 
-from hf_posenc import NoneConfig, UnsupportedError, patch_model
-from hf_posenc.checkpoint.configuration import CheckpointError
-from tests.checkpoint.checkpoint_cases import outputs
+from hf_posenc import CheckpointError, UnsupportedError, patch_model
+from tests.checkpoint.checkpoint_cases import assert_same, edit_json
+from tests.export.test_modalities import speech_model
 from tests.models import tiny
 
-_SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-#: A small decoder behind the encoder.
-_DECODER = {
-    "decoder_hidden_size": 16,
-    "decoder_num_hidden_layers": 1,
-    "decoder_num_attention_heads": 2,
+#: A small encoder, and a smaller decoder behind it.
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 16,
+    "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
     "decoder_intermediate_size": 32,
-}
+}  # fmt: skip
 
 
-def _masked_images() -> PreTrainedConfig:
-    return ViTMAEConfig(**_SIZES, **_DECODER, image_size=16, patch_size=4)
+def masked_images() -> PreTrainedModel:
+    return ViTMAEForPreTraining(ViTMAEConfig(**_SIZES, patch_size=4))
 
 
-def _masked_videos() -> PreTrainedConfig:
-    return VideoMAEConfig(**_SIZES, **_DECODER, image_size=16, patch_size=8, num_frames=4)
-
-
-def _speech() -> PreTrainedConfig:
-    return WhisperConfig(
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        vocab_size=100,
-        num_mel_bins=16,
-        max_source_positions=20,
-        max_target_positions=30,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
+def masked_videos() -> PreTrainedModel:
+    return VideoMAEForPreTraining(VideoMAEConfig(**_SIZES, patch_size=8, num_frames=4))
 
 
 class Case(NamedTuple):
-    """One checkpoint and the class that loads it.
+    """A model whose part is patched and saved, and the class that loads it."""
 
-    Args:
-        config: builds the config of both.
-        saved: the class that is patched and saved.
-        loaded: the class that loads the checkpoint.
-        part: the part that is patched.
-        scheme: a name.
-        options: of the scheme.
-    """
-
-    config: Any
-    saved: type[PreTrainedModel]
+    build: Callable[[], Any]
     loaded: type[PreTrainedModel]
     part: str
     scheme: str
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: dict[str, Any]
 
 
 CASES = [
-    Case(_masked_images, ViTMAEForPreTraining, ViTMAEModel, "vision", "swin", {"grid": (4, 4)}),
-    Case(_masked_images, ViTMAEForPreTraining, ViTMAEModel, "vision", "rope_nd", {"assignment": "mixed"}),
-    Case(_masked_images, ViTMAEForPreTraining, ViTMAEModel, "vision", "alibi", {"axes": 2}),
-    Case(_masked_videos, VideoMAEForPreTraining, VideoMAEForVideoClassification, "vision", "t5", {"axes": 3}),
-    Case(_speech, WhisperForConditionalGeneration, WhisperForAudioClassification, "audio", "t5"),
-    Case(_speech, WhisperForConditionalGeneration, WhisperForAudioClassification, "audio", "rope"),
-    Case(_speech, WhisperForConditionalGeneration, WhisperForCausalLM, "text", "t5"),
+    Case(masked_images, ViTMAEModel, "vision", "swin", {"grid": (4, 4)}),
+    Case(masked_images, ViTMAEModel, "vision", "rope_nd", {"assignment": "mixed"}),
+    Case(masked_images, ViTMAEModel, "vision", "alibi", {"axes": 2}),
+    Case(masked_videos, VideoMAEForVideoClassification, "vision", "t5", {"axes": 3}),
+    Case(speech_model, WhisperForAudioClassification, "audio", "t5", {}),
+    Case(speech_model, WhisperForAudioClassification, "audio", "rope", {}),
+    Case(speech_model, WhisperForCausalLM, "text", "t5", {}),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.saved.__name__}-{case.part}-{case.scheme}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.loaded.__name__}-{case.part}-{case.scheme}")
 def test_another_class_loads_the_trained_scheme(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = patch_model(case.saved(case.config()), case.scheme, part=case.part, **case.options)
+    model = patch_model(case.build(), case.scheme, part=case.part, **case.options)
     with torch.no_grad():
         for parameter in model.position_encoding.parameters():
             parameter.normal_()
@@ -114,16 +77,10 @@ def test_another_class_loads_the_trained_scheme(case: Case, tmp_path: Path) -> N
     absent = {name for name in ours if name.startswith("stacks.head.")}
     assert theirs.keys() == ours.keys() - absent
     assert all(torch.equal(parameter, ours[name]) for name, parameter in theirs.items())
-
-
-def test_surplus_weights_of_a_stack_that_the_class_has_are_refused(tmp_path: Path) -> None:
-    model = patch_model(ViTMAEForPreTraining(_masked_images()), "swin", grid=(4, 4))
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["position_encoding"]["scheme"] = NoneConfig().to_dict()
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Surplus weights of a stack that the class has are refused.
+    edit_json(tmp_path / "config.json", "position_encoding", scheme={"scheme": "none"})
     with pytest.raises(CheckpointError, match="the config that from_pretrained has read names"):
-        ViTMAEModel.from_pretrained(tmp_path)
+        case.loaded.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "none"])
@@ -135,5 +92,4 @@ def test_a_part_of_a_patched_model_is_not_saved_alone(architecture: str, scheme:
             part.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     model.base_model.save_pretrained(tmp_path)
-    loaded = type(model.base_model).from_pretrained(tmp_path)
-    assert torch.equal(outputs(loaded.eval()), outputs(model.base_model.eval()))
+    assert_same(type(model.base_model).from_pretrained(tmp_path), model.base_model)

@@ -1,38 +1,49 @@
-"""A patched model saved with `save_pretrained` and loaded by transformers' own functions in another process."""
+"""A patched model that is saved with `save_pretrained`: equal in a process with the package, refused in any other."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_posenc.checkpoint.adapter_config import SENTENCE
 from tests.checkpoint.checkpoint_cases import CASES, Case
 
 #: Ways to load a checkpoint, which must give the saved outputs bit for bit.
 LOADED = {"auto", "concrete", "sharded", "subfolder", "device_map_cpu", "device_map_auto", "low_memory", "float32"}
-LOADED |= {"state_dict", "bfloat16"}
-#: Routes past the auto classes, and all that are refused.
-CONCRETE = {"concrete", "concrete_sharded", "concrete_low_memory", "base"}
-REFUSED = CONCRETE | {"AutoConfig", "AutoModel", "AutoModelForX", "pipeline"}
+LOADED |= {"state_dict", "bfloat16", "by_hand"}
+#: Routes past the auto classes, which quote a sentence. The others quote the type of the model.
+CONCRETE = {"concrete", "concrete_sharded", "concrete_low_memory", "base", "concrete, config by hand"}
+CONCRETE |= {"config of a class"}
+REFUSED = {*CONCRETE, "AutoConfig", "AutoModel", "AutoModelForX", "pipeline", "config by hand"} - {"config of a class"}
+#: Routes that see no config, and quote the name of a weight.
+WEIGHT = {"load_state_dict", "safetensors"}
+ADAPTER = {"PeftConfig", "PeftModel", "AutoPeftModel", "adapter, AutoModel", "adapter, class", "adapter, load_adapter"}
+TOOLS = {*WEIGHT, *ADAPTER, "config of a class", "transformers serve", "SentenceTransformer", "CrossEncoder"}
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def reloaded(checkpoints: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
     return fresh("with", checkpoints)
 
 
-@pytest.fixture(scope="session")
-def refused(checkpoints: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def refusals(checkpoints: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
+    pytest.importorskip("peft")
+    pytest.importorskip("sentence_transformers")
     return fresh("without", checkpoints)
 
 
 @by_case
-def test_a_fresh_process_gives_bit_equal_outputs(reloaded: dict[str, Any], case: Case) -> None:
+def test_a_fresh_process_gives_bit_equal_outputs_and_the_lengths(reloaded: dict[str, Any], case: Case) -> None:
     """In bfloat16 those of the model after it was converted."""
     found = reloaded[case.name]
+    lengths = found.pop("lengths")
+    assert case.lengths is None or lengths == case.lengths
     assert set(found) == (LOADED if case.every_route else {"auto", "bfloat16"})
     for route, result in found.items():
         assert result["difference"] == 0.0, route
@@ -42,16 +53,26 @@ def test_a_fresh_process_gives_bit_equal_outputs(reloaded: dict[str, Any], case:
 
 
 @by_case
-def test_a_process_without_the_package_is_refused_with_its_name(refused: dict[str, Any], case: Case) -> None:
-    messages = refused[case.name]
-    assert set(messages) == (REFUSED if case.every_route else {"AutoConfig", "concrete"})
+def test_a_process_without_the_package_is_refused_with_its_name(refusals: dict[str, Any], case: Case) -> None:
+    messages = refusals[case.name]
+    expected = REFUSED if case.every_route else {"AutoConfig", "concrete"}
+    assert set(messages) == (expected | TOOLS if case.name == "llama-t5" else expected)
     for route, message in messages.items():
-        # Auto classes quote the type of the model, and others a sentence.
-        words = ("pip install .", "import hf_posenc") if route in CONCRETE else ("install", "import")
-        assert all(word in message for word in words), (route, message)
+        if route in ADAPTER:
+            assert SENTENCE in message, route
+        elif route in WEIGHT:
+            assert "position_encoding" in message, (route, message)
+        else:
+            words = ("pip install .", "import hf_posenc") if route in CONCRETE else ("hf_posenc", "nstall", "import")
+            assert all(word in message for word in words), (route, message)
 
 
-def test_weights_are_safetensors_only(checkpoints: Path) -> None:
-    suffixes = {path.suffix for path in checkpoints.rglob("*") if path.is_file()}
-    assert suffixes <= {".safetensors", ".json", ""}
+def test_weights_are_safetensors_and_converters_find_no_class_that_they_know(checkpoints: Path) -> None:
+    """Converters that cannot load the config read the file, and choose by `architectures` (llama.cpp, vLLM, others)."""
+    folders = [checkpoints / case.name for case in CASES]
+    suffixes = {path.suffix for folder in folders for path in folder.rglob("*") if path.is_file()}
+    assert suffixes <= {".safetensors", ".json", ".md", ".jinja", ""}
     assert len(list((checkpoints / "llama-t5" / "sharded").glob("*.safetensors"))) > 1
+    config = json.loads((checkpoints / "llama-t5" / "config.json").read_text())
+    assert config["model_type"].startswith("hf_posenc (install this package")
+    assert config["architectures"] == ["hf_posenc.LlamaForCausalLM"]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_posenc
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
-from hf_posenc.entry import find_mark
 from hf_posenc.recipes import GradualSwapCallback, SchemePhases, SchemePhasesCallback, blend_strength, swap_scheme
-from tests.checkpoint.checkpoint_cases import VOCABULARY, llama
+from tests.checkpoint.checkpoint_cases import VOCABULARY, assert_same, bert, made, refused, without_mark
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -26,11 +24,6 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, VOCABULARY, (8,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "labels": ids}
-
-
-def made(scheme: str | None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    return llama() if scheme is None else hf_posenc.patch_model(llama(), scheme, **options)
 
 
 def trainer(model: Any, folder: Path, steps: int, callbacks: Any = None, **options: Any) -> Any:
@@ -55,67 +48,56 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, losses(whole)
 
 
-@pytest.fixture
-def checkpoint(run: tuple[Path, list[float]], tmp_path: Path) -> Path:
+@pytest.fixture(params=["whole", "bin", "older"])
+def checkpoint(request: pytest.FixtureRequest, run: tuple[Path, list[float]], tmp_path: Path) -> Path:
     """A copy of its first half."""
-    return Path(shutil.copytree(run[0] / "checkpoint-2", tmp_path / "run" / "checkpoint-2"))
+    folder = Path(shutil.copytree(run[0] / "checkpoint-2", tmp_path / "run" / "checkpoint-2"))
+    if request.param == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    return without_mark(folder) if request.param == "older" else folder
 
 
-WRONG = [
-    pytest.param(None, {}, "t5.*stock positions", id="forgotten"),
-    pytest.param("alibi", {}, "t5.*alibi", id="another-scheme"),
-    pytest.param("t5", {"max_distance": 64}, r"t5.*t5\(max_distance=64\)", id="other-options"),
-]
+WRONG = {
+    "forgotten": ({"scheme": None}, "t5.*stock positions"),
+    "another scheme": ({"scheme": "alibi"}, "t5.*alibi"),
+    "other options": ({"scheme": "t5", "max_distance": 64}, r"t5.*t5\(max_distance=64\)"),
+}
 
 
-def without_mark(folder: Path, entry_format: int) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file({key: weights[key] for key in weights if find_mark([key]) is None}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config["position_encoding"]["format"] = entry_format
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize(("scheme", "options", "message"), WRONG)
-@pytest.mark.parametrize("form", ["whole", "bin", "older"])
-def test_a_model_with_another_scheme_is_not_trained_on(
-    checkpoint: Path, tmp_path: Path, scheme: str | None, options: dict[str, Any], message: str, form: str
+def test_only_a_model_with_the_same_scheme_is_trained_on(
+    run: tuple[Path, list[float]], checkpoint: Path, tmp_path: Path
 ) -> None:
-    if form == "bin":
-        torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
-        (checkpoint / "model.safetensors").unlink()
-    elif form == "older":
-        without_mark(checkpoint, entry_format=1)
-    model = made(scheme, **options)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(SchemeMismatchError, match=message):
-        trainer(model, tmp_path / "again", 4).train(resume_from_checkpoint=str(checkpoint))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize("form", ["whole", "bin", "older"])
-def test_the_same_model_is_trained_on(
-    run: tuple[Path, list[float]], checkpoint: Path, tmp_path: Path, form: str
-) -> None:
-    if form == "bin":
-        torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
-        (checkpoint / "model.safetensors").unlink()
-    elif form == "older":
-        without_mark(checkpoint, entry_format=1)
+    for kind, message in WRONG.values():
+        model = made(**kind)
+        with refused(message, model, error=SchemeMismatchError):
+            trainer(model, tmp_path / "again", 4).train(resume_from_checkpoint=str(checkpoint))
     again = trainer(made("t5"), tmp_path / "again", 4)
     again.train(resume_from_checkpoint=str(checkpoint))
     assert losses(again)[-2:] == run[1][-2:]
 
 
-def test_stock_checkpoints_and_stock_weights_in_a_patched_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    trainer(made(None), tmp_path / "stock", 2).train()
+@pytest.mark.parametrize("build", [None, bert])
+def test_a_trained_scheme_is_in_the_checkpoints_of_a_trainer(build: Any, tmp_path: Path) -> None:
+    options = {} if build is None else {"build": build}
+    model = made("t5", **options)
+    before = [parameter.clone() for parameter in model.position_encoding.parameters()]
+    trainer(model, tmp_path, 2, learning_rate=1e-2).train()
+    for old, new in zip(before, model.position_encoding.parameters(), strict=True):
+        assert not torch.equal(old, new), "the scheme was not trained"
+    assert_same(type(model).from_pretrained(tmp_path / "checkpoint-2"), model)
+
+
+def test_stock_checkpoints_and_stock_weights_in_a_patched_checkpoint(
+    run: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    trainer(made(), tmp_path / "stock", 2).train()
     stock = tmp_path / "stock" / "checkpoint-2"
-    trainer(made(None), tmp_path / "again", 3).train(resume_from_checkpoint=str(stock))
-    with pytest.raises(SchemeMismatchError, match="do not name a position encoding"):
-        trainer(made("alibi"), tmp_path / "patched", 3).train(resume_from_checkpoint=str(stock))
-    without_mark(checkpoint, entry_format=2)
-    with pytest.raises(SchemeMismatchError, match="do not name a position encoding"):
-        trainer(made("t5"), tmp_path / "again", 3).train(resume_from_checkpoint=str(checkpoint))
+    trainer(made(), tmp_path / "again", 3).train(resume_from_checkpoint=str(stock))
+    unmarked = without_mark(Path(shutil.copytree(run[0] / "checkpoint-2", tmp_path / "checkpoint-2")), entry_format=2)
+    for scheme, folder in (("alibi", stock), ("t5", unmarked)):
+        with pytest.raises(SchemeMismatchError, match="do not name a position encoding"):
+            trainer(made(scheme), tmp_path / "again", 3).train(resume_from_checkpoint=str(folder))
 
 
 def test_a_best_model_of_another_scheme_is_not_loaded(tmp_path: Path) -> None:
@@ -132,20 +114,20 @@ def test_a_best_model_of_another_scheme_is_not_loaded(tmp_path: Path) -> None:
 
 def test_a_model_that_changes_its_scheme_goes_on_from_every_phase(tmp_path: Path) -> None:
     phases = SchemePhases(((0, "native"), (3, "alibi"), (5, "none")))
-    whole = trainer(made(None), tmp_path / "run", 8, [SchemePhasesCallback(phases)])
+    whole = trainer(made(), tmp_path / "run", 8, [SchemePhasesCallback(phases)])
     whole.train()
     for step in (2, 4, 6):
-        again = trainer(made(None), tmp_path / f"from-{step}", 8, [SchemePhasesCallback(phases)], save_strategy="no")
+        again = trainer(made(), tmp_path / f"from-{step}", 8, [SchemePhasesCallback(phases)], save_strategy="no")
         again.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
         assert losses(again)[-8 + step :] == losses(whole)[step:]
         assert again.model.position_encoding.config == hf_posenc.NoneConfig()
     with pytest.raises(SchemeMismatchError, match=r"alibi.*stock"):
-        trainer(made(None), tmp_path / "plain", 8).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+        trainer(made(), tmp_path / "plain", 8).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
 
 
 def test_a_blend_goes_on_from_every_strength(tmp_path: Path) -> None:
     def blend() -> Any:
-        return swap_scheme(made(None), "alibi", gradual=True).model
+        return swap_scheme(made(), "alibi", gradual=True).model
 
     trainer(blend(), tmp_path / "run", 6, [GradualSwapCallback(5)]).train()
     again = trainer(blend(), tmp_path / "again", 6, [GradualSwapCallback(5)], save_strategy="no")

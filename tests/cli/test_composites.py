@@ -77,8 +77,8 @@ def test_a_classifier_of_images_keeps_its_head_and_its_image_processor(tmp_path:
 def test_every_model_has_the_loader_that_keeps_its_head() -> None:
     models = [speech_model(), vision_transformer(), *(row.build() for row in COMPOSITES.values())]
     for model in models:
-        for one in (model, model.base_model):
-            config = one.config
-            config.architectures = [type(one).__name__]
+        for stock in (model, model.base_model):
+            config = stock.config
+            config.architectures = [type(stock).__name__]
             with torch.device("meta"):
-                assert type(auto_class(config).from_config(config)) is type(one)
+                assert type(auto_class(config).from_config(config)) is type(stock)

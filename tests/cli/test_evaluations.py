@@ -164,15 +164,15 @@ def test_all_schemes(result, third_party):
 
 def test_loss_by_length_of_a_causal_model(result):
     words = "loss {llama} --text {text} --lengths 16 32 --max-windows 4 --sliding-window 16 --schemes native,none alibi"
-    found = result(words)
-    assert [subject.scheme for subject in found.subjects] == ["native", "none", "alibi"]
-    assert (found.settings["causal"], found.settings["special_tokens"]) == (True, 0)
-    for label in found.labels:
+    measured = result(words)
+    assert [subject.scheme for subject in measured.subjects] == ["native", "none", "alibi"]
+    assert (measured.settings["causal"], measured.settings["special_tokens"]) == (True, 0)
+    for label in measured.labels:
         # 4 windows of 32 tokens: the first of each piece has no context.
-        counts = {record.at["length"]: record.count for record in found.of(label, "loss")}
+        counts = {record.at["length"]: record.count for record in measured.of(label, "loss")}
         assert counts == {16: 4 * 2 * 15, 32: 4 * 31}
-        assert found.value(label, "sliding_loss", window=16) is not None
-    assert found.value("native", "loss", length=32) != found.value("none", "loss", length=32)
+        assert measured.value(label, "sliding_loss", window=16) is not None
+    assert measured.value("native", "loss", length=32) != measured.value("none", "loss", length=32)
 
 
 def test_an_option_may_be_none(result):
@@ -191,38 +191,42 @@ def test_an_option_may_be_none(result):
 )
 def test_a_result_is_drawn_and_is_shown_again_from_its_file(printed, result, capsys, tmp_path, words):
     pytest.importorskip("matplotlib")
-    found, file, figure = result(words, "--plot", str(tmp_path / "x.png")), tmp_path / "x.json", tmp_path / "again.svg"
+    measured, file, figure = (
+        result(words, "--plot", str(tmp_path / "x.png")),
+        tmp_path / "x.json",
+        tmp_path / "again.svg",
+    )
     assert (tmp_path / "x.png").stat().st_size > 0
-    found.save(file)
+    measured.save(file)
     for form in ([], ["--markdown"]):
         expected = printed(words, *form)
         assert main(["report", str(file), *form]) == 0
         assert capsys.readouterr().out == expected
     assert main(["report", str(file), "--html", "--plot", str(figure), "--dark"]) == 0
-    assert f"<title>{found.title.split(':')[0]}" in capsys.readouterr().out
+    assert f"<title>{measured.title.split(':')[0]}" in capsys.readouterr().out
     assert figure.read_text().lstrip().startswith("<?xml")
 
 
 def test_the_web_page_has_the_numbers(result, capsys, tmp_path):
-    found = result("loss {llama} --text {text} --lengths 32 --max-windows 2")
-    found.save(tmp_path / "loss.json")
+    measured = result("loss {llama} --text {text} --lengths 32 --max-windows 2")
+    measured.save(tmp_path / "loss.json")
     assert main(["report", str(tmp_path / "loss.json"), "--html"]) == 0
     page = capsys.readouterr().out
-    assert f"<h1>{found.title}</h1>" in page
-    assert f"<td>{found.value('native', 'loss', length=32):.4g}</td>" in page
+    assert f"<h1>{measured.title}</h1>" in page
+    assert f"<td>{measured.value('native', 'loss', length=32):.4g}</td>" in page
 
 
 def test_the_figure_of_a_picture_has_the_dogs_and_a_line_for_each_scheme(folders):
     pytest.importorskip("matplotlib")
     from hf_posenc.plots.dog import plot_picture_dog
 
-    found = picture_dog_test(load_model(folders["vit"]), ["none", "rope_nd"], first=(0, 0), second=(6, 2))
-    picture, lines = plot_picture_dog(found).axes
+    measured = picture_dog_test(load_model(folders["vit"]), ["none", "rope_nd"], first=(0, 0), second=(6, 2))
+    picture, lines = plot_picture_dog(measured).axes
     assert [patch.get_xy() for patch in picture.patches] == [(0, 0), (2, 6)]
     drawn = {line.get_label(): list(line.get_ydata()) for line in lines.get_lines()}
-    assert drawn["rope_nd"][1:] == [record.value for record in found.of("rope_nd", "relative_l2")][1:]
-    assert max(drawn["none"]) < found.settings["tolerance"]
-    nothing = Result.from_dict(found.to_dict() | {"records": []})
+    assert drawn["rope_nd"][1:] == [record.value for record in measured.of("rope_nd", "relative_l2")][1:]
+    assert max(drawn["none"]) < measured.settings["tolerance"]
+    nothing = Result.from_dict(measured.to_dict() | {"records": []})
     with pytest.raises(ValueError, match="Nothing to plot"):
         plot_picture_dog(nothing)
 

@@ -61,11 +61,11 @@ class TestOptions:
     )  # fmt: skip
     def test_values_get_the_type_of_the_option(self, typed_options, text, value):
         name = text.partition("=")[0]
-        found = getattr(parse_scheme("typed_options", [text]), name)
-        assert found == value
-        assert type(found) is type(value)
+        parsed = getattr(parse_scheme("typed_options", [text]), name)
+        assert parsed == value
+        assert type(parsed) is type(value)
         if isinstance(value, tuple):
-            assert [type(item) for item in found] == [type(item) for item in value]
+            assert [type(item) for item in parsed] == [type(item) for item in value]
 
     @pytest.mark.parametrize(
         ("text", "expected"),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc.cli import main
+from hf_posenc.cli import catalogue, main
 from hf_posenc.version import __version__
+from tests.fresh import run_fresh
 
 from .running import refused
 
@@ -34,64 +35,46 @@ class TestCompare:
 
 class TestProcess:
     def test_errors_and_status_in_a_process_of_its_own(self, tmp_path):
-        root = Path(__file__).parents[2]
-        command = [sys.executable, "-m", "hf_posenc.cli", "patch", "nowhere", "alibbi", "--output", str(tmp_path / "x")]
-        environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        program = "import runpy; runpy.run_module('hf_posenc.cli', run_name='__main__')"
+        done = run_fresh(program, "patch", "nowhere", "alibbi", "--output", tmp_path / "x", folder=tmp_path)
         assert done.returncode == 2
         assert "Did you mean 'alibi'" in done.stderr
         assert "Traceback" not in done.stderr
 
-    def test_an_unexpected_exception_keeps_its_traceback(self, monkeypatch):
-        from hf_posenc.cli import catalogue
-
-        monkeypatch.setattr(catalogue, "schemes", lambda options: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            main(["schemes"])
-
-    @pytest.mark.parametrize("words", [[], ["eval"], ["nonsense"], ["patch", "model", "rope"]])
-    def test_incomplete_commands_show_the_usage(self, capsys, words):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2
-        assert "usage: hf-posenc" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("words", "usage"),
-        [
-            (["plot", "ssmax", "pope"], "usage: hf-posenc plot "),
-            (["schemes", "--jsno"], "usage: hf-posenc schemes "),
-            (["eval", "properties", "--scheme", "rope", "--nonsense"], "usage: hf-posenc eval properties "),
-        ],
-    )
-    def test_a_word_too_many_shows_the_usage_of_the_verb(self, capsys, words, usage):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2
-        printed = capsys.readouterr().err
-        assert usage in printed
-        assert f"unrecognized arguments: {words[-1]}" in printed
-
-    def test_a_reader_that_goes_away_ends_it_quietly(self):
-        command = [sys.executable, "-c", "import sys; from hf_posenc.cli import main; sys.exit(main(['schemes']))"]
-        read, write = os.pipe()
-        os.close(read)
-        with open(write, "w") as pipe:
-            done = subprocess.run(
-                command, stdout=pipe, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], check=False
-            )
-        assert done.stderr == ""
-        assert done.returncode == 1
-
-    def test_other_broken_pipes_keep_their_traceback(self, monkeypatch):
-        from hf_posenc.cli import catalogue
-
+    @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), BrokenPipeError("of something else")])
+    def test_an_unexpected_exception_keeps_its_traceback(self, monkeypatch, error):
         def broken(options):
-            raise BrokenPipeError("of something else")
+            raise error
 
         monkeypatch.setattr(catalogue, "schemes", broken)
-        with pytest.raises(BrokenPipeError, match="something else"):
+        with pytest.raises(type(error), match=str(error)):
             main(["schemes"])
+
+    @pytest.mark.parametrize(
+        ("words", "printed"),
+        [
+            *(([*words], ["usage: hf-posenc"]) for words in ([], ["eval"], ["nonsense"], ["patch", "model", "rope"])),
+            # A word too many shows the usage of the verb.
+            (["plot", "ssmax", "pope"], ["usage: hf-posenc plot ", "unrecognized arguments: pope"]),
+            (["schemes", "--jsno"], ["usage: hf-posenc schemes ", "unrecognized arguments: --jsno"]),
+            (["eval", "properties", "--scheme", "rope", "--nonsense"],
+             ["usage: hf-posenc eval properties ", "unrecognized arguments: --nonsense"]),
+        ],
+    )  # fmt: skip
+    def test_wrong_commands_show_the_usage(self, capsys, words, printed):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        said = capsys.readouterr().err
+        assert all(text in said for text in printed)
+
+    def test_a_reader_that_goes_away_ends_it_quietly(self):
+        program = (
+            "import os, sys; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+            "from hf_posenc.cli import main; sys.exit(main(['schemes']))"
+        )
+        done = run_fresh(program)
+        assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_script_of_eval_runs_from_a_clone(tmp_path):

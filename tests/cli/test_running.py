@@ -19,8 +19,8 @@ PROGRAM = """
 import json, multiprocessing, os, subprocess, sys
 
 def report():
-    found = {name: name in sys.modules for name in ("hf_posenc", "torch", "transformers", "far_schemes", "other_one")}
-    return {"process": os.getpid(), "modules": found, "arguments": sys.argv[1:]}
+    loaded = {name: name in sys.modules for name in ("hf_posenc", "torch", "transformers", "far_schemes", "other_one")}
+    return {"process": os.getpid(), "modules": loaded, "arguments": sys.argv[1:]}
 
 if __name__ == "__main__":
     reports = [report()]
@@ -56,7 +56,7 @@ def test_the_plugin_is_in_the_program_and_in_all_processes_it_starts(folder):
         assert process.returncode == 7
     first, spawned, child, module, typed = json.loads(output)
     lazy = {"hf_posenc": True, "torch": False, "transformers": False, "far_schemes": False, "other_one": True}
-    assert [found["modules"] for found in (first, spawned, child)] == [lazy] * 3
+    assert [report["modules"] for report in (first, spawned, child)] == [lazy] * 3
     assert module == "far_schemes"
     assert typed == "a line"
     # Signals reach the program itself, because it has the process of the command.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 
 from tests.fresh import run_together
 
@@ -49,3 +50,8 @@ def take_part(main: Callable[..., dict[str, Any]], folder: Path, everything: boo
     while not (folder / f"rank{1 - rank}.json").exists():
         time.sleep(0.05)
     os._exit(0)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor of which this process may have a part."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -31,6 +31,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.checkpoint.configuration import CheckpointError
+from tests.distributed.processes import full
 from tests.matrix.running import distance, patched, tokens
 
 LENGTH = 16
@@ -59,11 +60,6 @@ QUICK = {
     "fsdp2 checkpointed": ("forget_gate",),
     "fsdp2 bfloat16": ("t5",),
 }
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A tensor of which this process may have a part."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def stepped(model: Any, ids: Tensor) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
+from tests.distributed.processes import full
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
@@ -83,11 +84,6 @@ def loaded(folder: Path, plan: Any = "auto") -> Any:
     """The model of a folder, split between the two processes."""
     config = DistributedConfig(tp_plan=plan, tp_size=2)
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, attn_implementation="sdpa").eval()
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A tensor of which this process may have a part."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @torch.no_grad()
@@ -249,12 +245,18 @@ def written(folder: Path, name: str, build: Any) -> Path:
 
 
 def compared(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...]) -> dict[str, Any]:
-    """The difference of logits for some schemes, placed in a model that is split; `None` is the stock model."""
+    """The difference of logits for some schemes, placed one after the other in a model that is split.
+
+    `None` is the stock model, which comes first.
+    """
     result: dict[str, Any] = {}
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    try:
+        split = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config)).eval()
+    except (UnsupportedError, RuntimeError) as error:
+        return dict.fromkeys(map(str, schemes), str(error))
     for scheme in schemes:
-        whole = AutoModelForCausalLM.from_pretrained(folder).eval()
         try:
-            split = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config)).eval()
             for model in (whole, split) if scheme is not None else ():
                 torch.manual_seed(7)
                 patch_model(model, scheme)

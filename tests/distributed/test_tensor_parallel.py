@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,63 +29,45 @@ CLOSE = 1e-5
 #: The same for gradients, as a share of each. A process that kept its own heads' would be off by half.
 CLOSE_GRADIENTS = 1e-3
 
-Found = list[dict[str, Any]]
+
+class Run(NamedTuple):
+    """What both processes found, in a part or in all of the variants and ways."""
+
+    ranks: list[dict[str, Any]]
+    everything: bool
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What both processes found."""
-    return run_two("tensor_parallel_worker", tmp_path_factory.mktemp("tensor_parallel"))
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The same, with all variants and ways."""
-    return run_two("tensor_parallel_worker", tmp_path_factory.mktemp("everything"), everything=True)
-
-
-def check_placed(ranks: Found, cases: list[str]) -> None:
-    for rank in ranks:
-        for case in cases:
-            one = rank["placed"][case]
-            assert one["same"], (case, "parameters are those of the first process")
-            assert one["forward"] <= CLOSE, (case, one)
-            assert one.get("decoded", 0) <= CLOSE, (case, one)
-            assert one["gradients"] <= CLOSE_GRADIENTS, (case, one)
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["part", "everything"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    return Run(run_two("tensor_parallel_worker", folder, everything=request.param), request.param)
 
 
 @pytest.mark.parametrize("heads", ["grouped", "single"])
-def test_two_processes_give_the_outputs_and_gradients_of_one(found: Found, heads: str) -> None:
+def test_two_processes_give_the_outputs_and_gradients_of_one(run: Run, heads: str) -> None:
     """With a key head each, and with a single head each."""
-    check_placed(found, [f"{heads} {name}-0" for name in CUT if name in TABLE])
-    trained = [one["trained"] for case, one in found[0]["placed"].items() if case.startswith(heads)]
+    cases = [case for _, _, case in VARIANTS] if run.everything else [f"{name}-0" for name in CUT if name in TABLE]
+    for rank in run.ranks:
+        for case in cases:
+            found = rank["placed"][f"{heads} {case}"]
+            assert found["same"], (case, "parameters are those of the first process")
+            assert found["forward"] <= CLOSE, (case, found)
+            assert found.get("decoded", 0) <= CLOSE, (case, found)
+            assert found["gradients"] <= CLOSE_GRADIENTS, (case, found)
+    trained = [found["trained"] for case, found in run.ranks[0]["placed"].items() if case.startswith(heads)]
     assert sum(count > 0 for count in trained) >= 5
 
 
-@pytest.mark.slow
-def test_every_variant_of_every_scheme_does(everything: Found) -> None:
-    check_placed(everything, [f"{heads} {case}" for heads in ("grouped", "single") for _, _, case in VARIANTS])
+def test_two_processes_save_the_file_of_one(run: Run) -> None:
+    for rank in run.ranks:
+        assert rank["saved"].keys() == set(CUT if run.everything else SAVED)
+        for name, found in rank["saved"].items():
+            assert found["files"] == 0, name
+            assert max(found["forward"], found["again"]) <= CLOSE, (name, found)
 
 
-def check_saved(ranks: Found, names: Iterable[str]) -> None:
-    for rank in ranks:
-        assert rank["saved"].keys() == set(names)
-        for name, one in rank["saved"].items():
-            assert one["files"] == 0, name
-            assert max(one["forward"], one["again"]) <= CLOSE, (name, one)
-
-
-def test_two_processes_save_the_file_of_one(found: Found) -> None:
-    check_saved(found, SAVED)
-
-
-@pytest.mark.slow
-def test_two_processes_save_the_file_of_one_for_every_way_to_cut_heads(everything: Found) -> None:
-    check_saved(everything, CUT)
-
-
-def check_architectures(ranks: Found) -> None:
-    for rank in ranks:
+def test_architectures_with_other_plans_and_experts_are_equal(run: Run) -> None:
+    for rank in run.ranks:
         assert rank["architectures"].keys() == ARCHITECTURES.keys()
         for name, by_scheme in rank["architectures"].items():
             for scheme, difference in by_scheme.items():
@@ -100,33 +81,18 @@ def check_architectures(ranks: Found) -> None:
             assert max(rank["experts"].values()) <= CLOSE
 
 
-def test_architectures_with_other_plans_and_experts_are_equal(found: Found) -> None:
-    check_architectures(found)
+def test_two_processes_generate_the_tokens_of_one(run: Run) -> None:
+    schemes, ways = (GENERATED, WAYS) if run.everything else ((QUICK_SCHEME,), QUICK_WAYS)
+    for rank in run.ranks:
+        assert rank["generated"] == {scheme: dict.fromkeys(ways, True) for scheme in schemes}
 
 
-@pytest.mark.slow
-def test_stock_models_and_other_schemes_are_equal_in_architectures_too(everything: Found) -> None:
-    check_architectures(everything)
-
-
-def test_two_processes_generate_the_tokens_of_one(found: Found) -> None:
-    for rank in found:
-        assert rank["generated"] == {QUICK_SCHEME: dict.fromkeys(QUICK_WAYS, True)}
-
-
-@pytest.mark.slow
-def test_two_processes_generate_the_tokens_of_one_in_every_way(everything: Found) -> None:
-    for rank in everything:
-        assert rank["generated"] == {scheme: dict.fromkeys(WAYS, True) for scheme in GENERATED}
-
-
-@pytest.mark.slow
-def test_compiled_processes_give_outputs_and_gradients_of_one_process(everything: Found) -> None:
-    for rank in everything:
-        assert rank["compiled"].keys() == set(COMPILED)
-        for scheme, one in rank["compiled"].items():
-            assert one["forward"] <= CLOSE, (scheme, one)
-            assert one["gradients"] <= CLOSE_GRADIENTS, (scheme, one)
+def test_compiled_processes_give_outputs_and_gradients_of_one_process(run: Run) -> None:
+    for rank in run.ranks:
+        assert rank["compiled"].keys() == (set(COMPILED) if run.everything else set())
+        for scheme, found in rank["compiled"].items():
+            assert found["forward"] <= CLOSE, (scheme, found)
+            assert found["gradients"] <= CLOSE_GRADIENTS, (scheme, found)
 
 
 REFUSED = {
@@ -137,23 +103,14 @@ REFUSED = {
 }
 
 
-def check_plans(ranks: Found) -> None:
-    for rank in ranks:
+def test_plans_are_followed_or_refused_on_both_processes(run: Run) -> None:
+    for rank in run.ranks:
         for name in PLANS:
-            for scheme, words in rank["plans"][name].items():
+            for scheme, found in rank["plans"][name].items():
                 if name not in REFUSED:
-                    assert words <= CLOSE, (name, scheme, words)
+                    assert found <= CLOSE, (name, scheme, found)
                 elif scheme != "None":
-                    assert REFUSED[name] in words, (name, scheme)
-
-
-def test_plans_are_followed_or_refused_on_both_processes(found: Found) -> None:
-    check_plans(found)
-
-
-@pytest.mark.slow
-def test_plans_are_for_every_kind_of_scheme(everything: Found) -> None:
-    check_plans(everything)
+                    assert REFUSED[name] in found, (name, scheme)
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "ssmax", "learned_rope"])

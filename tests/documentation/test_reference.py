@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -130,3 +131,13 @@ def test_the_page_of_studies_has_every_setting_with_its_meaning(site: Path) -> N
     assert {name for name, field in fields.items() if name not in text or not field.description} == set()
     swap = {one.name: one.metadata.get("help") for one in dataclasses.fields(SwapArguments)}
     assert {name for name, meaning in swap.items() if name not in text or not meaning} == set()
+
+
+def test_the_table_of_environments_is_that_of_the_library() -> None:
+    spec = importlib.util.spec_from_file_location("limits", ROOT / "docs" / "generate" / "limits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    limits = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(limits)
+    text = (ROOT / "docs" / "reference" / "limits.md").read_text()
+    assert limits.page(text) == text, "run docs/generate/limits.py"

@@ -10,7 +10,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForCondi
 
 from hf_posenc import unpatch_model
 from tests.documentation.test_how_to import empty_folder, run_file, save_files  # noqa: F401
-from tests.patching.audio.families import WHISPER
+from tests.patching.audio.whisper import WHISPER
 
 PAGE = "whisper_past_30_seconds"
 #: One second in place of 30: 50 tokens of 20 ms.

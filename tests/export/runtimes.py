@@ -23,6 +23,7 @@ from hf_posenc import (
     YarnScaling,
 )
 from hf_posenc.export.layers import ModelParts, rotation_of
+from hf_posenc.schemes.environments import SGLANG, VLLM
 from hf_posenc.serving.engine_schemes import sites_for_engine
 from tests.models import tiny
 from tests.schemes.table import TABLE
@@ -102,7 +103,7 @@ _LLAMA_CPP = (
     Runtime("llama.cpp, Q8_0", "gguf", "decode", _Q8, "q8_0"),
 )
 #: Engines with a plug-in of this package, and whether their kernels take the slopes of ALiBi. They are not run here.
-ENGINES = {"vllm": ("vLLM", True), "sglang": ("SGLang", False)}
+ENGINES = {"vllm": VLLM, "sglang": SGLANG}
 RUNTIMES: dict[str, tuple[Runtime, ...]] = {
     "Llama": (*_TRANSFORMERS, *_ONNX, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
     "BERT": (_TRANSFORMERS[0], _ONNX[0]),
@@ -148,8 +149,7 @@ def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
         place, options = Path(folder, "export"), dict(runtime.options)
         try:
             if runtime.target in ENGINES:
-                engine, takes_slopes = ENGINES[runtime.target]
-                sites_for_engine(given, engine, takes_slopes=takes_slopes)
+                sites_for_engine(given, ENGINES[runtime.target])
                 return {"carrier": PLUG_IN, "checks": []}
             report = hf_posenc.export_model(given, place, to=runtime.target, tokenizer=tokenizer(), **options)
         except hf_posenc.UnsupportedError as refusal:

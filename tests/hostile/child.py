@@ -18,9 +18,19 @@ from typing import Any
 import torch
 import transformers
 
+from tests.hostile.checkpoint_kinds import ConfigBytes, ConfigEntry, WeightsHeader, WeightsIndex
 from tests.hostile.kinds import MULTIPLE, FileKind, Input, damaged
-from tests.hostile.table import KINDS
+from tests.hostile.settings_kinds import MinimalPairs, Study
 
+#: All kinds of files that are damaged.
+KINDS: dict[str, type[FileKind]] = {
+    "config": ConfigEntry,
+    "config-bytes": ConfigBytes,
+    "weights": WeightsHeader,
+    "index": WeightsIndex,
+    "study": Study,
+    "minimal-pairs": MinimalPairs,
+}
 #: Seconds of processor time for one file.
 SECONDS = 10
 #: Bytes of address space beyond what the sound files take.

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.fresh import run_fresh
+from tests.hostile.child import KINDS
 from tests.hostile.kinds import MULTIPLE
-from tests.hostile.table import KINDS
 
 #: What a refusal may be, by the names of the classes: an error of the library, or the stock one for an unreadable file.
 REFUSALS = {"CheckpointError", "SettingsError", "MeasurementError", "UnknownNameError", "OSError"}
@@ -22,8 +22,6 @@ REFUSALS = {"CheckpointError", "SettingsError", "MeasurementError", "UnknownName
 STOCK_REFUSALS = ("transformers file in the config", "Unrecognized model", "model type", "does not recognize")
 #: Seconds of processor time and MB of memory that one file of a few kilobytes may cost; a sound one costs 0.1 and 10.
 SECONDS, MEGABYTES = 5.0, 300.0
-
-RESULTS: dict[str, list[dict[str, Any]]] = {}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def problem(result: dict[str, Any], same: bool) -> str | None:
     if result["seconds"] > SECONDS or result["megabytes"] > MEGABYTES:
         return f"{result['seconds']:.1f} s, {result['megabytes']:.0f} MB"
     if "read" in result:
-        allowed = {"same", "as named", "reported"} if same and not result["neutral"] else {"same"}
+        allowed = {"same", "reported"} if same and not result["neutral"] else {"same"}
         return None if result["read"] in allowed or not same else f"read: {result['read']}"
     said = f"{result['error'][0]}: {result['message'][:300]}\n{result['trace'][-1500:]}"
     if result["neutral"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import ComposedConfig, LearnedConfig, SchemeConfig, native_scheme, patch_model, unpatch_model
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes import registry
 from tests.schemes import own_schemes
+from tests.schemes.own_schemes import own_schemes_are_registered  # noqa: F401
 from tests.schemes.table import TABLE
 from tests.schemes.table.row import Row
 from tests.thinning import mostly_slow
@@ -25,13 +25,6 @@ from .running import LENGTH, distance, outputs, patched, tokens
 CLOSE = 2e-5
 #: what a position must change to count as an effect; three orders above rounding.
 VISIBLE = 1e-3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_schemes_are_registered() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_SCHEMES", registry._SCHEMES | own_schemes.registered())
-        yield
 
 
 def _sized(config: SchemeConfig) -> SchemeConfig:

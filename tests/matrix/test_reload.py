@@ -12,10 +12,11 @@ import transformers
 from hf_posenc.schemes import registry
 from tests.fresh import run_fresh
 from tests.schemes import own_schemes
+from tests.schemes.own_schemes import own_schemes_are_registered  # noqa: F401
 
 from .architectures import ARCHITECTURES
 from .running import outputs, patched, tokens
-from .test_behaviour import ALL_SCHEMES, cells, own_schemes_are_registered  # noqa: F401
+from .test_behaviour import ALL_SCHEMES, cells
 
 pytestmark = pytest.mark.on_cpu("the other process computes on the CPU")
 

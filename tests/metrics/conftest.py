@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.models import tiny
 
 WORDS = ("the", "dog", "chased", "another", "cat", "ran", "after", "a")
+TEXT = ["the dog chased another cat after a dog ran " * 20]
 
 
 def build_word_tokenizer(words: tuple[str, ...] = WORDS) -> PreTrainedTokenizerFast:

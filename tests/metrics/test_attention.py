@@ -6,8 +6,7 @@ import torch
 from hf_posenc import patch_model
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.attention import attention_test
-
-TEXT = ["the dog chased another cat after a dog ran " * 20]
+from tests.metrics.conftest import TEXT
 
 
 def _uniform(model):
@@ -42,13 +41,11 @@ def test_a_penalty_on_distance_keeps_attention_near(tiny_llama, word_tokenizer):
     assert model.position_encoding.config.name == "t5"
 
 
-def test_an_encoder_attends_on_both_sides(tiny_bert, word_tokenizer):
-    result = attention_test(tiny_bert(), word_tokenizer, TEXT, ["native", "alibi", "forget_gate"], length=16)
+def test_an_encoder_attends_on_both_sides_of_a_text_that_is_long_enough(tiny_bert, word_tokenizer):
+    model = tiny_bert()
+    result = attention_test(model, word_tokenizer, TEXT, ["native", "alibi", "forget_gate"], length=16)
     assert "bidirectional" in result.subject("forget_gate").error
     assert "| layer" in result.table(markdown=True)
     assert result.value("native", "distance", layer=1) > 4
-
-
-def test_a_text_that_is_too_short_is_refused(tiny_llama, word_tokenizer):
     with pytest.raises(MeasurementError, match="one window alone needs 128"):
-        attention_test(tiny_llama(), word_tokenizer, ["the dog"])
+        attention_test(model, word_tokenizer, ["the dog"])

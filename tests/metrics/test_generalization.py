@@ -1,29 +1,24 @@
-import itertools
 import re
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer
 
-from hf_posenc import UnknownNameError, UnsupportedError, patch_model
+from hf_posenc import UnknownNameError
 from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.generalization import (
     IGNORED,
     SYNTHETIC_TASKS,
     Example,
     SyntheticExamples,
-    compare_generalization,
     encode_example,
-    exact_match,
     get_task,
     held_out_examples,
 )
 from hf_posenc.metrics.generalization.examples import is_held_out, is_split
-from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer, train
-from tests.models import tiny
+from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
 
 TASKS = sorted(SYNTHETIC_TASKS)
 SUM = r"[1-9]\d{6}\+[1-9]\d{6}="
@@ -32,21 +27,6 @@ SUM = r"[1-9]\d{6}\+[1-9]\d{6}="
 @pytest.fixture(scope="module")
 def tokenizer():
     return ByT5Tokenizer()
-
-
-def build_llama(tokenizer, scheme="rope", **options):
-    torch.manual_seed(0)
-    sizes = {"intermediate_size": 64, "num_key_value_heads": 4, "initializer_range": 0.2}
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    model = tiny("LlamaForCausalLM", vocab_size=len(tokenizer), **sizes, **ids)
-    return patch_model(model, scheme, **options).eval()
-
-
-@pytest.fixture(scope="module")
-def half_trained(tokenizer):
-    """A model that is right on some examples and wrong on others."""
-    batches = DataLoader(SyntheticExamples("repeated_copy", range(1, 7), 0, tokenizer), batch_size=32)
-    return train(build_llama(tokenizer), itertools.islice(batches, 250))
 
 
 class TestTasks:
@@ -138,8 +118,8 @@ class TestTrainingExamples:
     @pytest.mark.parametrize("name", TASKS)
     def test_nothing_that_is_tested_was_trained_on(self, tokenizer, name):
         task = SYNTHETIC_TASKS[name]
-        examples = SyntheticExamples(task, None, 0, tokenizer, size=4_000)
-        trained = {examples.example(index).prompt for index in range(4_000)}
+        examples = SyntheticExamples(task, None, 0, tokenizer, size=1_500)
+        trained = {examples.example(index).prompt for index in range(1_500)}
         for length in task.train_lengths:
             tested = held_out_examples(task, length, 100, seed=1)
             assert len({example.prompt for example in tested}) == len(tested) >= min(20, task.prompt_count(length))
@@ -220,115 +200,3 @@ class TestEncoding:
             encode_example(build_word_tokenizer(), Example("a+b=", "c"))
         with pytest.raises(MeasurementError, match="no eos_token"):
             encode_example(build_byte_tokenizer(), Example("ab=", "c"))
-
-
-class TestExactMatch:
-    @pytest.mark.parametrize("batch_size", [64, 5])
-    def test_teacher_forcing_is_greedy_decoding(self, tokenizer, half_trained, batch_size):
-        options = {"lengths": range(1, 11), "samples": 26, "batch_size": batch_size}
-        forced = exact_match(half_trained, tokenizer, "repeated_copy", **options)
-        decoded = exact_match(half_trained, tokenizer, "repeated_copy", method="generate", **options)
-        assert [row.exact_match for row in forced.rows] == [row.exact_match for row in decoded.rows]
-        matches = [row.exact_match for row in forced.rows]
-        # A comparison of zeros or of ones would show nothing.
-        assert any(0 < match < 1 for match in matches)
-        assert max(matches) > 0.5 > min(matches)
-        assert all(row.token_accuracy is None for row in decoded.rows)
-
-    def test_figures_agree_with_a_loop_by_hand(self, tokenizer, half_trained):
-        task = SYNTHETIC_TASKS["repeated_copy"]
-        row = exact_match(half_trained, tokenizer, task, [7], samples=26, seed=5).row(7)
-        right, right_tokens, tokens = 0, 0, 0
-        for example in held_out_examples(task, 7, 26, seed=5):
-            ids, labels = encode_example(tokenizer, example)
-            with torch.no_grad():
-                guesses = half_trained(torch.tensor([ids])).logits[0, :-1].argmax(-1)
-            hits = [int(guess) == label for guess, label in zip(guesses, labels[1:], strict=True) if label != IGNORED]
-            right += all(hits)
-            right_tokens += sum(hits)
-            tokens += len(hits)
-        assert row.exact_match == right / 26
-        assert row.token_accuracy == pytest.approx(right_tokens / tokens)
-        low, high = row.interval
-        assert 0 <= low <= row.exact_match <= high <= 1
-
-    def test_answers_of_unequal_lengths_share_a_test(self, tokenizer):
-        model = build_llama(tokenizer)
-        kinds = {len(example.answer) for example in held_out_examples(get_task("addition"), 3, 40, seed=0)}
-        assert kinds == {3, 4}
-        result = exact_match(model, tokenizer, "addition", [3], samples=40)
-        assert result.rows[0].samples == 40
-
-    def test_the_result_as_table_and_as_data(self, tokenizer, half_trained):
-        result = compare_generalization(half_trained, tokenizer, "repeated_copy", [1, 40, 2], samples=10)
-        assert [record.at["length"] for record in result.of("rope", "exact_match")] == [1, 2, 40]
-        assert result.record("rope", "held_out", length=1).passed is False
-        table = result.table(markdown=True)
-        assert "task 'repeated_copy'" in table
-        assert table.count("\n| ") == 5  # headers, rule, three lengths
-        row = exact_match(half_trained, tokenizer, "repeated_copy", [40], samples=10).row(40)
-        record = result.record("rope", "exact_match", length=40)
-        assert (record.value, (record.low, record.high), record.count) == (row.exact_match, row.interval, row.samples)
-        with pytest.raises(KeyError, match="0 records"):
-            result.value("rope", "exact_match", length=3)
-
-    def test_a_length_past_the_table_has_a_reason(self, tokenizer):
-        model = build_llama(tokenizer, "learned", num_positions=16)
-        result = exact_match(model, tokenizer, "copy", [3, 30], samples=4)
-        assert result.row(3).exact_match is not None
-        assert result.row(30).exact_match is None
-        assert "16" in result.row(30).reason
-        shown = compare_generalization(model, tokenizer, "copy", [3, 30], samples=4)
-        assert f"[1] length 30: {result.row(30).reason}" in shown.table()
-
-    @pytest.mark.parametrize("method", ["teacher_forced", "generate"])
-    def test_a_stock_table_that_ends_has_a_reason_too(self, tokenizer, method):
-        model = tiny("GPT2LMHeadModel", vocab_size=len(tokenizer), n_positions=16)
-        result = exact_match(model.eval(), tokenizer, "copy", [3, 30], samples=4, method=method)
-        shown = compare_generalization(model, tokenizer, "copy", [3], samples=4, method=method)
-        assert shown.labels == ["native (learned)"]
-        assert result.row(3).exact_match is not None
-        assert "Position 61 lies past the 16 positions" in result.row(30).reason
-
-    def test_logits_that_are_no_numbers_are_no_result(self, tokenizer):
-        model = build_llama(tokenizer)
-        model.model.norm.weight.data[0] = float("nan")
-        with pytest.raises(MeasurementError, match="not finite"):
-            exact_match(model, tokenizer, "copy", [3], samples=4)
-
-    def test_a_scheme_that_grows_with_the_sequence_says_so(self, tokenizer):
-        model = build_llama(tokenizer, "normalized_integer")
-        assert exact_match(model, tokenizer, "copy", [3], samples=4).note
-        assert not exact_match(model, tokenizer, "copy", [3], samples=4, method="generate").note
-
-    def test_models_that_do_not_continue_a_text(self, tokenizer):
-        encoder = tiny("BertLMHeadModel", vocab_size=len(tokenizer)).eval()
-        with pytest.raises(UnsupportedError, match="sees those behind it"):
-            compare_generalization(encoder, tokenizer, "copy", [3])
-        (subject,) = compare_generalization(encoder, tokenizer, "copy", [3], ["native"]).subjects
-        assert "sees those behind it" in subject.error
-        headless = tiny("LlamaModel", vocab_size=len(tokenizer)).eval()
-        with pytest.raises(UnsupportedError, match="no logits"):
-            exact_match(headless, tokenizer, "copy", [3])
-        decoder = tiny("BertLMHeadModel", vocab_size=len(tokenizer), is_decoder=True).eval()
-        assert exact_match(decoder, tokenizer, "copy", [3], samples=4).rows[0].samples == 4
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"method": "beam"}, "'beam'"),
-            ({"samples": 0}, "samples is 0"),
-            ({"batch_size": 0}, "batch_size is 0"),
-            ({"lengths": []}, "No lengths"),
-            ({"lengths": [0]}, "whole number"),
-        ],
-    )
-    def test_requests_that_do_not_do(self, tokenizer, options, message):
-        with pytest.raises(MeasurementError, match=message):
-            exact_match(build_llama(tokenizer), tokenizer, "copy", **{"lengths": [3], **options})
-
-    def test_a_tokenizer_of_another_model(self, tokenizer):
-        model = build_llama(tokenizer)
-        model.resize_token_embeddings(50)
-        with pytest.raises(MeasurementError, match="50 embeddings"):
-            exact_match(model, tokenizer, "copy", [3])

@@ -82,14 +82,6 @@ def test_a_scheme_on_the_grid_treats_rows_and_columns_alike_and_one_in_raster_or
     assert down_over_right(raster) > 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), [({"steps": [8]}, "1 to 7 patches apart"), ({"images": 0}, "at least one image")]
-)
-def test_a_grid_that_is_too_small_is_refused(vit, changes, message):
-    with pytest.raises(MeasurementError, match=message):
-        image_sensitivity_test(vit, **changes)
-
-
 def test_the_two_dogs_have_the_same_pixels(vit):
     picture = picture_of_two_dogs(8, 8, (1, 1), (1, 5))
     patches = cut(picture[None, None], PatchSize(4, 4, 1))[0]
@@ -116,14 +108,6 @@ def test_the_dog_test_reads_the_scheme_that_a_model_has(vit):
     assert picture_dog_test(model).record("none", "told_apart").passed is False
 
 
-@pytest.mark.parametrize("places", [((0, 0), (1, 1)), ((0, 0), (0, 7)), ((0, -1), (4, 4))])
-def test_dogs_that_overlap_or_leave_the_picture_are_refused(vit, places):
-    with pytest.raises(MeasurementError, match="dog"):
-        picture_dog_test(vit, first=places[0], second=places[1])
-    with pytest.raises(MeasurementError, match="a row and a column"):
-        picture_dog_test(vit, first=(1, 2, 3))
-
-
 def test_class_and_register_tokens_are_no_patches():
     torch.manual_seed(0)
     config = Dinov2WithRegistersConfig(**SIZES, image_size=32, num_register_tokens=3)
@@ -137,20 +121,46 @@ def test_class_and_register_tokens_are_no_patches():
     assert torch.equal(joined_patches(cut(images, size)), images)
 
 
-def test_models_that_merge_patches_or_read_text_are_refused_with_the_reason():
-    swin = SwinModel(
-        SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
-    )
-    assert "merges patches" in picture_dog_test(swin, ["native"]).subjects[0].error
+def test_a_model_that_merges_patches_says_so():
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
+    assert "merges patches" in picture_dog_test(SwinModel(config)).subjects[0].error
+
+
+def clip() -> CLIPModel:
     part = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    clip = CLIPModel(CLIPConfig(text_config=part, vision_config=part | {"image_size": 32, "patch_size": 4}))
-    with pytest.raises(UnsupportedError, match=r"model\.vision_model\..*command line.*save_pretrained"):
-        picture_dog_test(clip)
+    return CLIPModel(CLIPConfig(text_config=part, vision_config=part | {"image_size": 32, "patch_size": 4}))
 
 
-def test_a_model_without_a_part_of_images_alone_is_referred_to_evaluations_of_texts():
-    with pytest.raises(UnsupportedError, match=r"sizes of their grids.*text part.* dog and sensitivity"):
-        picture_dog_test(COMPOSITES["qwen2_vl"].model())
+def three_classes() -> ViTForImageClassification:
+    return ViTForImageClassification(ViTConfig(**SIZES, image_size=32, num_labels=3))
+
+
+def headless() -> ViTModel:
+    return ViTModel(ViTConfig(**SIZES, image_size=32, num_labels=10))
+
+
+@pytest.mark.parametrize(
+    ("measure", "model", "options", "message"),
+    [
+        (image_sensitivity_test, None, {"steps": [8]}, "1 to 7 patches apart"),
+        (image_sensitivity_test, None, {"images": 0}, "at least one image"),
+        (picture_dog_test, None, {"first": (0, 0), "second": (1, 1)}, "dogs at .* overlap"),
+        (picture_dog_test, None, {"first": (0, 0), "second": (0, 7)}, "Each dog takes 2 x 2"),
+        (picture_dog_test, None, {"first": (0, -1), "second": (4, 4)}, "Each dog takes 2 x 2"),
+        (picture_dog_test, None, {"first": (-1, 0), "second": (4, 4)}, "Each dog takes 2 x 2"),
+        (picture_dog_test, None, {"first": (1, 2, 3)}, "a row and a column"),
+        (picture_dog_test, clip, {}, r"model\.vision_model\..*command line.*save_pretrained"),
+        (picture_dog_test, COMPOSITES["qwen2_vl"].model, {}, "sizes of their grids.*text part.* dog and sensitivity"),
+        (resolution_test, None, {"resolutions": [30]}, "not a whole number of patches.* Use 32"),
+        (resolution_test, None, {"resolutions": [2]}, "not a whole number of patches.* Use 4"),
+        (resolution_test, three_classes, {"resolutions": [32]}, "10 classes, and the model knows 3"),
+        (resolution_test, headless, {"resolutions": [32], "max_pictures": 1}, "AutoModelForImageClassification"),
+        (resolution_test, None, {"resolutions": [32], "max_pictures": 0}, "no pictures"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(vit, measure, model, options, message):
+    with pytest.raises((MeasurementError, UnsupportedError), match=message):
+        measure(vit if model is None else model(), **options)
 
 
 class TestResolution:
@@ -175,21 +185,6 @@ class TestResolution:
         # A table in raster order has no rows for more patches.
         assert "48 pixels: A sequence of length 145" in result.record(result.labels[-1], "accuracy", resolution=48).note
 
-    @pytest.mark.parametrize(("resolution", "nearest"), [(30, 32), (2, 4)])
-    def test_a_resolution_that_cuts_patches_is_refused(self, vit, resolution, nearest):
-        with pytest.raises(MeasurementError, match=f"not a whole number of patches.* Use {nearest}"):
-            resolution_test(vit, resolutions=[resolution])
-
-    def test_a_model_for_fewer_classes_or_without_a_head_is_refused(self, vit):
-        with pytest.raises(MeasurementError, match="10 classes, and the model knows 3"):
-            resolution_test(
-                ViTForImageClassification(ViTConfig(**SIZES, image_size=32, num_labels=3)), resolutions=[32]
-            )
-        with pytest.raises(MeasurementError, match="AutoModelForImageClassification"):
-            accuracy_by_resolution(ViTModel(vit.config), load_pictures().select([0]), [32])
-        with pytest.raises(MeasurementError, match="no pictures"):
-            accuracy_by_resolution(vit, load_pictures().select([]), [32])
-
 
 class TestPictures:
     def test_the_digits(self):
@@ -201,6 +196,8 @@ class TestPictures:
 
     def test_a_folder_of_classes(self, tmp_path):
         image = pytest.importorskip("PIL.Image")
+        with pytest.raises(UsageError, match="one folder per class"):
+            load_pictures(str(tmp_path))
         for label, color in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
             (tmp_path / label).mkdir()
             image.new("RGB", (6, 4), color).save(tmp_path / label / "one.png")
@@ -210,11 +207,6 @@ class TestPictures:
         assert pictures.picture(1)[:, 0, 0].tolist() == [1, 0, 0]
         with pytest.raises(UsageError, match="no column caption"):
             load_pictures(str(tmp_path), image_column="caption")
-
-    def test_what_is_no_picture_is_refused(self, tmp_path):
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(UsageError, match="one folder per class"):
-            load_pictures(str(tmp_path / "empty"))
 
     def test_grey_deep_and_transparent_pictures(self):
         image = pytest.importorskip("PIL.Image")

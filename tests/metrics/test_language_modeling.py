@@ -21,7 +21,7 @@ from hf_posenc.metrics.language_modeling import (
 from hf_posenc.metrics.language_modeling.by_length import scored_spans
 from hf_posenc.metrics.language_modeling.token_losses import special_frame
 from hf_posenc.plots.losses import plot_losses
-from tests.metrics.conftest import build
+from tests.metrics.conftest import TEXT, build
 from tests.models import tiny
 
 IGNORED = -100
@@ -89,13 +89,7 @@ def test_every_length_reads_the_same_tokens_and_ends_on_the_same_targets(tiny_ll
     model, ids = tiny_llama(), _text(3, 48)
     result = loss_by_length(model, ids, ids, [12, 48, 24], tail=8, position_bin=12)
     assert [row.length for row in result.rows] == [12, 24, 48]
-    for row in result.rows:
-        pieces = ids.reshape(-1, row.length)
-        expected = _plain_losses(model, pieces)
-        assert row.loss == pytest.approx(float(expected.nanmean()), abs=1e-5)
-        assert row.tail_loss == pytest.approx(float(expected.view(3, 48)[:, -8:].mean()), abs=1e-5)
-        assert row.targets == 3 * 48 // row.length * (row.length - 1)
-        assert row.perplexity == pytest.approx(math.exp(row.loss))
+    assert [row.targets for row in result.rows] == [3 * 48 // length * (length - 1) for length in (12, 24, 48)]
     assert result.position_edges == (0, 12, 24, 36, 48)
     whole = _plain_losses(model, ids)
     assert result.position_loss == pytest.approx(
@@ -103,35 +97,39 @@ def test_every_length_reads_the_same_tokens_and_ends_on_the_same_targets(tiny_ll
     )
 
 
-@pytest.mark.parametrize(("window", "length", "ends"), [(48, 20, (8, 28, 48)), (49, 24, (1, 25, 49))])
-def test_a_length_that_does_not_divide_the_window_reads_its_start_as_a_shorter_piece(tiny_llama, window, length, ends):
-    """One token that is left over has no target."""
+@pytest.mark.parametrize(
+    ("window", "length", "frame"),
+    [
+        (48, 12, Frame()),
+        (48, 48, Frame()),
+        # A length that does not divide the window reads its start as a shorter piece; one token has no target.
+        (48, 20, Frame()),
+        (49, 24, Frame()),
+        # Special tokens stand around every piece and are no targets.
+        (46, 24, Frame((2,), (3,))),
+    ],
+)
+def test_a_window_is_read_in_pieces_counted_from_its_end(tiny_llama, window, length, frame):
     model, ids = tiny_llama(), _text(2, window)
-    row = loss_by_length(model, ids, ids, [length], tail=8).row(length)
-    pieces = [ids[:, start:stop] for start, stop in itertools.pairwise((0, *ends))]
-    expected = torch.cat([_plain_losses(model, piece) for piece in pieces], dim=1)
+    row = loss_by_length(model, ids, ids, [length], tail=8, frame=frame).row(length)
+    content = length - frame.size
+    edges = [0, *range(window % content or content, window + 1, content)]
+    losses = []
+    for start, stop in itertools.pairwise(edges):
+        piece = [torch.tensor([ends] * 2, dtype=torch.int64) for ends in (frame.before, frame.after)]
+        framed = _plain_losses(model, torch.cat([piece[0], ids[:, start:stop], piece[1]], dim=1))
+        losses.append(framed[:, len(frame.before) : framed.shape[1] - len(frame.after)])
+    expected = torch.cat(losses, dim=1)
+    assert row.targets == int((~expected.isnan()).sum())
     assert row.loss == pytest.approx(float(expected.nanmean()), abs=1e-5)
     assert row.tail_loss == pytest.approx(float(expected[:, -8:].mean()), abs=1e-5)
+    assert row.perplexity == pytest.approx(math.exp(row.loss))
 
 
 def test_short_lengths_need_no_tail_to_be_given(tiny_llama):
     model, ids = tiny_llama(), _text(2, 64)
-    rows = loss_by_length(model, ids, ids, [32, 64]).rows
-    assert rows == loss_by_length(model, ids, ids, [32, 64], tail=16).rows
-    assert loss_by_length(model, ids, ids, [64]).rows == loss_by_length(model, ids, ids, [64], tail=32).rows
-
-
-def test_special_tokens_stand_around_every_piece_and_are_no_targets(tiny_llama):
-    model, ids = tiny_llama(), _text(2, 46)
-    result = loss_by_length(model, ids, ids, [24], tail=8, frame=Frame((2,), (3,)))
-    pieces = ids[:, 2:].reshape(-1, 22)
-    framed = torch.cat([torch.full((4, 1), 2), pieces, torch.full((4, 1), 3)], dim=1)
-    start = torch.cat([torch.full((2, 1), 2), ids[:, :2], torch.full((2, 1), 3)], dim=1)
-    expected = torch.cat(
-        [_plain_losses(model, start)[:, 1:-1], _plain_losses(model, framed)[:, 1:-1].reshape(2, 44)], dim=1
-    )
-    assert result.row(24).targets == 2 * 46
-    assert result.row(24).loss == pytest.approx(float(expected.mean()), abs=1e-5)
+    for lengths, tail in (([32, 64], 16), ([64], 32)):
+        assert loss_by_length(model, ids, ids, lengths).rows == loss_by_length(model, ids, ids, lengths, tail=tail).rows
 
 
 @pytest.mark.parametrize("scheme", ["native", "learned", "alibi"])
@@ -201,42 +199,31 @@ def test_logits_that_are_no_numbers_are_said_not_averaged_over(tiny_llama):
         loss_by_length(model, ids, ids, [24], tail=8)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lengths": []}, "at least one"),
-        ({"lengths": [96]}, "do not fit windows of 48"),
-        ({"lengths": [1]}, "do not fit"),
-        ({"lengths": [16], "tail": 16}, "tail=16"),
-        ({"lengths": [16], "tail": 0}, "tail=0"),
-        ({"lengths": [16], "tail": 4, "position_bin": 0}, "position_bin"),
-        ({"lengths": [16], "tail": 4, "tokens_per_batch": 0}, "tokens_per_batch"),
-        ({"lengths": [16], "tail": 4, "sliding_window": 16, "stride": 17}, "leaves tokens out"),
-        ({"lengths": [16], "tail": 4, "sliding_window": 1}, "leaves tokens out"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(tiny_llama, options, message):
-    ids = _text()
-    with pytest.raises(MeasurementError, match=message):
-        loss_by_length(tiny_llama(), ids, ids, **options)
-
-
-IDS = _text()
+IDS, LLAMA = _text(), "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize(
-    ("model", "ids", "labels", "error", "message"),
+    ("model", "ids", "labels", "options", "message"),
     [
-        ("LlamaForCausalLM", IDS, torch.full_like(IDS, IGNORED), MeasurementError, "no target"),
-        ("LlamaForCausalLM", IDS + 60, IDS, MeasurementError, "80 embeddings, for 0 to 79"),
-        ("LlamaForCausalLM", IDS, IDS[:, :4], MeasurementError, "same"),
-        ("BertModel", IDS, IDS, UnsupportedError, "AutoModelForMaskedLM"),
-        ("T5ForConditionalGeneration", IDS, IDS, UnsupportedError, "encoder-decoder"),
+        (LLAMA, IDS, IDS, {"lengths": []}, "at least one"),
+        (LLAMA, IDS, IDS, {"lengths": [96]}, "do not fit windows of 48"),
+        (LLAMA, IDS, IDS, {"lengths": [1]}, "do not fit"),
+        (LLAMA, IDS, IDS, {"tail": 16}, "tail=16"),
+        (LLAMA, IDS, IDS, {"tail": 0}, "tail=0"),
+        (LLAMA, IDS, IDS, {"position_bin": 0}, "position_bin"),
+        (LLAMA, IDS, IDS, {"tokens_per_batch": 0}, "tokens_per_batch"),
+        (LLAMA, IDS, IDS, {"sliding_window": 16, "stride": 17}, "leaves tokens out"),
+        (LLAMA, IDS, IDS, {"sliding_window": 1}, "leaves tokens out"),
+        (LLAMA, IDS, torch.full_like(IDS, IGNORED), {}, "no target"),
+        (LLAMA, IDS + 60, IDS, {}, "80 embeddings, for 0 to 79"),
+        (LLAMA, IDS, IDS[:, :4], {}, "same"),
+        ("BertModel", IDS, IDS, {}, "AutoModelForMaskedLM"),
+        ("T5ForConditionalGeneration", IDS, IDS, {}, "encoder-decoder"),
     ],
 )
-def test_input_that_is_no_text_of_this_model_is_refused(model, ids, labels, error, message):
-    with pytest.raises(error, match=message):
-        token_losses(build(model), ids, labels)
+def test_what_cannot_be_measured_is_refused(model, ids, labels, options, message):
+    with pytest.raises((MeasurementError, UnsupportedError), match=message):
+        loss_by_length(build(model), ids, labels, **{"lengths": [16], "tail": 4} | options)
 
 
 def test_masks_are_fixed_by_the_seed_and_shown_as_the_mask_token():
@@ -275,11 +262,10 @@ def test_documents_are_closed_by_the_end_token_and_pieces_framed_by_special_ones
 
 def test_native_is_the_stock_model_and_no_scheme_is_the_one_in_force(tiny_llama, word_tokenizer):
     model = patch_model(tiny_llama(), "t5")
-    text = ["the dog chased another cat after a dog ran " * 20]
-    result = text_losses(model, word_tokenizer, text, [16, 32], ["native", "none", "learned"], special_tokens=False)
-    stock = text_losses(tiny_llama(), word_tokenizer, text, [16, 32], special_tokens=False)
+    result = text_losses(model, word_tokenizer, TEXT, [16, 32], ["native", "none", "learned"], special_tokens=False)
+    stock = text_losses(tiny_llama(), word_tokenizer, TEXT, [16, 32], special_tokens=False)
     assert list(result.of("native")) == list(stock.of("native"))
-    as_found = text_losses(model, word_tokenizer, text, [16, 32], special_tokens=False)
+    as_found = text_losses(model, word_tokenizer, TEXT, [16, 32], special_tokens=False)
     assert as_found.labels == ["t5"]
     losses = [result.value(label, "loss", length=32) for label in result.labels]
     losses.append(as_found.value("t5", "loss", length=32))
@@ -289,16 +275,14 @@ def test_native_is_the_stock_model_and_no_scheme_is_the_one_in_force(tiny_llama,
 def test_a_length_without_positions_is_a_footnote(masked_model, word_tokenizer):
     word_tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     patch_model(masked_model, "learned", num_positions=32)
-    text = ["the dog chased another cat after a dog ran " * 20]
-    result = text_losses(masked_model, word_tokenizer, text, [32, 64])
+    result = text_losses(masked_model, word_tokenizer, TEXT, [32, 64])
     record = result.record("learned(num_positions=32)", "loss", length=64)
     assert record.value is None
     assert record.note in result.table()
 
 
 def test_the_figure_needs_something_to_draw(tiny_llama, word_tokenizer, tmp_path):
-    text = ["the dog chased another cat after a dog ran " * 20]
-    result = text_losses(tiny_llama(), word_tokenizer, text, [16, 32], ["native", "none"], sliding_window=16)
+    result = text_losses(tiny_llama(), word_tokenizer, TEXT, [16, 32], ["native", "none"], sliding_window=16)
     figure = plot_losses(result, tmp_path / "losses.svg")
     assert "position in pieces of 32 tokens" in (tmp_path / "losses.svg").read_text()
     first = figure.axes[0].get_lines()[0]

@@ -21,6 +21,7 @@ from hf_posenc.metrics.minimal_pairs import (
 from tests.metrics.conftest import build, build_byte_tokenizer, build_word_tokenizer, train
 from tests.models import tiny
 
+BYTES = ByT5Tokenizer()
 WORDS = ("the", "cat", "cats", "near", "dog", "dogs", "sees", "see", "it", "approve")
 
 
@@ -42,6 +43,13 @@ def masked_tokenizer():
 
 def build_bert(tokenizer):
     return build("BertForMaskedLM", vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.3)
+
+
+@pytest.fixture
+def masked():
+    """A masked model and its tokenizer."""
+    tokenizer = masked_tokenizer()
+    return build_bert(tokenizer), tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -113,50 +121,43 @@ class TestReading:
         task = read_minimal_pairs(write(tmp_path, examples))
         assert (len(task.pairs), task.skipped) == (1, 4)
 
-    def test_files_that_do_not_do_say_what_would(self, tmp_path):
-        with pytest.raises(MeasurementError, match=r"no file .*pip download .*never train"):
-            read_minimal_pairs(tmp_path / "missing.json")
-        with pytest.raises(MeasurementError, match=r"holds no task\.json.*pip download"):
-            read_minimal_pairs(tmp_path)
-        (tmp_path / "broken.json").write_text("{")
-        with pytest.raises(MeasurementError, match="is not JSON"):
-            read_minimal_pairs(tmp_path / "broken.json")
-        with pytest.raises(MeasurementError, match=r"holds broken\.json: name one"):
-            read_minimal_pairs(tmp_path)
-        (tmp_path / "list.json").write_text("[1]")
-        with pytest.raises(MeasurementError, match="no list of examples"):
-            read_minimal_pairs(tmp_path / "list.json")
-        with pytest.raises(MeasurementError, match="None of the 1 examples"):
-            read_minimal_pairs(write(tmp_path, [{"input": "2+2", "target": "4"}]))
+    @pytest.mark.parametrize(
+        ("name", "content", "read", "message"),
+        [
+            ("other", "", "missing.json", r"no file .*pip download .*never train"),
+            ("other", "", "", r"holds no task\.json.*pip download"),
+            ("broken.json", "{", "broken.json", "is not JSON"),
+            ("broken.json", "{", "", r"holds broken\.json: name one"),
+            ("list.json", "[1]", "list.json", "no list of examples"),
+            ("task.json", '{"examples": [{"input": "2+2", "target": "4"}]}', "", "None of the 1 examples"),
+        ],
+    )
+    def test_files_that_do_not_do_say_what_would(self, tmp_path, name, content, read, message):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(MeasurementError, match=message):
+            read_minimal_pairs(tmp_path / read)
 
 
-class TestWordBoundaries:
-    def test_word_piece(self):
-        tokenizer = build_word_tokenizer(WORDS)
-        flags = continues_word(tokenizer, len(tokenizer) + 3)
-        found = {tokenizer.convert_ids_to_tokens(index) for index in flags.nonzero()[:, 0].tolist()}
-        assert found == {"##" + letter for letter in "abcdefghijklmnopqrstuvwxyz"}
-
-    def test_byte_level_pairs(self):
-        tokenizer = build_byte_tokenizer(merged=("dog",))
-        flags = continues_word(tokenizer, len(tokenizer))
-        wanted = {"Ġdog": False, "Ġd": False, "Ġ": False, "d": True, "7": True, ".": False, "Ċ": False}
-        assert {token: bool(flags[tokenizer.convert_tokens_to_ids(token)]) for token in wanted} == wanted
-
-    def test_bytes(self):
-        tokenizer = ByT5Tokenizer()
-        flags = continues_word(tokenizer, 384)
-        assert flags[tokenizer("a", add_special_tokens=False)["input_ids"][0]]
-        for text in (" ", ".", "\n"):
-            assert not flags[tokenizer(text, add_special_tokens=False)["input_ids"][0]]
-        assert not flags[tokenizer.eos_token_id]
-        assert not flags[tokenizer.convert_tokens_to_ids("<extra_id_5>")]
+@pytest.mark.parametrize(
+    ("tokenizer", "goes_on", "begins"),
+    [
+        # WordPiece marks what goes on.
+        (build_word_tokenizer(WORDS), ["##s", "##a"], ["s", "the", "[SEP]"]),
+        # Byte-level pairs mark what begins.
+        (build_byte_tokenizer(merged=("dog",)), ["d", "7"], ["Ġdog", "Ġd", "Ġ", ".", "Ċ"]),
+        (BYTES, ["a", "z"], [" ", ".", "\n", "</s>", "<extra_id_5>"]),
+    ],
+)
+def test_tokens_that_go_on_with_a_word(tokenizer, goes_on, begins):
+    flags = continues_word(tokenizer, len(tokenizer) + 3)
+    for tokens, expected in ((goes_on, True), (begins, False)):
+        assert [bool(flags[tokenizer.convert_tokens_to_ids(token)]) for token in tokens] == [expected] * len(tokens)
+    assert not flags[len(tokenizer) :].any()
 
 
 class TestCausalScores:
     def test_scores_agree_with_a_loop_by_hand(self, tiny_llama):
-        tokenizer = ByT5Tokenizer()
-        model = tiny_llama(vocab_size=len(tokenizer))
+        tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
         texts = [("a cat sees", "a cat see"), ("a dog is it", "a dog are it")]
         shared_characters = (len("a cat see"), len("a dog "))
         with torch.no_grad():
@@ -175,8 +176,7 @@ class TestCausalScores:
 
     def test_a_word_that_begins_another_can_lose(self, tiny_llama):
         """Without the end of the word, `see` could never be less likely than `sees` for a tokenizer of bytes."""
-        tokenizer = ByT5Tokenizer()
-        model = tiny_llama(vocab_size=len(tokenizer))
+        tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
         s = tokenizer("s", add_special_tokens=False)["input_ids"][0]
         ids = torch.tensor([tokenizer("a cat sees it")["input_ids"]])
         train(model, [{"input_ids": ids, "labels": ids}] * 60)
@@ -187,8 +187,7 @@ class TestCausalScores:
         assert scores[0, 0] > scores[0, 1] + 2
 
     def test_texts_without_a_shared_start_follow_the_token_that_begins_or_ends_a_text(self, tiny_llama):
-        tokenizer = ByT5Tokenizer()
-        model = tiny_llama(vocab_size=len(tokenizer))
+        tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
         pairs = encode_pairs(tokenizer, [("cat", "dog")])
         with torch.no_grad():
             scores = causal_scores(model, tokenizer, pairs)
@@ -201,8 +200,7 @@ class TestCausalScores:
             causal_scores(model, build_byte_tokenizer(), [([70], [71])])
 
     def test_batches_do_not_change_scores(self, tiny_llama, monkeypatch):
-        tokenizer = ByT5Tokenizer()
-        model = tiny_llama(vocab_size=len(tokenizer))
+        tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
         texts = [(f"the {noun} sees", f"the {noun} see") for noun in ("cat", "dog", "horse", "cow", "pigs")]
         pairs = encode_pairs(tokenizer, texts)
         with torch.no_grad():
@@ -213,9 +211,8 @@ class TestCausalScores:
 
 
 class TestMaskedScores:
-    def test_scores_agree_with_masking_by_hand(self):
-        tokenizer = masked_tokenizer()
-        model = build_bert(tokenizer)
+    def test_scores_agree_with_masking_by_hand(self, masked):
+        model, tokenizer = masked
         texts = [("the cat approves it", "the cat approve it"), ("the cat sees it", "the cat see it")]
         tokens = [[tokenizer.convert_ids_to_tokens(ids) for ids in pair] for pair in encode_pairs(tokenizer, texts)]
         assert tokens[0][0] == ["[CLS]", "the", "cat", "approve", "##s", "it", "[SEP]"]
@@ -234,11 +231,6 @@ class TestMaskedScores:
         assert float(scores[0, 0]) == pytest.approx(expected, abs=1e-4)
         assert float(scores[0, 1]) == pytest.approx(log_prob(tokens[0][1], {3}, 3), abs=1e-4)
         assert float(scores[1, 0]) == pytest.approx(log_prob(tokens[1][0], {3}, 3), abs=1e-4)
-
-    def test_a_model_that_cannot_be_asked(self):
-        tokenizer = build_word_tokenizer(WORDS)
-        with pytest.raises(MeasurementError, match="no mask token"):
-            masked_scores(build_bert(tokenizer), tokenizer, [([1, 2], [1, 3])])
 
 
 class TestAccuracy:
@@ -265,7 +257,7 @@ class TestAccuracy:
                 "plural_plural", "singular_singular", "plural_singular", "singular_plural",
             ]  # fmt: skip
 
-    def test_masked_models_without_positions_see_a_bag_of_words(self, pairs):
+    def test_masked_models_without_positions_see_a_bag_of_words(self, masked, pairs):
         """The two incongruent prefixes hold other words; but exchanged nouns make no difference without positions."""
         tokenizer = masked_tokenizer()
         exchanged = MinimalPairsTask(
@@ -279,9 +271,8 @@ class TestAccuracy:
         assert result.value("none", "accuracy", condition=ALL) == 0.5
         assert [subject.scheme for subject in result.subjects] == ["none", "sinusoidal", "native"]
 
-    def test_a_choice_of_pairs_depends_on_the_seed_alone(self, pairs):
-        tokenizer = masked_tokenizer()
-        model = build_bert(tokenizer)
+    def test_a_choice_of_pairs_depends_on_the_seed_alone(self, masked, pairs):
+        model, tokenizer = masked
         chosen = [minimal_pairs_accuracy(model, tokenizer, pairs, samples=2, seed=seed) for seed in (1, 1, 2, 3, 4)]
         assert chosen[0] == chosen[1]
         assert (chosen[0].settings["pairs"], chosen[0].settings["of"]) == (2, 4)
@@ -290,9 +281,8 @@ class TestAccuracy:
         assert "2 of 4 pairs, seed 1" in chosen[0].table()
         assert "2 examples of the file" in chosen[0].table()
 
-    def test_equally_likely_is_a_tie_and_not_right(self, pairs):
-        tokenizer = masked_tokenizer()
-        model = build_bert(tokenizer)
+    def test_equally_likely_is_a_tie_and_not_right(self, masked, pairs):
+        model, tokenizer = masked
         model.cls.predictions.decoder.weight.data.zero_()
         model.cls.predictions.decoder.bias.data.zero_()
         result = minimal_pairs_accuracy(model, tokenizer, pairs)
@@ -300,25 +290,26 @@ class TestAccuracy:
         assert result.value("native", "accuracy", condition=ALL) == 0
 
     def test_a_text_past_the_stock_table_has_its_reason(self):
-        tokenizer = ByT5Tokenizer()
+        tokenizer = BYTES
         model = tiny("GPT2LMHeadModel", vocab_size=len(tokenizer), n_positions=16)
         task = MinimalPairsTask("long", (MinimalPair("a cat near a dog", "sees", "see"),))
         result = minimal_pairs_accuracy(model.eval(), tokenizer, task, ["native", "alibi"])
         assert "past the 16 positions" in result.subject("native").error
         assert result.value("alibi", "accuracy", condition=ALL) is not None
 
-    def test_what_cannot_be_measured(self, tiny_llama, pairs):
-        tokenizer = masked_tokenizer()
-        model = build_bert(tokenizer)
-        with pytest.raises(MeasurementError, match="samples is 0"):
-            minimal_pairs_accuracy(model, tokenizer, pairs, samples=0)
-        with pytest.raises(MeasurementError, match="the same tokens"):
-            minimal_pairs_accuracy(model, tokenizer, MinimalPairsTask("x", (MinimalPair("the", "%", "&"),)))
-        with pytest.raises(MeasurementError, match="10 embeddings"):
-            minimal_pairs_accuracy(tiny_llama(vocab_size=10), tokenizer, pairs)
+    def test_what_cannot_be_measured(self, masked, tiny_llama, pairs):
+        model, tokenizer = masked
         broken = build_bert(tokenizer)
         broken.cls.predictions.decoder.bias.data[0] = float("nan")
-        with pytest.raises(MeasurementError, match="no"):
-            minimal_pairs_accuracy(broken, tokenizer, pairs)
-        with pytest.raises(UnsupportedError, match="encoder-decoder"):
-            minimal_pairs_accuracy(tiny("T5ForConditionalGeneration").eval(), ByT5Tokenizer(), pairs)
+        encoder_decoder = tiny("T5ForConditionalGeneration").eval()
+        same = MinimalPairsTask("x", (MinimalPair("the", "%", "&"),))
+        for arguments, options, message in (
+            ((model, tokenizer, pairs), {"samples": 0}, "samples is 0"),
+            ((model, tokenizer, same), {}, "the same tokens"),
+            ((model, build_word_tokenizer(WORDS), pairs), {}, "no mask token"),
+            ((tiny_llama(vocab_size=10), tokenizer, pairs), {}, "10 embeddings"),
+            ((broken, tokenizer, pairs), {}, "not finite"),
+            ((encoder_decoder, BYTES, pairs), {}, "encoder-decoder"),
+        ):
+            with pytest.raises((MeasurementError, UnsupportedError), match=message):
+                minimal_pairs_accuracy(*arguments, **options)

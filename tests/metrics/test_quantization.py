@@ -15,6 +15,7 @@ from hf_posenc.metrics.quantization import (
 from hf_posenc.schemes import InterleavedConfig, NoneConfig
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from tests.metrics.conftest import TEXT
 from tests.models import tiny
 
 #: Rounding of float32 in the mean of a loss.
@@ -170,9 +171,8 @@ def test_the_rounded_scheme_is_nobody_elses(llama):
 
 
 def test_what_has_no_keys_to_round_or_no_positions_left_says_so(llama, word_tokenizer):
-    text = ["the dog chased another cat after a dog ran " * 20]
     result = quantization_test(
-        llama, word_tokenizer, text, ["native", "alibi", "learned", "none"], length=32, positions=[0, 9000],
+        llama, word_tokenizer, TEXT, ["native", "alibi", "learned", "none"], length=32, positions=[0, 9000],
         variants=["ids bfloat16", "keys int8 after"],
     )  # fmt: skip
     assert all(record.value is not None for record in result.of("native", "loss"))

@@ -103,6 +103,7 @@ def test_a_table_that_is_too_short_ends_the_curve_or_is_refused(tokenizer, mater
     result = sensitivity_test(short, tokenizer, ["native", "alibi"], gaps=(2, 100), material=material)
     assert result.value("native", "repeated", gap=2, layer=3) > 1e-3
     assert "past the 60 positions" in result.record("native", "repeated", gap=100).note
+    assert "gap 100: Position" in result.table(markdown=True)
     assert "past the 60 positions" in result.record("native", "shift", offset=256).note
     # A relative scheme in its place goes on past the table, with explicit positions too.
     assert result.value("alibi", "repeated", gap=100, layer=3) > 1e-3
@@ -176,14 +177,6 @@ def test_blocks_are_shuffled_by_themselves():
     assert not order.equal(torch.arange(20).expand(50, 20))
     whole = shuffled_order(20, 20, 50, torch.Generator().manual_seed(0))
     assert not (whole // 8).equal((torch.arange(20) // 8).expand(50, 20))
-
-
-def test_a_gap_without_positions_is_a_footnote(encoder, tokenizer, material):
-    result = sensitivity_test(encoder, tokenizer, ["native"], gaps=(2, 600), offsets=(1,), material=material)
-    too_long = result.record("native", "repeated", gap=600)
-    assert too_long.value is None
-    assert "512 positions" in too_long.note
-    assert "gap 600: Position" in result.table(markdown=True)
 
 
 def test_words_the_tokenizer_does_not_know_are_named(byte_tokenizer, tokenizer, tokens, encoder):

@@ -272,7 +272,7 @@ CASES = (
     ),
     Mutation(
         "context parallel: not refused",
-        "patching/call/context_parallel.py",
+        "patching/call/parallel.py",
         "    if reason:\n",
         "    if False:\n",
         ("tests/distributed", "-k", "context"),

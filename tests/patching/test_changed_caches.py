@@ -186,15 +186,6 @@ def test_a_cache_belongs_to_the_scheme_that_filled_it(kind: str) -> None:
         goes_on(of_alibi)
 
 
-@pytest.mark.parametrize("scheme", ["none", "rope", "alibi", "sinusoidal"])
-@torch.no_grad()
-def test_a_cache_that_the_model_made_is_its_own(scheme: str) -> None:
-    model, ids = patched("llama_gqa", scheme), ids_of_rows()
-    for _ in range(2):
-        cache = model(ids[:, :CACHED]).past_key_values
-        assert distance(model(ids[:, CACHED:], past_key_values=cache).logits, model(ids).logits[:, CACHED:]) <= CLOSE
-
-
 @torch.no_grad()
 def test_accepted_keys_have_the_positions_that_were_stated() -> None:
     """Dropped tokens; and keys that came from elsewhere."""

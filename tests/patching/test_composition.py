@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hf_posenc import (
     AlibiConfig,
-    ComposedConfig,
     InterleavedConfig,
     LocalGlobalConfig,
     NativeConfig,
@@ -29,7 +28,6 @@ from hf_posenc.schemes import SchemeConfig, SchemeParts
 from hf_posenc.schemes.config import OuterConfig
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
-from tests.models import tiny
 
 torch.set_num_threads(1)
 LLAMA = ARCHITECTURES["llama_gqa"]
@@ -76,10 +74,6 @@ def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> No
     assert sum(parameter.numel() for parameter in found.position_encoding.parameters()) == 32 * 4
     per_layer = patched("llama_gqa", BiasAndRotation(get_scheme("forget_gate")(), RopeConfig()))
     assert per_layer.position_encoding.config.per_layer
-
-
-def forget_gates_of(model: Any) -> Any:
-    return next(module for module in model.position_encoding.modules() if type(module).__name__ == "ForgetGateBias")
 
 
 @torch.no_grad()
@@ -165,11 +159,6 @@ def test_each_layer_has_its_own_scheme(first: str, second: str):
     assert distance(hidden[2], patched("llama_gqa", first)(tokens(), output_hidden_states=True).hidden_states[2]) > 1e-3
 
 
-def test_interleaved_layers_are_the_published_preset():
-    config = InterleavedConfig()
-    assert [config.for_layer(layer).name for layer in range(8)] == ["rope", "rope", "rope", "none"] * 2
-
-
 @torch.no_grad()
 def test_interleaved_equals_the_schedule_spelled_out():
     interleaved = logits_of(InterleavedConfig(every=2))
@@ -187,29 +176,6 @@ def test_local_and_global_layers_are_told_apart_by_the_model():
     stock = outputs(model, row, tokens())
     patch_model(model, LocalGlobalConfig(local=RopeConfig(theta=1e4), global_=RopeConfig(theta=1e6)))
     assert distance(outputs(model, row, tokens()), stock) <= CLOSE
-    with pytest.raises(ValueError, match="layer_types"):
-        patch_model(patched("gpt2", None), LocalGlobalConfig())
-
-
-@pytest.mark.parametrize("config", [InterleavedConfig, LocalGlobalConfig])
-def test_arrangements_are_not_nested(config: Any):
-    with pytest.raises(ValueError, match="one layer"):
-        config(ScheduleConfig((NoneConfig(),)))
-    with pytest.raises(ValueError, match="Compose inside"):
-        patch_model(patched("llama_gqa", None), ComposedConfig((config(), AlibiConfig())))
-
-
-def test_a_map_that_widens_heads_refuses_a_bias_that_reads_them():
-    with pytest.raises(ValueError, match="changes this width"):
-        patch_model(patched("llama_gqa", None), ["pope", "shaw"])
-
-
-@torch.no_grad()
-def test_latent_attention_refuses_a_rotation_that_is_corrected_on_whole_heads():
-    model = patched("deepseek_v3_mla", None)
-    with pytest.raises(UnsupportedError, match="last dimensions of its heads"):
-        patch_model(model, {"scheme": "self_extend", "window": 4, "group": 2})
-    assert not hasattr(model, "position_encoding")
 
 
 @torch.no_grad()
@@ -258,17 +224,6 @@ def test_native_stands_for_what_the_model_has(architecture: str):
 
 
 @torch.no_grad()
-def test_logits_that_are_capped_refuse_a_correction():
-    """The far correction has to act before the cap, and a bias acts behind it."""
-    far = {"scheme": "rerope", "window": 4}
-    for scheme_like in (far, {"scheme": "position_shift", "inner": far, "offset": 1}, [far, "ssmax"]):
-        model = tiny("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
-        with pytest.raises(UnsupportedError, match="caps its logits"):
-            patch_model(model, scheme_like)
-    patch_model(tiny("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=None), far)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_length_is_the_last_position_with_a_mask_and_without(kind: str):
     """Stock frequencies follow the largest position id, so the native round trip does, however the call is made."""
@@ -282,19 +237,6 @@ def test_a_length_is_the_last_position_with_a_mask_and_without(kind: str):
         patch_model(model, native_scheme(model))
     for mask in (None, torch.ones_like(ids)):
         assert distance(outputs(model, LLAMA, ids, attention_mask=mask, **arguments), stock) <= CLOSE
-
-
-@pytest.mark.parametrize(
-    ("architecture", "config"),
-    [
-        ("llama_gqa", InterleavedConfig()),
-        ("mistral_sliding", LocalGlobalConfig()),
-        ("llama_gqa", InterleavedConfig(every=3)),
-    ],
-)
-def test_an_arrangement_of_which_a_part_never_acts_is_refused(architecture: str, config: Any):
-    with pytest.raises(ValueError, match=r"would not be used in any layer|layer_types"):
-        patch_model(patched(architecture, None), config)
 
 
 @torch.no_grad()

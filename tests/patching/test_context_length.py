@@ -70,6 +70,7 @@ def test_a_tokenizer_follows_a_scheme_that_is_made_for_longer_texts() -> None:
         ("gpt2", "n_positions", 0),
         ("llama_gqa", "max_position_embeddings", 0),
         ("bart", "max_position_embeddings", 0),
+        ("opt", "max_position_embeddings", 0),
     ],
 )
 @torch.no_grad()
@@ -196,12 +197,6 @@ def test_what_cannot_be_extended_is_refused() -> None:
     with pytest.raises(TypeError, match="no model_max_length"):
         extend_context(model, object(), length=128)
     assert model.config.max_position_embeddings == NATIVE
-
-
-def test_a_processor_gives_the_length_to_its_tokenizer() -> None:
-    processor = SimpleNamespace(tokenizer=tokenizer())
-    extend_context(patched("bert", "alibi"), processor, length=128)
-    assert processor.tokenizer.model_max_length == 128
 
 
 @pytest.mark.parametrize(

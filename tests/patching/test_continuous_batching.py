@@ -20,7 +20,6 @@ from tests.thinning import mostly_slow
 
 YARN = {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 16}}
 NTK = {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 4.0, "original_max_positions": 8}}
-SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 SETTINGS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 #: Sums of some hundred terms in another order, in float32.
 CLOSE = 2e-5
@@ -231,7 +230,7 @@ class _Pages:
 
 
 OUTSIDE = "BloomAttention computes its scores itself, without the attention interface"
-LENGTHS = "it depends on the length of the sequence, or on tokens that a cache does not store"
+LENGTHS = "paged keys are never recomputed"
 ARGUMENTS: dict[str, Any] = {"generation_config": GenerationConfig(**SETTINGS, eos_token_id=-1)}
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from hf_posenc.patching.place import generation
@@ -120,29 +119,3 @@ def test_a_generate_that_somebody_set_is_called_and_stays() -> None:
 
 def test_a_model_that_cannot_generate_gets_nothing() -> None:
     assert "generate" not in patched("bert", NoneConfig()).__dict__
-
-
-@pytest.mark.parametrize(("first", "second"), [("repo", "rope"), ("rope", "alibi"), (["repo", "alibi"], "alibi")])
-def test_a_cache_of_another_scheme_is_refused(first, second):
-    model = patched("llama_gqa", first)
-    ids = tokens(batch=1)
-    with torch.no_grad():
-        cache = model(ids[:, :8], use_cache=True).past_key_values
-        patch_model(model, second)
-        with pytest.raises(UnsupportedError, match="8 tokens that were encoded with"):
-            model(ids[:, 8:], past_key_values=cache)
-        assert cache.get_seq_length() == 8
-        patch_model(model, first)
-        model(ids[:, 8:], past_key_values=cache)
-
-
-def test_an_emptied_static_cache_serves_another_scheme():
-    model = patched("llama_gqa", "rope")
-    ids = tokens(batch=1)
-    cache = StaticCache(model.config, max_cache_len=32)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        cache.reset()
-        patch_model(model, "alibi")
-        fresh = StaticCache(model.config, max_cache_len=32)
-        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=fresh).logits)

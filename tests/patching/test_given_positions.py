@@ -5,7 +5,6 @@ The reference is the model without positions, given the bias of every pair of po
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model
-from hf_posenc.patching.call.logit_site import LogitSite
 from hf_posenc.schemes.parts import DistanceBias, Part
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
@@ -28,6 +26,13 @@ CLOSE = 2e-5
 SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 DISTANCE_BIASES: list[Any] = ["alibi", "t5", "kerple", "sandwich", {"scheme": "alibi", "learnable": True}]
 PAIRWISE: list[Any] = ["fire", "shaw", SELF_EXTEND]
+#: Biases and rotations that sum up features of tokens.
+FEATURES: list[Any] = [
+    "forget_gate",
+    {"scheme": "repo", "initial_std": 0.5},
+    {"scheme": "grape_m", "gate_scale": 1.0},
+    {"scheme": "selective_rope", "initial_std": 0.5, "gate": True, "theta": 100.0},
+]
 
 GAPS = torch.tensor([0, 1, 2, 3, 4, 10, 11, 12, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51])
 POSITIONS = {
@@ -105,76 +110,13 @@ def test_gradients(scheme: Any) -> None:
         assert float((gradient - found[1][name]).norm()) <= 1e-3 * float(found[1][name].norm()), name
 
 
-def decoded(model: Any, ids: Tensor, positions: Tensor, cache: Any, pieces: list[int]) -> Tensor:
-    steps, start = [], 0
-    for piece in pieces:
-        some = slice(start, start + piece)
-        given = {"position_ids": positions[:, some], "past_key_values": cache, "use_cache": True}
-        result = model(ids[:, some], **given)
-        cache = result.past_key_values
-        steps.append(result.logits)
-        start += piece
-    return torch.cat(steps, dim=1)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static", "made by the model"])
-@pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *PAIRWISE], ids=str)
-@torch.no_grad()
-def test_behind_a_cache(scheme: Any, cache: str) -> None:
-    """Gaps in the first call, in a later one, and in steps of one token."""
-    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
-    for kind in ("gaps", "one row of gaps", "random"):
-        past: Any = {
-            "dynamic": lambda: DynamicCache(config=model.config),
-            "static": lambda: StaticCache(config=model.config, max_cache_len=LENGTH + 3),
-            "made by the model": lambda: None,
-        }[cache]()
-        full = model(ids, position_ids=POSITIONS[kind], use_cache=True).logits
-        found = decoded(model, ids, POSITIONS[kind], past, [4, 9, 1, 3, 1, 1, 1])
-        assert distance(found, full) <= 1e-4, kind
-
-
-@pytest.fixture
-def slow_forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of queries of every bias that was built for given positions."""
-    seen: list[int] = []
-    own = LogitSite._form_of_positions
-
-    def watched(self: LogitSite, bias: Any, state: Any, query_length: int, *rest: Any) -> Any:
-        seen.append(query_length)
-        return own(self, bias, state, query_length, *rest)
-
-    monkeypatch.setattr(LogitSite, "_form_of_positions", watched)
-    return seen
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@torch.no_grad()
-def test_who_has_no_gaps_pays_for_none(backend: str, slow_forms: list[int]) -> None:
-    model, ids = patched("llama_gqa", "t5", attn_implementation=backend), tokens(2, LENGTH)
-    left = torch.ones(2, LENGTH, dtype=torch.long)
-    left[1, :6] = 0
-    for mask in (left, left.flip(-1), torch.ones_like(left)):
-        model(ids, attention_mask=mask)
-    model(ids)
-    model(ids, position_ids=POSITIONS["from 7 on"])
-    model(ids, position_ids=POSITIONS["restarts"], use_cache=False)
-    model(ids, position_ids=(left.cumsum(-1) - 1).clamp(min=0), attention_mask=left)
-    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(ids, attention_mask=left, **settings)
-    model.generate(ids, attention_mask=torch.ones_like(left), **settings)
-    assert not slow_forms
-    model(ids, position_ids=POSITIONS["gaps"])
-    assert slow_forms == [LENGTH]
-
-
 def hole() -> Tensor:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, 3:7] = 0
     return mask
 
 
-@pytest.mark.parametrize("scheme", DISTANCE_BIASES, ids=str)
+@pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *FEATURES], ids=str)
 @torch.no_grad()
 def test_a_hole_in_the_mask_is_no_distance(scheme: Any) -> None:
     """The tokens around it are as far apart as without the hidden ones."""
@@ -205,26 +147,28 @@ def test_a_far_token_leaves_earlier_ones_as_they_are(name: str, config: Any) -> 
         assert float((found - expected).abs().max()) <= 2e-7 * float(expected.abs().max().clamp(min=1)), jump
 
 
-@pytest.mark.parametrize(
-    ("shape", "error"),
-    [((1, 5), ValueError), ((3, LENGTH), ValueError), ((1, LENGTH + 2), ValueError), ("negative", IndexError)],
-)
-@pytest.mark.parametrize("scheme", ["alibi", "sinusoidal", "learned", "native"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama_gqa"])
+@pytest.mark.parametrize("scheme", ["alibi", "fire", "rope", "sinusoidal", "learned", "none", "native"])
 @torch.no_grad()
-def test_positions_that_stock_refuses_are_refused(scheme: str, shape: Any, error: type[Exception]) -> None:
-    model, ids = patched("gpt2", scheme), tokens(2, LENGTH)
-    given = torch.arange(LENGTH)[None] - 1 if shape == "negative" else torch.arange(shape[1]).expand(shape)
-    with pytest.raises(error, match="position_ids"):
-        model(ids, position_ids=given)
+def test_a_call_has_a_position_for_every_token(scheme: str, architecture: str) -> None:
+    """A single one is that of all tokens, as in stock models. Stock models raise errors of shapes for others."""
+    model, ids = patched(architecture, scheme), tokens(2, LENGTH)
+    expected = model(ids, position_ids=torch.full((2, LENGTH), 3)).logits
+    for shape in ((), (1, 1)):
+        if (architecture, scheme) != ("llama_gqa", "native") or shape:
+            assert distance(model(ids, position_ids=torch.full(shape, 3)).logits, expected) <= CLOSE
+    for shape in ((1, LENGTH - 1), (1, LENGTH + 2), (2, LENGTH + 1), (3, LENGTH)):
+        with pytest.raises(ValueError, match=r"position_ids has the shape .* 20 new tokens in each of 2 rows"):
+            model(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
+    if scheme not in ("none", "rope") and (architecture, scheme) != ("llama_gqa", "native"):
+        with pytest.raises(IndexError, match="position_ids"):
+            model(ids, position_ids=torch.arange(LENGTH)[None] - 1)
 
 
 #: Scheme -> whether it refuses negative positions of tokens, and the first position that it refuses.
 _BOUNDS: dict[str, tuple[Any, bool, int | None]] = {
     "alibi": ("alibi", True, None),
-    "t5": ("t5", True, None),
-    "sinusoidal": ("sinusoidal", True, None),
     "learned": ({"scheme": "learned", "num_positions": LENGTH}, True, LENGTH),
-    "tupe": ({"scheme": "tupe", "num_positions": LENGTH}, True, LENGTH),
     "binary": ({"scheme": "binary", "bits": 5}, True, 32),
     "xpos": ({"scheme": "xpos", "scale_base": 64}, False, 4086),
 }
@@ -244,13 +188,6 @@ def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
         for run, error in ((model, SequenceLengthError), (compiled, RuntimeError)):
             with pytest.raises(error, match=r"before the first one|longer than the|beyond the"):
                 run(ids, position_ids=position_ids, use_cache=False)
-
-
-@torch.no_grad()
-def test_one_position_for_all_tokens_is_one_for_each() -> None:
-    model, ids = patched("gpt2", "sinusoidal"), tokens(2, LENGTH)
-    expected = model(ids, position_ids=torch.full((2, LENGTH), 3)).logits
-    assert distance(model(ids, position_ids=torch.tensor(3)).logits, expected) <= CLOSE
 
 
 @torch.no_grad()
@@ -344,28 +281,6 @@ def test_positions_may_be_narrow_integers() -> None:
     mask = torch.ones_like(ids)
     found = model(ids, position_ids=GAPPED.int(), attention_mask=mask).logits
     assert torch.equal(found, model(ids, position_ids=GAPPED, attention_mask=mask).logits)
-
-
-@torch.no_grad()
-def test_a_cache_is_pickled_after_a_step_of_decoding() -> None:
-    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :6], past_key_values=cache)
-    model(ids[:, 6:7], past_key_values=cache)
-    found = model(ids[:, 7:], past_key_values=pickle.loads(pickle.dumps(cache))).logits
-    assert distance(found, model(ids).logits[:, 7:]) <= CLOSE
-
-
-@pytest.mark.parametrize("scheme", ["alibi", "fire", "rope", "learned", "none"])
-@torch.no_grad()
-def test_a_call_has_a_position_for_every_token(scheme: str) -> None:
-    """A single one is that of all tokens, as in stock models. Stock models raise errors of shapes for others."""
-    model, ids = patched("llama_gqa", scheme), tokens(2, 8)
-    same = model(ids, position_ids=torch.full((1, 8), 3)).logits
-    assert torch.allclose(model(ids, position_ids=torch.tensor([[3]])).logits, same, atol=1e-6)
-    for shape in ((1, 7), (2, 9), (3, 8)):
-        with pytest.raises(ValueError, match=r"position_ids has the shape .* 8 new tokens in each of 2 rows"):
-            model(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("scheme", ["native", "learned", "sinusoidal", "rope"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import DynamicCache, StaticCache
 
-from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions, UnsupportedError, patch_model
+from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions
 from hf_posenc.attention.key_channels import append_features, num_channels, split_features
 from hf_posenc.patching.anatomy.parts import TEXT
-from hf_posenc.patching.call.split_parts import HeadShard, SplitPairwiseBias
 from hf_posenc.patching.place.continuous_batching import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.features import joined, separated
@@ -126,35 +124,8 @@ def test_sums_and_blends_give_each_bias_its_own_features(order: tuple[str, ...])
     torch.testing.assert_close(blend(pairs_for(blend, hidden)), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shared_keys", [False, True])
-@torch.no_grad()
-def test_each_process_has_the_features_of_its_own_heads(shared_keys: bool) -> None:
-    """With one key head in both processes, what its query heads share is whole in each of them."""
-    key_heads = 1 if shared_keys else 2
-    context = BuildContext(num_heads=4, num_key_value_heads=key_heads, head_dim=8, hidden_size=48, causal=True)
-    parts = [as_scheme(name).build(context).logit_bias for name in ("forget_gate", "selective_rope")]
-    hidden = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1))
-    generator = torch.Generator().manual_seed(2)
-    query, key = (torch.randn(2, heads, 7, 8, generator=generator) for heads in (4, key_heads))
-    positions = Positions(torch.arange(7).unsqueeze(0), torch.tensor([[7]]))
-    for bias in (*parts, SummedPairwiseBias(parts)):
-
-        def of(query: torch.Tensor, key: torch.Tensor, one: Any) -> torch.Tensor:
-            features = one.key_features(hidden)
-            return one(AttentionPairs(query, key, torch.arange(7), positions, 0.3, hidden, features))
-
-        whole = of(query, key, bias)
-        for rank in range(2):
-            mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
-            split = SplitPairwiseBias(bias, HeadShard(mesh, shared_keys))
-            own_key = key if shared_keys else key[:, rank : rank + 1]
-            assert split.key_features(hidden).shape[1] in (1, 2)
-            found = of(query[:, 2 * rank : 2 * rank + 2], own_key, split)
-            torch.testing.assert_close(found, whole[:, 2 * rank : 2 * rank + 2], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("scheme", [["forget_gate", "grape_m"], ["selective_rope", "forget_gate", "grape_ap"]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.dtype) -> None:
     differences = {}
@@ -167,66 +138,6 @@ def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.d
             differences[name, type(cache)] = distance(torch.cat(steps, dim=1).float(), full)
     for cache_type in (DynamicCache, StaticCache):
         assert differences["both", cache_type] <= 3 * differences["none", cache_type] + 20 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@torch.no_grad()
-def test_gates_keep_their_digits_in_a_16_bit_cache(dtype):
-    """The cached forward differs from the full one by rounding of keys and outputs only."""
-    differences = []
-    for scheme in ("forget_gate", "none"):
-        model, ids = patched("llama_gqa", scheme).to(dtype), tokens(2, 40)
-        full = outputs(model, LLAMA, ids, use_cache=False).float()
-        cache = DynamicCache(config=model.config)
-        steps = [outputs(model, LLAMA, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(40)]
-        differences.append(distance(torch.cat(steps, dim=1).float(), full))
-    assert differences[0] <= 3 * differences[1] + 2 * torch.finfo(dtype).eps
-
-
-@torch.no_grad()
-def test_a_cropped_and_reordered_cache_keeps_each_gate_with_its_key():
-    model, ids = patched("llama_gqa", "forget_gate"), tokens(2, 12)
-    cache = DynamicCache(config=model.config)
-    outputs(model, LLAMA, ids, past_key_values=cache, use_cache=True)
-    cache.crop(-4)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    continued = outputs(model, LLAMA, ids.flip(0)[:, 8:], past_key_values=cache, use_cache=True)
-    assert distance(continued, outputs(model, LLAMA, ids.flip(0), use_cache=False)[:, 8:]) <= 1e-5
-
-
-@torch.no_grad()
-def test_left_padding_is_not_counted_behind_a_cache():
-    """A scheme of absolute positions decodes a padded row like the row alone, with position ids and without."""
-    for scheme in ("fire", "forget_gate", {"scheme": "self_extend", "window": 4, "group": 2}):
-        model, ids = patched("llama_gqa", scheme), tokens(1, 12)
-        full = outputs(model, LLAMA, ids, use_cache=False)
-        padded = torch.cat((torch.zeros(1, 3, dtype=torch.int64), ids), dim=1)
-        mask = (torch.arange(15) >= 3).long().unsqueeze(0)
-        for given_positions in (False, True):
-            for make in (DynamicCache, StaticCache):
-                cache = make(config=model.config) if make is DynamicCache else make(model.config, max_cache_len=20)
-                steps = []
-                for start, stop in ((0, 9), (9, 10), (10, 15)):
-                    arguments = {"attention_mask": mask[:, :stop], "past_key_values": cache, "use_cache": True}
-                    if given_positions:
-                        arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop]
-                    steps.append(outputs(model, LLAMA, padded[:, start:stop], **arguments))
-                assert distance(torch.cat(steps, dim=1)[:, 3:], full) <= 1e-5
-
-
-@torch.no_grad()
-def test_positions_that_do_not_continue_the_cache_are_those_of_a_whole_forward():
-    model, ids = patched("llama_gqa", "fire"), tokens(1, 9)
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 30]])
-    ones = torch.ones_like(ids)
-    expected = outputs(model, LLAMA, ids, position_ids=positions, attention_mask=ones, use_cache=False)[:, -1:]
-    near = outputs(model, LLAMA, ids, attention_mask=ones, use_cache=False)[:, -1:]
-    cache = DynamicCache(config=model.config)
-    outputs(model, LLAMA, ids[:, :8], past_key_values=cache, use_cache=True)
-    jump = {"position_ids": positions[:, 8:], "attention_mask": ones}
-    found = outputs(model, LLAMA, ids[:, 8:], past_key_values=cache, use_cache=True, **jump)
-    assert distance(found, expected) <= 1e-5
-    assert distance(found, near) > 1e-3
 
 
 @torch.no_grad()
@@ -242,31 +153,6 @@ def test_real_positions_count_for_schemes_that_read_pairs():
     tripled = outputs(plain, LLAMA, ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
     assert distance(tripled, outputs(gapped, LLAMA, ids, use_cache=False)) <= 1e-5
     assert distance(tripled, outputs(plain, LLAMA, ids, use_cache=False)) > 1e-3
-
-
-@pytest.mark.parametrize("scheme", ["forget_gate", "pope", "xpos", "string"])
-def test_layers_that_share_keys_refuse_what_has_to_meet_them(scheme):
-    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
-
-    config = Gemma3nTextConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=96,
-        vocab_size_per_layer_input=96,
-        hidden_size_per_layer_input=8,
-        laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        activation_sparsity_pattern=None,
-    )
-    model = Gemma3nForCausalLM(config)
-    with pytest.raises(UnsupportedError, match="reads the keys of an earlier layer"):
-        patch_model(model, scheme)
-    assert not hasattr(model, "position_encoding")
 
 
 @pytest.mark.parametrize("scheme", ["pope", "forget_gate"])

@@ -10,7 +10,6 @@ import hf_posenc
 from hf_posenc import (
     UnsupportedError,
     patch_model,
-    unpatch_model,
 )
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.length_checks import check_cache
@@ -23,22 +22,6 @@ def test_a_sequence_past_a_table_names_length_and_remedy() -> None:
     model = patched("bert", hf_posenc.LearnedConfig(num_positions=10))
     with pytest.raises(hf_posenc.SequenceLengthError, match=r"14.*num_positions"):
         outputs(model, ARCHITECTURES["bert"], tokens())
-
-
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "gpt2", "opt", "bart"])
-@torch.no_grad()
-def test_schemes_without_a_table_go_past_the_native_length(architecture: str) -> None:
-    row = ARCHITECTURES[architecture]
-    long = tokens(1, 100)
-    with pytest.raises((IndexError, RuntimeError)):
-        outputs(patched(architecture, None), row, long)
-    model = patched(architecture, "alibi")
-    native = {name: buffer.shape for name, buffer in model.named_buffers()}
-    result = outputs(model, row, long)
-    assert result.shape[:2] == (1, 100)
-    assert distance(outputs(model, row, long[:, :14]), outputs(patched(architecture, "alibi"), row, long[:, :14])) == 0
-    unpatch_model(model)
-    assert {name: buffer.shape for name, buffer in model.named_buffers()} == native
 
 
 def test_packed_rows_are_refused_where_the_length_decides() -> None:

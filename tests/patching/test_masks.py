@@ -81,21 +81,6 @@ def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> 
     assert distance(torch.stack(both.logits), torch.stack(alone.logits)) <= 1e-4
 
 
-@torch.no_grad()
-def test_positions_that_were_irregular_when_they_were_cached_are_kept() -> None:
-    row, ids = ARCHITECTURES["llama_gqa"], tokens(1, 10)
-    position_ids = torch.tensor([[0, 1, 2, 2, 2, 5, 6, 7, 8, 9]])
-    for scheme in (SELF_EXTEND, "alibi", "rope"):
-        model = patched("llama_gqa", scheme)
-        cache = DynamicCache(config=model.config)
-        given = {"past_key_values": cache, "position_ids": position_ids[:, :8], "attention_mask": torch.ones(1, 8)}
-        outputs(model, row, ids[:, :8], **given)
-        given |= {"position_ids": position_ids[:, 8:], "attention_mask": torch.ones(1, 10)}
-        found = outputs(model, row, ids[:, 8:], **given)
-        full = outputs(model, row, ids, position_ids=position_ids, attention_mask=torch.ones(1, 10))
-        assert distance(found, full[:, 8:]) <= 1e-4
-
-
 def test_a_masked_key_stays_masked_whatever_the_bias() -> None:
     """In float16 a gate that forgets everything adds more than the mask takes away."""
     mask = additive(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()).clamp(min=torch.finfo(torch.float16).min).half()

@@ -25,7 +25,6 @@ from hf_posenc.recipes import SchemePhases
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.labels import scheme_label
 from tests.models import tiny
-from tests.versions import ONE_AXIS, since
 
 YARN = YarnScaling(factor=4.0, original_max_positions=32)
 IN_TRANSFORMERS = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -97,8 +96,6 @@ def test_some_layers_only() -> None:
     patch_model(model, NativeConfig(YARN), layers=[1], elsewhere="none")
     none, scaled = model.position_encoding.config.layers
     assert (none.name, scaled.scaling) == ("none", YARN)
-    with pytest.raises(ValueError, match="A schedule already defines"):
-        patch_model(model, ScheduleConfig(("rope", "none")), layers=[1])
 
 
 def test_the_phases_of_a_training_may_have_it() -> None:
@@ -138,44 +135,6 @@ def test_it_can_stand_inside_another_scheme() -> None:
     rotation, scale = model.position_encoding.config.parts
     assert rotation.scaling == YARN
     assert scale.name == "ssmax"
-
-
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "first_k_dense_replace": 2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "scaling", "message"),
-    [
-        ("GPT2LMHeadModel", {}, YARN, "for RoPE, and the native scheme is 'learned', which rotates nothing"),
-        ("Cohere2ForCausalLM", WINDOWS, YARN, "only layers with a window rotate"),
-        ("Qwen2VLTextModel", MROPE, YARN, "the rotation 'mrope', which has no scaling"),
-        (
-            "DeepseekV3ForCausalLM",
-            LATENT,
-            replace(YARN, mscale=1.0, mscale_all_dim=1.0),
-            "takes a factor of its softmax",
-        ),
-    ],
-)
-def test_a_model_that_cannot_have_it_is_refused_and_left_alone(
-    name: str, options: dict[str, Any], scaling: YarnScaling, message: str
-) -> None:
-    if options is MROPE:
-        since(*ONE_AXIS)
-    model = built(name, **options)
-    with pytest.raises(ValueError, match=message):
-        patch_model(model, NativeConfig(scaling))
-    assert getattr(model, "position_encoding", None) is None
-
-
-def test_a_rotation_whose_buffers_were_cast_is_refused() -> None:
-    model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"stated by its frequencies .* from_pretrained\(dtype=...\)"):
-        patch_model(model, NativeConfig(YARN))
 
 
 def test_an_evaluation_records_the_options_of_the_model() -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc.schemes.bias.t5 import T5Bias
+from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
+from hf_posenc.schemes.position_maps.pairwise import FarRotation
+from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
 
-from ..matrix.running import tokens
+from ..matrix.running import patched, tokens
 from ..models import tiny
 
 
@@ -24,34 +32,62 @@ def model_of(family: str, scheme: Any = None, **settings: Any) -> Any:
     return model if scheme is None else patch_model(model, scheme)
 
 
+Counted = Callable[..., list[Any]]
+
+
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of all position_ids for which Llama's own rotary module computed something."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Watches the forward of a class: what `measure` makes of the arguments of each call."""
 
-    seen: list[torch.Size] = []
-    own = LlamaRotaryEmbedding.forward
+    def count(owner: type[nn.Module], measure: Callable[..., Any]) -> list[Any]:
+        seen: list[Any] = []
+        own = owner.forward
 
-    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        seen.append(position_ids.shape)
-        return own(self, x, position_ids)
+        def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            seen.append(measure(*args, **kwargs))
+            return own(self, *args, **kwargs)
 
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
-    return seen
+        monkeypatch.setattr(owner, "forward", watched)
+        return seen
+
+    return count
+
+
+@torch.no_grad()
+def decoded(model: Any, ids: Tensor, cache: Any, start: int, stop: int) -> Tensor:
+    """The logits of single tokens behind a cache."""
+    steps = [model(ids[:, slot : slot + 1], past_key_values=cache).logits for slot in range(start, stop)]
+    return torch.cat(steps, dim=1)
+
+
+@torch.no_grad()
+def prefilled(model: Any, ids: Tensor, length: int) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :length], past_key_values=cache)
+    return cache
 
 
 @pytest.mark.parametrize("scheme", ["none", "rope", "alibi", "pope"])
 @torch.no_grad()
-def test_the_stock_rotary_module_computes_nothing_that_nobody_reads(scheme, computed):
-    model, ids = model_of("LlamaModel", scheme), tokens(1, 12)
-    computed.clear()  # patch_model has asked the module how wide it rotates
-    expected = model(ids, use_cache=False).last_hidden_state
-    cache = DynamicCache(config=model.config)
-    steps = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).last_hidden_state for i in range(12)]
+def test_the_stock_rotary_module_computes_nothing_that_nobody_reads(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[torch.Size] = []
+    own = LlamaRotaryEmbedding.forward
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        shapes.append(position_ids.shape)
+        return own(self, x, position_ids)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+    model, ids = model_of("LlamaForCausalLM", scheme), tokens(1, 12)
+    shapes.clear()  # patch_model has asked the module how wide it rotates
+    expected = model(ids, use_cache=False).logits
+    steps = decoded(model, ids, DynamicCache(config=model.config), 0, 12)
     model(ids, use_cache=False)
     # Once for each shape, to learn what the phases look like.
-    assert computed == [(1, 12), (1, 1)]
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
+    assert shapes == [(1, 12), (1, 1)]
+    torch.testing.assert_close(steps, expected, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -105,7 +141,7 @@ def test_a_model_on_the_meta_device_stays_there():
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("scheme", ["rope", "learned_rope"])
+@pytest.mark.parametrize("scheme", ["rope", "learned_rope", "sinusoidal", "t5"])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_layers_are_recomputed_at_their_positions_if_checkpointing_begins_late(scheme, wrapped):
     """After a first forward, when the layers have been looked through once."""
@@ -128,6 +164,85 @@ def test_layers_are_recomputed_at_their_positions_if_checkpointing_begins_late(s
         model.gradient_checkpointing_enable()
     for found, wanted in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+# Biases over the steps of a decoding loop
+
+
+def test_a_bias_is_evaluated_when_the_length_has_doubled_or_a_weight_was_written_to(counted: Counted) -> None:
+    model, ids = patched("llama_gqa", "t5", attn_implementation="sdpa"), tokens()
+    expected = model(ids).logits.detach()
+    cache = prefilled(model, ids, 3)
+    distances = counted(T5Bias, lambda distance: distance.numel())
+    found = decoded(model, ids, cache, 3, 14)
+    assert distances == [8, 18]
+    torch.testing.assert_close(found, expected[:, 3:], atol=1e-4, rtol=1e-4)
+    cache.crop(-6)
+    twin = copy.deepcopy(cache)
+    assert torch.equal(decoded(model, ids, cache, 8, 10), decoded(model, ids, twin, 8, 10))
+    distances.clear()
+    with torch.no_grad():
+        next(model.position_encoding.parameters()).mul_(-1)
+    decoded(model, ids, cache, 10, 11)
+    assert distances
+
+
+def test_what_was_remembered_without_gradients_is_not_used_with_them() -> None:
+    model, ids = patched("llama_gqa", "t5", attn_implementation="sdpa"), tokens()
+    cache = prefilled(model, ids, 6)
+    decoded(model, ids, cache, 6, 7)
+    model(ids[:, 7:8], past_key_values=cache).logits.square().sum().backward()
+    (table,) = model.position_encoding.parameters()
+    assert table.grad is not None
+    assert table.grad.abs().sum() > 0
+
+
+WINDOW = 6
+SELF_EXTEND = SelfExtendConfig(group=2, window=WINDOW)
+
+
+@torch.no_grad()
+def test_only_far_pairs_cost_a_bias(counted: Counted) -> None:
+    model, ids = model_of("LlamaForCausalLM", SELF_EXTEND), tokens(1, 9)
+    queries = counted(FarRotation, lambda pairs: pairs.query.shape[-2])
+    expected = model(ids).logits
+    assert sum(queries) == 2 * 9
+    queries.clear()
+    found = decoded(model, ids, DynamicCache(config=model.config), 0, 9)
+    # The first query with a far key is that of position WINDOW.
+    assert len(queries) == 2 * (9 - WINDOW)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for last, costs in ((WINDOW - 1, False), (WINDOW, True)):
+        queries.clear()
+        model(ids[:, :4], position_ids=torch.tensor([[0, 1, 2, last]]), use_cache=False)
+        assert bool(queries) == costs
+    # Mapped positions are not taken for those of the tokens.
+    queries.clear()
+    patch_model(model, PositionScaleConfig(inner=SELF_EXTEND, factor=0.5))
+    model(ids[:, : WINDOW - 1])
+    assert queries
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@torch.no_grad()
+def test_who_has_no_gaps_pays_for_none(backend: str, counted: Counted) -> None:
+    """A bias of given positions is evaluated for pairs, and that of slots for distances."""
+    model, ids = patched("llama_gqa", "t5", attn_implementation=backend), tokens(2, 20)
+    axes = counted(T5Bias, lambda distance: distance.dim())
+    left = torch.ones_like(ids)
+    left[1, :6] = 0
+    slots = torch.arange(20)
+    for mask in (None, left, left.flip(-1), torch.ones_like(left)):
+        model(ids, attention_mask=mask)
+    model(ids, position_ids=torch.stack((slots + 7, slots + 40)))
+    model(ids, position_ids=torch.cat((slots[:8], slots[:12])).expand(2, -1), use_cache=False)
+    model(ids, position_ids=(left.cumsum(-1) - 1).clamp(min=0), attention_mask=left)
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for mask in (left, torch.ones_like(left)):
+        model.generate(ids, attention_mask=mask, **settings)
+    assert {*axes} == {1}
+    model(ids, position_ids=slots.expand(2, -1) * 3)
+    assert {*axes} == {1, 3}
 
 
 class IntegerOperators(TorchDispatchMode):

@@ -30,8 +30,8 @@ from tests.versions import torch_since
 DISTANCE: list[Any] = ["alibi", "t5", "kerple", "sandwich"]
 OTHERS: list[Any] = ["fire", "shaw", "cope", "sinusoidal", "rope", ["rope", "forget_gate"]]
 #: Three methods change the input alike. The virtual keys of prefix tuning have no forget gates.
-CASES = [(scheme, method) for scheme in DISTANCE for method in ("prompt", "p-tuning", "prefix", "multitask")]
-CASES += [(scheme, method) for scheme in OTHERS for method in ("prompt", "prefix")][:-1]
+CASES = [(scheme, method) for scheme in (*DISTANCE, *OTHERS) for method in ("prompt", "prefix")][:-1]
+CASES += [("t5", "p-tuning"), ("t5", "multitask")]
 VIRTUAL, PADDED, LENGTH = 4, 5, 18
 #: Two tiny layers in float32, whose sums have other lengths.
 CLOSE = 1e-4
@@ -144,28 +144,16 @@ def test_gradients_of_a_padded_row_are_those_of_the_row_alone(scheme: Any, metho
         assert float((gradient - found[1][name]).norm()) <= 1e-3 * float(found[1][name].norm()), name
 
 
-@pytest.mark.parametrize("scheme", [None, "alibi"], ids=str)
 @pytest.mark.parametrize("method", ["prompt", "prefix"])
 @torch.no_grad()
-def test_a_forward_is_one_graph(method: str, scheme: Any) -> None:
+def test_a_forward_is_one_graph(method: str) -> None:
     torch_since("2.13", "compiled code cannot import transformers' lazy modules")
     ids = tokens(2, LENGTH)
     torch.compiler.reset()
-    model = tuned(method, scheme)
+    model = tuned(method, "alibi", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     assert distance(compiled(input_ids=ids, attention_mask=torch.ones_like(ids)).logits, expected) <= CLOSE
-
-
-@torch.no_grad()
-def test_stock_llama_counts_slots_in_prompt_tuning() -> None:
-    """Why the patched model cannot be compared with a stock one here: its padded row is another one."""
-    model = tuned("prompt", None)
-    ids, mask = batch()
-    padded = model(input_ids=ids, attention_mask=mask).logits[1, -LENGTH + PADDED :]
-    text = ids[1:, PADDED:]
-    alone = model(input_ids=text, attention_mask=torch.ones_like(text)).logits[0, -LENGTH + PADDED :]
-    assert distance(padded, alone) > 1e-2
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import re
 import warnings
@@ -34,147 +33,9 @@ from hf_posenc import (
     unpatch_model,
 )
 from tests.matrix.running import patched, tokens
-from tests.patching.audio.families import WHISPER
+from tests.patching.audio.whisper import WHISPER
 from tests.patching.composites.models import llava
-
-
-def own_attention(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """An attention without a scheme: the mean of the values."""
-    value = self.v_proj(hidden_states).mean(1, keepdim=True).repeat(1, hidden_states.shape[1], 2)
-    return self.o_proj(value), None
-
-
-def _attention(model: Any) -> Any:
-    return model.model.layers[0].self_attn
-
-
-def assert_loads(folder: Path, expected: torch.Tensor, ids: torch.Tensor) -> None:
-    """A loaded model has another attention backend, which rounds differently."""
-    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-    torch.testing.assert_close(loaded(ids, use_cache=False).logits, expected, rtol=0, atol=1e-4)
-
-
-# An own forward, on the instance or the class
-
-
-def _replace_on_instance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = _attention(model)
-    attention.forward = own_attention.__get__(attention)
-
-
-def _replace_by_partial(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = _attention(model)
-    attention.forward = functools.partial(own_attention, attention)
-
-
-def _replace_inside_a_hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
-    attention = _attention(model)
-    add_hook_to_module(attention, ModelHook())
-    attention.forward = own_attention.__get__(attention)
-
-
-def _replace_on_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(_attention(model)), "forward", own_attention)
-
-
-def _replace_rotary_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotary = model.model.rotary_emb
-    rotary.forward = type(rotary).forward.__get__(rotary)
-
-
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("replace", [
-    _replace_on_instance, _replace_by_partial, _replace_inside_a_hook, _replace_on_class, _replace_rotary_forward
-])  # fmt: skip
-@pytest.mark.parametrize("scheme", ["alibi", "rope"])
-@torch.no_grad()
-def test_a_forward_that_bypasses_the_scheme_is_refused_at_the_next_call_and_save(
-    scheme: str, replace: Any, called_before: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model, ids = patched("llama_gqa", scheme), tokens(1, 8)
-    if called_before:
-        model(ids)
-    replace(model, monkeypatch)
-    for action in (lambda: model(ids), lambda: model.save_pretrained(tmp_path / "folder"), lambda: model(ids)):
-        with pytest.raises(UnsupportedError, match="was replaced after patch_model"):
-            action()
-    assert "was replaced" in model.position_encoding.record.agrees(model)
-    assert not (tmp_path / "folder").exists()
-
-
-def _with_wraps(inner: Any, module: Any) -> Any:
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
-
-    return forward
-
-
-def _with_attribute(inner: Any, module: Any) -> Any:
-    module.original_forward = inner
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.original_forward(*args, **kwargs)
-
-    return forward.__get__(module)
-
-
-def _with_global(inner: Any, module: Any) -> Any:
-    script = {"inner": inner, "__name__": "a_script"}
-    exec("def forward(*args, **kwargs):\n    return inner(*args, **kwargs)", script)
-    return script["forward"]
-
-
-class _Timed:
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
-@pytest.mark.parametrize("wrapper", [_with_wraps, _with_attribute, _with_global, lambda inner, _: _Timed(inner)])
-@torch.no_grad()
-def test_a_wrapper_that_calls_the_placed_forward_is_accepted(wrapper: Any, tmp_path: Path) -> None:
-    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
-    expected = model(ids).logits
-    for layer in model.model.layers:
-        layer.self_attn.forward = wrapper(layer.self_attn.forward, layer.self_attn)
-    assert torch.equal(model(ids).logits, expected)
-    model.save_pretrained(tmp_path)
-    assert_loads(tmp_path, expected, ids)
-
-
-def test_helpers_that_name_each_other_are_searched_once() -> None:
-    model, script = patched("llama_gqa", "alibi"), {"__name__": "a_script"}
-    names = [f"helper_{number}" for number in range(60)]
-    exec("\n".join(f"def {name}(*args, **kwargs):\n    return [{', '.join(names)}]" for name in names), script)
-    model.model.layers[0].self_attn.forward = script[names[0]]
-    with pytest.raises(UnsupportedError, match="was replaced after patch_model"):
-        model(tokens(1, 8))
-
-
-# Layers
-
-
-@pytest.mark.parametrize("scheme", ["t5", "fire", "learned", "forget_gate", "alibi"])
-def test_the_scheme_in_force_placed_again_keeps_its_parameters(scheme: str) -> None:
-    model = patched("llama_gqa", scheme)
-    before = dict(model.model.position_encoding.named_parameters())
-    patch_model(model, scheme)
-    after = dict(model.model.position_encoding.named_parameters())
-    assert [*before] == [*after]
-    assert all(before[name] is after[name] for name in before)
-
-
-def test_other_options_are_another_scheme() -> None:
-    model = patched("llama_gqa", "t5")
-    before = [*model.model.position_encoding.parameters()]
-    patch_model(model, "t5", num_buckets=16)
-    assert not {*map(id, before)} & {*map(id, model.model.position_encoding.parameters())}
-
+from tests.patching.test_changed_layers import assert_loads
 
 # One config object for several models
 

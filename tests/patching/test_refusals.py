@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    CLIPConfig,
-    CLIPModel,
-    LlavaConfig,
-    LlavaModel,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLModel,
-    WhisperConfig,
-    WhisperModel,
-    __version__,
-)
 
 from hf_posenc import (
     BuildContext,
@@ -31,9 +21,11 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
 from tests.matrix.running import distance, patched, tokens
 from tests.models import tiny
-from tests.patching.test_prompt_learning import uses_cache
+from tests.versions import ONE_AXIS, since
 
 SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -85,7 +77,7 @@ def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(asked: dict[str, A
         asked = {name: patched("llama_gqa", None)}
     ran = []
     hook = model.model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, but the scheme 'normalized_integer'"):
+    with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
         continued(model, ids, max_new_tokens=4, **asked)
     hook.remove()
     assert not ran
@@ -94,7 +86,7 @@ def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(asked: dict[str, A
 
 def test_an_assistant_that_no_cache_serves_is_refused_by_its_name() -> None:
     stock, helper, ids = patched("llama_gqa", None), patched("llama_gqa", "normalized_integer"), tokens(1, 8)
-    with pytest.raises(UnsupportedError, match="This assistant model cannot draft: its scheme 'normalized_integer'"):
+    with pytest.raises(UnsupportedError, match=r"This assistant model cannot draft.*the scheme 'normalized_integer'"):
         continued(stock, ids, max_new_tokens=6, assistant_model=helper)
 
 
@@ -116,23 +108,12 @@ def with_prefix(model: Any) -> Any:
     return tuned.eval()
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("scheme", ["native", "xpos", "alibi", "shaw", SELF_EXTEND, "sinusoidal", "ssmax"], ids=str)
 @pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2"])
 @torch.no_grad()
-def test_keys_of_a_prefix_are_used_as_they_are_learned(architecture: str, scheme: Any) -> None:
-    model, ids = with_prefix(patched(architecture, scheme)), tokens(2, 9)
-    if scheme == "native":
-        stock = with_prefix(patched(architecture, None))
-        assert distance(model(input_ids=ids).logits, stock(input_ids=ids).logits) <= 1e-6
-    expected = ids
-    for _ in range(4):
-        logits = model(input_ids=expected, attention_mask=torch.ones_like(expected)).logits
-        expected = torch.cat((expected, logits[:, -1:].argmax(-1)), dim=1)
-    if not uses_cache(model, ids):
-        return
-    settings = GREEDY | {"max_new_tokens": 4}
-    assert torch.equal(model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings), expected)
+def test_the_native_scheme_uses_keys_of_a_prefix_as_the_stock_model_does(architecture: str) -> None:
+    ids = tokens(2, 9)
+    found, stock = (with_prefix(patched(architecture, scheme))(input_ids=ids).logits for scheme in ("native", None))
+    assert distance(found, stock) <= 1e-6
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -147,95 +128,50 @@ def test_a_prefix_cannot_say_what_a_scheme_adds_to_keys(scheme: str, part: str, 
     assert "Use LoRA or prompt tuning with this scheme" in str(refusal.value)
 
 
-# Models of more than text
-
-TEXT: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-VISION: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8,
-    "patch_size": 4,
-}  # fmt: skip
+# Parts of models
 
 
-def qwen() -> Any:
-    torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "out_hidden_size": 32, "intermediate_size": 48}
-    ids = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
-    config = Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **ids)
-    return Qwen2_5_VLModel(config).eval()
+VERBS: list[Callable[[Any], Any]] = [
+    *(functools.partial(patch_model, scheme=scheme) for scheme in ("native", "none", "rope_nd", "learned")),
+    native_scheme,
+    inspect_model,
+]
 
 
-def whisper() -> Any:
-    return WhisperModel(
-        WhisperConfig(
-            d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=96, pad_token_id=0,
-        )
-    ).eval()  # fmt: skip
-
-
-def llava() -> Any:
-    text = {"model_type": "llama"} | TEXT
-    return LlavaModel(LlavaConfig(text_config=text, vision_config={"model_type": "clip_vision_model"} | VISION)).eval()
-
-
-def clip() -> Any:
-    text = TEXT | {"num_key_value_heads": None}
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32)).eval()
-
-
-def refusal_of(part: Any) -> str:
-    """The words with which every verb refuses a part, the same for each."""
-    said = set()
-    for call in (
-        lambda: patch_model(part, "native"),
-        lambda: patch_model(part, "none"),
-        lambda: patch_model(part, "rope_nd"),
-        lambda: patch_model(part, "learned"),
-        lambda: native_scheme(part),
-        lambda: inspect_model(part),
-    ):
+@pytest.mark.parametrize(
+    ("name", "path", "words"),
+    [
+        ("audio-text-whisper", "encoder", ("is a part of a model and is saved with it", "`part=` chooses the part")),
+        ("audio-text-whisper", "decoder", ("is a part of a model and is saved with it", "`part=` chooses the part")),
+        ("seq2seq-bart", "decoder", ("Patch the whole model",)),
+    ],
+)
+def test_a_part_that_is_saved_with_its_model_is_refused_by_every_verb(
+    name: str, path: str, words: tuple[str, ...]
+) -> None:
+    part, said = tiny_model(pair_named(name)).model.get_submodule(path), set()
+    for verb in VERBS:
         with pytest.raises(UnsupportedError) as refusal:
-            call()
+            verb(part)
         said.add(str(refusal.value))
-    (words,) = said
-    return words
+    assert len(said) == 1
+    assert all(word in text for word in words for text in said)
 
 
-@pytest.mark.parametrize("path", ["encoder", "decoder"])
-def test_an_encoder_or_decoder_that_is_saved_with_its_model_is_refused_by_every_verb(path: str) -> None:
-    said = refusal_of(whisper().get_submodule(path))
-    assert "is a part of a model and is saved with it" in said
-    assert "`part=` chooses the part" in said
-
-
-def test_a_part_of_a_text_model_points_to_the_whole_and_that_works() -> None:
-    model = patched("bart", None)
-    assert "Patch the whole model" in refusal_of(model.model.decoder)
-    patch_model(model, "none")
-
-
-@pytest.mark.parametrize(("build", "path"), [(qwen, "language_model"), (llava, "language_model"), (clip, "text_model")])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("image-text-qwen2_5_vl", "model.language_model"),
+        ("image-text-llava", "model.language_model"),
+        ("image-text-clip", "text_model"),
+    ],
+)
 @torch.no_grad()
-def test_the_text_part_of_a_composite_takes_its_native_scheme(build: Any, path: str) -> None:
-    part: PreTrainedModel = build().get_submodule(path)
-    for parameter in part.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=0.25)
-    ids = tokens(2, 9)
+def test_the_text_part_of_a_composite_takes_its_native_scheme(name: str, path: str) -> None:
+    if "qwen" in name:
+        since(*ONE_AXIS)
+    part, ids = tiny_model(pair_named(name)).get_submodule(path), tokens(2, 9)
     stock = part(input_ids=ids).last_hidden_state
-    try:
-        native_scheme(part)
-    except UnsupportedError as error:
-        # The text part of an early version takes positions on three axes only.
-        known = build is qwen and "more than one axis" in str(error)
-        if not known or not __version__.startswith(("5.17.", "5.18.")):
-            raise
-        pytest.skip(f"transformers {__version__}: {error}")
     assert distance(patch_model(part, "native")(input_ids=ids).last_hidden_state, stock) <= 1e-5
     assert distance(patch_model(part, "none")(input_ids=ids).last_hidden_state, stock) > 1e-2
     assert torch.equal(unpatch_model(part)(input_ids=ids).last_hidden_state, stock)

@@ -126,9 +126,9 @@ def test_a_question_about_a_stock_model_leaves_no_recorder_behind() -> None:
     model, stock = patched("llama_gqa", None), run(patched("llama_gqa", None))
     last = model.model.layers[-1].self_attn
     wrap(last)
-    for _ in range(2):
+    for call in (native_scheme, native_scheme, lambda model: patch_model(model, "alibi")):
         with pytest.raises(UnsupportedError, match="has a forward that another library"):
-            native_scheme(model)
+            call(model)
         assert [module for module in model.modules() if "forward" in module.__dict__] == [last]
     del last.forward
     assert torch.equal(run(patch_model(model, native_scheme(model))), stock)

@@ -35,17 +35,6 @@ def test_soft_targets_by_hand():
     assert float(soft_target_loss(student, teacher, torch.tensor([[False]]))) == 0
 
 
-def test_gradients_keep_their_size_at_any_temperature():
-    """The reason for the factor T ** 2 (arXiv:1503.02531, section 2.1): for small logits the gradients are equal."""
-    teacher = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(0)) * 0.1
-    sizes = []
-    for temperature in (5.0, 50.0):
-        student = torch.zeros(1, 4, 50, requires_grad=True)
-        soft_target_loss(student, teacher, torch.ones(1, 4, dtype=torch.bool), temperature).backward()
-        sizes.append(student.grad)
-    assert torch.allclose(sizes[0], sizes[1], rtol=0.1, atol=1e-4)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_only_targets_are_learned_and_the_mean_is_over_the_update(causal):
     model = patched("llama_gqa", None)
@@ -85,25 +74,6 @@ def test_the_teacher_stays_what_the_model_was():
         assert torch.equal(teacher(ids).logits, before)
     assert model.training
     assert not teacher.training
-
-
-def test_a_student_comes_nearer_to_its_teacher():
-    torch.manual_seed(0)
-    model = patched("llama_gqa", None)
-    teacher = frozen_teacher(model)
-    patch_model(model, "t5")
-    distill = Distillation(teacher, causal=True, weight=1.0)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    losses = []
-    for step in range(40):
-        ids = tokens(batch=8, seed=step % 2)
-        outputs = model(ids)
-        loss = distill({"input_ids": ids, "labels": ids}, outputs, torch.zeros(()), 8 * 13)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert sum(losses[-5:]) < sum(losses[:5]) / 2
 
 
 def test_hidden_states_and_their_mean():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 import hf_posenc
 from hf_posenc import UnsupportedError, patch_model
@@ -37,7 +37,7 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import mostly_slow
 
-from .test_phases import Copying
+from .test_phases import Copying, arguments_of
 
 torch.set_num_threads(1)
 
@@ -195,14 +195,10 @@ def test_a_blend_is_saved_and_loaded_at_its_strength(tmp_path):
     assert blend_strength(loaded) == 0.3
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_a_deep_copy_has_a_strength_of_its_own():
-    model = patched("llama_gqa", None)
-    begin_blend(model, "alibi")
+    # A deep copy has a strength of its own.
     other = copy.deepcopy(model)
     set_blend_strength(other, 0.6)
-    assert (blend_strength(model), blend_strength(other)) == (0.0, 0.6)
+    assert (blend_strength(model), blend_strength(other)) == (0.3, 0.6)
 
 
 def test_only_the_new_scheme_is_trained():
@@ -220,9 +216,9 @@ def test_only_the_new_scheme_is_trained():
 @pytest.mark.parametrize(
     ("architecture", "old", "new", "message"),
     [
-        ("llama_gqa", None, "pope", "changes the width of heads"),
-        ("llama_gqa", None, "rerope", "replaces logits"),
-        ("llama_gqa", "pope", "rope", "changes the width of heads"),
+        ("llama_gqa", None, "pope", "makes queries and keys wider"),
+        ("llama_gqa", None, "rerope", "corrects logits"),
+        ("llama_gqa", "pope", "rope", "makes queries and keys wider"),
         ("llama_gqa", None, {"scheme": "randomized", "inner": "rope", "max_position": 64}, "whole positions"),
     ],
 )
@@ -281,21 +277,9 @@ def test_a_blend_is_no_stock_model(tmp_path):
 
 
 def _trainer(model: Any, folder: Any, steps: int, gradual: int, **options: Any) -> Trainer:
-    settings = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        lr_scheduler_type="constant",
-        seed=0,
-        **({"save_strategy": "no"} | options),
-    )
-    callback = GradualSwapCallback(gradual)
-    return Trainer(model, settings, train_dataset=Copying(), eval_dataset=Copying(), callbacks=[callback])
+    data, callback = Copying(), GradualSwapCallback(gradual)
+    arguments = arguments_of(folder, steps, **options)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback])
 
 
 def _losses(trainer: Trainer) -> dict[int, float]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Config, DebertaV2Model
 
 from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes import finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.recipes.initialization.logits import mean_logits, recorded_heads
@@ -128,7 +129,7 @@ def _mean_by_hand(logits: Tensor, distance: int) -> Tensor:
 def test_mean_logits_by_distance(causal):
     model = patched("llama_gqa", "rope").eval()
     encoding = current_encoding(model)
-    heads = recorded_heads(model, encoding, _sample())[1]
+    heads = recorded_heads(Anatomy(model), encoding, _sample())[1]
     means = mean_logits(SchemeParts(), heads, causal)
     key = heads.key.repeat_interleave(heads.query.shape[1] // heads.key.shape[1], dim=1)
     logits = heads.query @ key.transpose(-1, -2) * heads.scaling
@@ -163,7 +164,7 @@ def test_recording_leaves_the_model_as_it_was():
     model = patched("llama_gqa", ["rope", "t5"]).train()
     with torch.no_grad():
         before = outputs(model, row, ids)
-        recorded_heads(model, current_encoding(model), _sample())
+        recorded_heads(Anatomy(model), current_encoding(model), _sample())
         assert torch.equal(outputs(model, row, ids), before)
     assert model.training
 
@@ -246,7 +247,7 @@ def test_the_target_is_what_the_new_logits_lack():
     model = patched("llama_gqa", None).eval()
     patch_model(model, "rope", theta=model.config.rope_parameters["rope_theta"])
     old = current_encoding(model)
-    heads = recorded_heads(model, old, _sample())
+    heads = recorded_heads(Anatomy(model), old, _sample())
     wanted = [
         mean_logits(SchemeParts(query_key_map=_layer(model, i).query_key_map), heads[i], causal=True) for i in range(2)
     ]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from hf_posenc import learned_per_head, option
+from hf_posenc.schemes import registry
 from hf_posenc.schemes.bias.distance_function import config_of_function
 
 from .table.row import Row
@@ -27,7 +30,9 @@ def fading(distance: Tensor, slope: Tensor = learned_per_head(0.5), reach: int =
     return -slope * (distance.abs() / reach).log1p()
 
 
-RootConfig, FadingConfig = config_of_function(root), config_of_function(fading, per_layer=True)
+# As the decorator does, they take the names of the functions, by which they are pickled.
+root = RootConfig = config_of_function(root)
+fading = FadingConfig = config_of_function(fading, per_layer=True)
 
 ROWS: dict[str, Row] = {
     "root": Row(
@@ -50,3 +55,11 @@ ROWS: dict[str, Row] = {
 def registered() -> dict[str, Any]:
     """What the registry has for these schemes."""
     return {config.name: config for config in (RootConfig, FadingConfig)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_schemes_are_registered() -> Iterator[None]:
+    """For the tests of a module that imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_SCHEMES", registry._SCHEMES | registered())
+        yield

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import (
     AttentionPairs,
     DistanceBias,
@@ -28,28 +29,34 @@ from hf_posenc.schemes import (
 )
 from hf_posenc.schemes.logits import positional_logits
 
+from . import own_schemes
+from .own_schemes import own_schemes_are_registered  # noqa: F401
 from .table import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
     KEY_VALUE_HEADS,
     TABLE,
-    VARIANTS,
     LogitCase,
     Row,
     context_for,
     parts_for,
     positions_of,
+    variants_of,
 )
 
 torch.set_num_threads(1)
+
+#: Also functions of the distance that somebody has registered.
+ROWS = TABLE | own_schemes.ROWS
+VARIANTS = variants_of(ROWS)
 
 EVERY_VARIANT = pytest.mark.parametrize(
     ("name", "config"), [pytest.param(name, config, id=label) for name, config, label in VARIANTS]
 )
 
 EVERY_SCHEME = pytest.mark.parametrize(
-    ("name", "config"), [pytest.param(name, row.variants[0], id=name) for name, row in TABLE.items()]
+    ("name", "config"), [pytest.param(name, row.variants[0], id=name) for name, row in ROWS.items()]
 )
 
 
@@ -92,7 +99,7 @@ def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[
             results.append(part(torch.arange(-30, 31)))
         elif isinstance(part, PairwiseBias):
             dtype = next((parameter.dtype for parameter in part.parameters()), torch.float32)
-            pairs = pairs_of(part, positions, *(one.to(dtype) for one in (query, key, hidden)))
+            pairs = pairs_of(part, positions, *(x.to(dtype) for x in (query, key, hidden)))
             real = positions.ids >= 0
             visible = (pairs.slot_distance <= 0) & real.unsqueeze(-2) & real.unsqueeze(-1)
             results.append(part(pairs).masked_fill(~visible.unsqueeze(1), 0.0))
@@ -102,8 +109,8 @@ def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[
 
 
 def test_the_table_has_a_row_for_every_registered_scheme():
-    assert sorted(name for name, row in TABLE.items() if row.kind != "mixed") == list_schemes()
-    for name, row in TABLE.items():
+    assert sorted(name for name, row in ROWS.items() if row.kind != "mixed") == list_schemes()
+    for name, row in ROWS.items():
         assert {type(config) for config in row.variants} == {get_scheme(name)}
 
 
@@ -178,7 +185,7 @@ def test_building_under_a_meta_device_and_a_low_default_dtype_changes_no_constan
 
 
 @EVERY_VARIANT
-def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
+def test_a_sequence_is_encoded_the_same_in_any_batch_and_padding_is_finite(name, config):
     parts = parts_of(config)
     alone = outputs(parts, positions_of(30))
     batched = outputs(parts, positions_of(48, 30, 7))
@@ -192,10 +199,12 @@ def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
                 if size == 48:
                     row = row.narrow(axis, 18, 30)
             torch.testing.assert_close(row, value[0], rtol=1e-5, atol=1e-6)
+    for value in outputs(parts, positions_of(5, 12, padded_to=16)):
+        assert torch.isfinite(value).all()
 
 
 @EVERY_VARIANT
-def test_some_queries_over_a_cache_have_the_bias_of_all_queries_in_float32(name, config):
+def test_queries_over_a_cache_that_may_have_free_slots_have_the_bias_of_all_in_float32(name, config):
     part: Any = parts_for(config).logit_bias
     if not isinstance(part, PairwiseBias):
         return
@@ -205,15 +214,16 @@ def test_some_queries_over_a_cache_have_the_bias_of_all_queries_in_float32(name,
         of_slots = {"query": every.query[:, :, slots], "hidden_states": every.hidden_states[:, slots]}
         some = dataclasses.replace(every, query_slots=torch.tensor(slots), **of_slots)
         torch.testing.assert_close(part(some), part(every)[:, :, slots], rtol=1e-5, atol=1e-5)
-    half = pairs_of(part.bfloat16(), positions, *(one.bfloat16() for one in heads_of(positions)))
+    free = dataclasses.replace(
+        every,
+        key=torch.nn.functional.pad(every.key, (0, 0, 0, 5)),
+        keys=positions_of(19),
+        key_features=None if every.key_features is None else torch.nn.functional.pad(every.key_features, (0, 0, 0, 5)),
+    )
+    torch.testing.assert_close(part(free)[..., :14], part(every), rtol=1e-5, atol=1e-5)
+    half = pairs_of(part.bfloat16(), positions, *(x.bfloat16() for x in heads_of(positions)))
     assert part(half).dtype == torch.float32
     assert half.key_features is None or half.key_features.dtype == torch.float32
-
-
-@EVERY_VARIANT
-def test_padding_is_finite(name, config):
-    for value in outputs(parts_of(config), positions_of(5, 12, padded_to=16)):
-        assert torch.isfinite(value).all()
 
 
 @EVERY_VARIANT
@@ -249,6 +259,22 @@ def test_learned_numbers_start_where_their_option_says(scheme, options, name, me
         assert weight.std().item() == pytest.approx(deviation, rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "options", "names"),
+    [
+        ("learned_rope", {}, {"log_offsets"}),
+        ("forget_gate", {}, {"bias"}),
+        ("forget_gate", {"gate": "bias_only"}, {"bias"}),
+        ("alibi", {"learnable": True}, {"log_slopes"}),
+        ("rope_nd", {"assignment": "mixed"}, {"frequencies"}),
+    ],
+)
+def test_what_weight_decay_would_pull_to_another_scheme_is_not_decayed(scheme, options, names):
+    (part,) = parts_of(get_scheme(scheme)(**options))
+    assert part.no_weight_decay == names
+    assert names <= {name for name, _ in part.named_parameters()}
+
+
 @EVERY_VARIANT
 def test_no_part_refuses_a_cache_that_does_not_grow(name, config):
     for part in parts_of(config):
@@ -256,17 +282,17 @@ def test_no_part_refuses_a_cache_that_does_not_grow(name, config):
 
 
 #: Schemes that are traced for any length by default, one for each kind of part.
-ANY_LENGTH = ("learned", "rope", "pope", "t5", "shaw", "forget_gate", "ssmax")
+ANY_LENGTH = ("learned", "rope", "pope", "t5", "shaw", "forget_gate", "llama4_scale")
 
 
 @pytest.mark.parametrize(
     ("name", "config", "lengths"),
     [
-        # Compiling takes seconds each time, above all the second time, when a length becomes any length.
+        # Compiling takes long, above all the second time, when a length becomes any length.
         pytest.param(name, config, lengths, id=f"{label}-{len(lengths)}", marks=[] if quick else [pytest.mark.slow])
         for name, config, label in VARIANTS
         for lengths in ((12,), (12, 30))
-        for quick in [label.endswith("-0") and (len(lengths) == 2) == (name in ANY_LENGTH)]
+        for quick in [ROWS[name].everywhere and label.endswith("-0") and (len(lengths) == 2) == (name in ANY_LENGTH)]
     ],
 )
 def test_parts_trace_without_a_graph_break(name, config, lengths):
@@ -291,12 +317,12 @@ def learns(config: SchemeConfig) -> bool:
 def kind(*kinds: str) -> Any:
     """The variants of these kinds with new weights, and with trained ones where a reference reads them."""
     cases = [
-        pytest.param(TABLE[name], config, trained, id=f"{label}{'-trained' * trained}")
+        pytest.param(ROWS[name], config, trained, id=f"{label}{'-trained' * trained}")
         for name, config, label in VARIANTS
-        if TABLE[name].kind in kinds
+        if ROWS[name].kind in kinds
         for trained in (False, True)
         if not trained
-        or (not TABLE[name].of_start and any(True for part in parts_for(config) for _ in part.parameters()))
+        or (not ROWS[name].of_start and any(True for part in parts_for(config) for _ in part.parameters()))
     ]
     return pytest.mark.parametrize(("row", "config", "trained"), cases)
 
@@ -382,11 +408,61 @@ def test_logits_equal_their_reference(row: Row, config: SchemeConfig, trained: b
     assert (logits - plain[0]).where(visible, 0.0).abs().max() > 1e-3
 
 
+@kind("logits", "map")
+def test_a_shift_changes_no_logit_of_a_relative_scheme(row: Row, config: SchemeConfig, trained: bool):
+    mark = (row.causal_marks or row.marks)[2]
+    if mark == "." or (row.reach and row.reach[0] is not None and row.reach[0] < 400):
+        return
+    parts = parts_for(config, trained)
+    ids, length = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21, 34, 55]]), torch.tensor([[400]])
+    query, key, hidden = heads_of(Positions(ids, length))
+    near, far = (
+        positional_logits(parts, query, key, Positions(ids + shift, length), hidden).tril() for shift in (0, 307)
+    )
+    # Angles in float32: at position 350 their rounding moves a logit of size 10 by less than 1e-3.
+    assert torch.allclose(near, far, rtol=1e-4, atol=2e-3) == (mark == "+")
+    if parts.query_key_map is None and mark == "+":
+        assert torch.equal(near, far)
+
+
 @EVERY_VARIANT
-def test_a_causal_scheme_refuses_a_bidirectional_model(name, config):
-    context = dataclasses.replace(context_for(config), causal=False)
-    if TABLE[name].causal_only:
-        with pytest.raises(UnsupportedError, match="bidirectional"):
-            config.build(context)
-    else:
-        config.build(context)
+def test_maps_that_keep_norms_scale_all_heads_alike(name, config):
+    part: Any = parts_for(config, trained=True).query_key_map
+    mark = ROWS[name].marks[7:8]
+    if part is None or mark not in ("+", "-"):
+        return
+    positions = positions_of(40)
+    phases = part.phases(positions)
+    query, key, _ = heads_of(positions)
+    width = part.rotary_dim
+    ratios = [
+        mapped[..., :width].norm(dim=-1) / x[..., :width].norm(dim=-1)
+        for mapped, x in ((part.map_query(query, phases), query), (part.map_key(key, phases), key))
+    ]
+    assert all(torch.allclose(ratio, ratios[0][0, 0, 0], rtol=1e-5) for ratio in ratios) == (mark == "+")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many elements the largest tensor had that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Views of expanded tensors take no memory.
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@EVERY_VARIANT
+def test_no_vector_per_pair_is_ever_held(name, config):
+    part: Any = parts_for(config).logit_bias
+    if not isinstance(part, PairwiseBias) or ROWS[name].reach:
+        return
+    length = 512
+    pairs = pairs_of(part, positions_of(length), *heads_of(positions_of(length)))
+    with LargestTensor() as largest:
+        part(pairs)
+    # One number per head and pair, or per head, query and row of a table, of which the longest has 1800.
+    assert HEADS * length * length <= largest.elements < HEADS * length * 2000

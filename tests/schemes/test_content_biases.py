@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import Wav2Vec2BertConfig, Wav2Vec2ConformerConfig, XLNetConfig, XLNetModel
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
@@ -15,85 +18,68 @@ from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
     Wav2Vec2ConformerSelfAttention,
 )
 
-from hf_posenc.schemes import AlibiConfig, AttentionPairs, BuildContext, Positions, SchemeConfig, SchemeParts
-from hf_posenc.schemes.bias.alibi import alibi_slopes
-from hf_posenc.schemes.bias.cope import CopeConfig
-from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
-from hf_posenc.schemes.bias.grape import GrapeConfig
-from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
-from hf_posenc.schemes.bias.relative_tables import sinusoidal_vectors, turn_frequencies
-from hf_posenc.schemes.bias.shaw import ShawConfig
-from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
-from hf_posenc.schemes.bias.wavelet import WaveletConfig
+from hf_posenc.schemes import (
+    AttentionPairs,
+    CopeConfig,
+    DisentangledConfig,
+    DistanceBias,
+    FireConfig,
+    ForgetGateConfig,
+    GrapeConfig,
+    LowRankRelativeConfig,
+    Positions,
+    SchemeConfig,
+    SchemeParts,
+    ShawConfig,
+    TransformerXLConfig,
+    WaveletConfig,
+)
+from hf_posenc.schemes.bias import cope, relative_tables
+from hf_posenc.schemes.bias.disentangled import LogBuckets
+from hf_posenc.schemes.bias.fire import FireBias
+from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys, sinusoidal_vectors, turn_frequencies
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 
+from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
+
 HIDDEN, HEADS, HEAD_DIM, LENGTH = 24, 3, 8, 12
-
-
-def build(config: SchemeConfig, causal: bool = True, heads: int = HEADS, head_dim: int = HEAD_DIM) -> SchemeParts:
-    torch.manual_seed(0)
-    return config.build(BuildContext(heads * head_dim, heads, head_dim, causal=causal))
-
-
-def counted(length: int = LENGTH) -> Positions:
-    return Positions(torch.arange(length).unsqueeze(0), torch.tensor([[length]]))
-
-
-def pairs_of(query: Tensor, key: Tensor, scaling: float = HEAD_DIM**-0.5) -> AttentionPairs:
-    return AttentionPairs(query, key, torch.arange(query.shape[2]), counted(key.shape[2]), scaling)
+PLACE: dict[str, Any] = {"num_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM}
 
 
 def split_heads(x: Tensor) -> Tensor:
     return x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
 
 
-def redraw(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5)
-
-
-def causal_mask(logits: Tensor) -> Tensor:
-    return logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+def assert_attends_alike(parts: SchemeParts, query: Tensor, key: Tensor, probabilities: Tensor, causal: bool) -> None:
+    logits = positional_logits(parts, query, key, counted(LENGTH))
+    if causal:
+        logits = logits.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -math.inf)
+    # Logits reach 40, where float32 resolves 4e-6, and probabilities take over their error.
+    torch.testing.assert_close(logits.softmax(-1), probabilities, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "clamp_length"), [("uni", None), ("bi", None), ("uni", 5), ("bi", 5)])
-def test_transformer_xl_equals_xlnet(kind, clamp_length):
+def test_transformer_xl_equals_xlnet(kind: str, clamp_length: int | None) -> None:
     torch.manual_seed(1)
-    model = XLNetModel(
-        XLNetConfig(
-            vocab_size=8,
-            d_model=HIDDEN,
-            n_layer=1,
-            n_head=HEADS,
-            d_inner=8,
-            attn_type=kind,
-            clamp_len=clamp_length or -1,
-        )
-    ).eval()
+    sizes = {"vocab_size": 8, "d_model": HIDDEN, "n_layer": 1, "n_head": HEADS, "d_inner": 8}
+    model = XLNetModel(XLNetConfig(**sizes, attn_type=kind, clamp_len=clamp_length or -1)).eval()
     stock = model.layer[0].rel_attn
     redraw(stock)
-    parts = build(TransformerXLConfig(clamp_length=clamp_length), causal=kind == "uni")
-    bias = parts.logit_bias
+    parts = build(TransformerXLConfig(clamp_length=clamp_length), causal=kind == "uni", **PLACE)
     with torch.no_grad():
-        bias.content_bias.copy_(stock.r_w_bias)
-        bias.position_bias.copy_(stock.r_r_bias)
-        bias.position_projection.copy_(stock.r.reshape(HIDDEN, -1).transpose(0, 1))
+        parts.logit_bias.content_bias.copy_(stock.r_w_bias)
+        parts.logit_bias.position_bias.copy_(stock.r_r_bias)
+        parts.logit_bias.position_projection.copy_(stock.r.reshape(HIDDEN, -1).transpose(0, 1))
     hidden = torch.randn(2, LENGTH, HIDDEN)
     tokens_first = hidden.transpose(0, 1)
     mask = torch.ones(LENGTH, LENGTH).triu(1)[:, :, None, None].expand(-1, -1, 2, 1) if kind == "uni" else None
     sinusoids = model.relative_positional_encoding(LENGTH, LENGTH, bsz=2)
     probabilities = stock(tokens_first, None, mask, None, sinusoids, None, output_attentions=True)[-1]
-
-    query = torch.einsum("bid,dhe->bhie", hidden, stock.q)
-    key = torch.einsum("bid,dhe->bhie", hidden, stock.k)
-    logits = positional_logits(parts, query, key, counted())
-    logits = causal_mask(logits) if kind == "uni" else logits
-    # Logits reach 40, where float32 resolves 4e-6, and probabilities take over their error.
-    torch.testing.assert_close(logits.softmax(-1), probabilities.permute(2, 3, 0, 1), rtol=1e-4, atol=1e-5)
+    query, key = (torch.einsum("bid,dhe->bhie", hidden, weight) for weight in (stock.q, stock.k))
+    assert_attends_alike(parts, query, key, probabilities.permute(2, 3, 0, 1), causal=kind == "uni")
 
 
-def test_transformer_xl_equals_the_conformer():
+def test_transformer_xl_equals_the_conformer() -> None:
     torch.manual_seed(2)
     config = Wav2Vec2ConformerConfig(
         hidden_size=HIDDEN, num_attention_heads=HEADS, position_embeddings_type="relative", attn_implementation="eager"
@@ -103,22 +89,19 @@ def test_transformer_xl_equals_the_conformer():
     hidden = torch.randn(2, LENGTH, HIDDEN)
     sinusoids = Wav2Vec2ConformerRelPositionalEmbedding(config)(hidden)
     probabilities = stock(hidden, relative_position_embeddings=sinusoids)[1]
-
-    parts = build(TransformerXLConfig(), causal=False)
-    bias = parts.logit_bias
+    parts = build(TransformerXLConfig(), causal=False, **PLACE)
     with torch.no_grad():
-        bias.content_bias.copy_(stock.pos_bias_u)
-        bias.position_bias.copy_(stock.pos_bias_v)
+        parts.logit_bias.content_bias.copy_(stock.pos_bias_u)
+        parts.logit_bias.position_bias.copy_(stock.pos_bias_v)
         # The Conformer interleaves sines and cosines.
         weight = stock.linear_pos.weight
-        bias.position_projection.copy_(torch.cat((weight[:, 0::2], weight[:, 1::2]), dim=1))
+        parts.logit_bias.position_projection.copy_(torch.cat((weight[:, 0::2], weight[:, 1::2]), dim=1))
     query, key = split_heads(stock.linear_q(hidden)), split_heads(stock.linear_k(hidden))
-    logits = positional_logits(parts, query, key, counted())
-    torch.testing.assert_close(logits.softmax(-1), probabilities, rtol=1e-4, atol=1e-5)
+    assert_attends_alike(parts, query, key, probabilities, causal=False)
 
 
 @pytest.mark.parametrize(("behind", "ahead"), [(6, 2), (4, 4), (64, 8)])
-def test_shaw_equals_wav2vec2_bert(behind, ahead):
+def test_shaw_equals_wav2vec2_bert(behind: int, ahead: int) -> None:
     torch.manual_seed(3)
     config = Wav2Vec2BertConfig(
         hidden_size=HIDDEN,
@@ -132,134 +115,329 @@ def test_shaw_equals_wav2vec2_bert(behind, ahead):
     redraw(stock)
     hidden = torch.randn(2, LENGTH, HIDDEN)
     probabilities = stock(hidden)[1]
-
-    parts = build(ShawConfig(max_distance=behind, max_distance_ahead=ahead), causal=False)
-    with torch.no_grad():
-        parts.logit_bias.weight.copy_(stock.distance_embedding.weight)
+    parts = build(ShawConfig(max_distance=behind, max_distance_ahead=ahead), causal=False, **PLACE)
+    parts.logit_bias.load_state_dict({"weight": stock.distance_embedding.weight})
     query, key = split_heads(stock.linear_q(hidden)), split_heads(stock.linear_k(hidden))
-    logits = positional_logits(parts, query, key, counted())
-    torch.testing.assert_close(logits.softmax(-1), probabilities, rtol=1e-4, atol=1e-5)
+    assert_attends_alike(parts, query, key, probabilities, causal=False)
 
 
 @pytest.mark.parametrize(("rank", "window"), [(4, 5), (16, 1024)])
 @pytest.mark.parametrize("first_query", [0, 9])
-def test_low_rank_relative_equals_inkling(rank, window, first_query):
-    bias = build(LowRankRelativeConfig(rank, window)).logit_bias
+def test_low_rank_relative_equals_inkling(rank: int, window: int, first_query: int) -> None:
+    bias = part_of(LowRankRelativeConfig(rank, window), **PLACE)
     redraw(bias)
     stock = InklingRelativeLogits(rank, window)
-    hidden = torch.randn(2, LENGTH - first_query, HIDDEN)
+    slots = torch.arange(first_query, LENGTH)
+    hidden = torch.randn(1, len(slots), HIDDEN)
     with torch.no_grad():
         stock.proj.copy_(bias.profiles)
         states = (hidden @ bias.projection.T).unflatten(-1, (HEADS, rank))
-        slots = torch.arange(first_query, LENGTH)
         expected = stock(states, slots, torch.arange(LENGTH))
-    unused = torch.zeros(2, HEADS, LENGTH, HEAD_DIM)
-    pairs = AttentionPairs(unused[:, :, first_query:], unused, slots, counted(), 1.0, hidden)
-    torch.testing.assert_close(bias(pairs), expected, rtol=1e-6, atol=1e-6)
+    pairs = pairs_at(counted(LENGTH), slots, random_heads(LENGTH, **PLACE))
+    values = bias(dataclasses.replace(pairs, hidden_states=hidden))
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
     assert (expected != 0).any()
 
 
-def test_grape_equals_the_official_code():
+def test_grape_equals_the_official_code() -> None:
     """Numbers of `KeyGatedAdditiveBias(6, 4)` in model/llama-mha-grape-a-keygated.py of model-architectures/GRAPE
     (commit f5b539f), with omega = linspace(-1, 1, 6), u = sin(0, 1, 2, ...) and k = cos(0, 1, 2, ...), both row-major,
     k as (1, heads, length 5, 4); printed: `bias[0, :, 4, 0]` and `bias[0, 2, 4]`, rounded to 6 digits."""
-    bias = build(GrapeConfig(), heads=6, head_dim=4).logit_bias
+    bias = part_of(GrapeConfig(), num_heads=6, num_key_value_heads=6, head_dim=4)
     with torch.no_grad():
         bias.rate.copy_(torch.linspace(-1, 1, 6))
         bias.direction.copy_(torch.arange(24.0).sin().view(6, 4))
     key = torch.arange(120.0).cos().view(1, 6, 5, 4)
-    values = bias(pairs_of(torch.zeros(1, 6, 5, 4), key))[0, :, 4]
+    values = bias(pairs_at(counted(5), heads=(torch.zeros(1, 6, 5, 4), key)))[0, :, 4]
     by_head = torch.tensor([-0.213176, -0.078663, -0.018453, -0.013147, -0.944506, -0.738319])
     torch.testing.assert_close(values[:, 0], by_head, rtol=0, atol=1e-6)
     by_key = torch.tensor([-0.018453, -0.032413, -0.008391, -0.006314, 0.0])
     torch.testing.assert_close(values[2], by_key, rtol=0, atol=1e-6)
 
 
-def test_cope_equals_the_listing_of_its_paper():
+def test_cope_equals_the_listing_of_its_paper() -> None:
     """Numbers of the listing at the end of arXiv:2405.18719, `npos_max` 3, with q = sin(0.7 n), k = cos(0.3 n) as
     (1, length 5, head_dim 4) and pos_emb = sin(1.3 n) as (1, head_dim 4, 3), n = 0, 1, 2, ... row-major; printed: the
     last row and the first three entries of row 2 of what `CoPE` returns under a causal mask, rounded to 6 digits."""
-    bias = build(CopeConfig(num_positions=3), heads=1, head_dim=4).logit_bias
+    bias = part_of(CopeConfig(num_positions=3), num_heads=1, num_key_value_heads=1, head_dim=4)
     with torch.no_grad():
         bias.weight.copy_((torch.arange(12.0) * 1.3).sin().view(4, 3).transpose(0, 1))
     query = (torch.arange(20.0) * 0.7).sin().view(1, 1, 5, 4)
     key = (torch.arange(20.0) * 0.3).cos().view(1, 1, 5, 4)
-    values = bias(pairs_of(query, key, 0.5))[0, 0]
+    values = bias(pairs_at(counted(5), heads=(query, key)))[0, 0]
     last = torch.tensor([-0.004862, -0.004862, -0.030235, -0.087786, -0.080170])
     torch.testing.assert_close(values[4], last, rtol=0, atol=1e-6)
     torch.testing.assert_close(values[2, :3], torch.tensor([0.035822, -0.025904, -0.069140]), rtol=0, atol=1e-6)
 
 
-def random_heads(heads: int = HEADS, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    query, key = torch.randn(2, 2, heads, LENGTH, head_dim, generator=generator)
-    return query, key, torch.randn(2, LENGTH, heads * head_dim, generator=generator)
+def test_cope_starts_without_effect_and_learns_from_there() -> None:
+    bias = part_of(CopeConfig())
+    values = bias(pairs_at(counted(LENGTH)))
+    assert not values.any()
+    values.sum().backward()
+    assert bias.weight.grad.abs().sum() > 0
 
 
-def test_decay_times_are_those_after_which_1_over_e_is_left():
-    bias = build(ForgetGateConfig("bias_only", decay_times=(2.0, 200.0))).logit_bias
+def test_decay_times_are_those_after_which_1_over_e_is_left() -> None:
+    bias = part_of(ForgetGateConfig("bias_only", decay_times=(2.0, 200.0)), **PLACE)
     remembered = bias(torch.tensor([-2, -20, -200])).exp().diagonal()
     torch.testing.assert_close(remembered, torch.full((3,), math.exp(-1)), rtol=1e-5, atol=0)
 
 
-def test_a_fixed_table_of_shaw_is_the_scheme_of_its_name():
-    query, key, _ = random_heads()
-    wavelet = positional_logits(build(WaveletConfig()), query, key, counted())
-    assert torch.equal(wavelet, positional_logits(build(ShawConfig("wavelet")), query, key, counted()))
+def test_wavelets_at_any_distance_equal_their_formula() -> None:
+    """The table ends where the wavelets do: beyond it, and on its edge, they are nil in float32."""
+    bias = part_of(WaveletConfig(), num_heads=1, head_dim=128)
+    distances = torch.tensor([0, 1, 3, 15, 100, 700, 890, 897, 911, 912, 913, 2000, 10**6])
+    keys = at(torch.cat((distances.flip(0).neg(), distances)))
+    query = torch.eye(128)[None, None]
+    # Every query is one dimension, at the position 0 of slot 13.
+    pairs = AttentionPairs(query, query[:, :, : keys.ids.shape[1]], torch.full((128,), 13), keys, 1.0)
+    u = torch.stack([(-keys.ids[0].double() - shift) / 2.0**scale for scale in range(8) for shift in range(16)])
+    expected = ((1 - u.square()) * (-0.5 * u.square()).exp()).float()
+    torch.testing.assert_close(bias(pairs)[0, 0], expected, rtol=0, atol=1e-6)
 
 
-UNCLIPPED = [TransformerXLConfig(), ShawConfig(table="sinusoidal")]
+# --- sinusoids of the distance
+
+UNCLIPPED = pytest.mark.parametrize("config", [TransformerXLConfig(), ShawConfig("sinusoidal")], ids=repr)
 
 
-@pytest.mark.parametrize("config", UNCLIPPED, ids=repr)
-@pytest.mark.parametrize("later", [2_000, 131_000, 1_000_000])
-def test_sinusoids_of_early_tokens_do_not_depend_on_what_comes_later(config, later):
-    bias = build(config, head_dim=32).logit_bias
+def bias_at(config: SchemeConfig, ids: Tensor) -> Tensor:
+    bias = part_of(config, head_dim=32, num_heads=3, num_key_value_heads=3)
     redraw(bias)
-    query, key = torch.randn(2, 1, HEADS, 65, 32).unbind()
-    ids = torch.cat((torch.arange(64), torch.tensor([later]))).unsqueeze(0)
-    whole = AttentionPairs(query, key, torch.arange(65), Positions(ids, torch.tensor([[later + 1]])), 32**-0.5)
-    early = AttentionPairs(
-        query[:, :, :64], key[:, :, :64], torch.arange(64), Positions(ids[:, :64], torch.tensor([[64]])), 32**-0.5
-    )
+    heads = tuple(x[:, :, : len(ids)] for x in random_heads(65, 3, 3, 32))
+    return pairwise_bias(bias, pairs_at(at(ids), heads=heads))
+
+
+@UNCLIPPED
+@pytest.mark.parametrize("later", [2_000, 131_000, 1_000_000])
+def test_sinusoids_of_early_tokens_do_not_depend_on_what_comes_later(config: SchemeConfig, later: int) -> None:
+    whole = bias_at(config, torch.cat((torch.arange(64), torch.tensor([later]))))
     # The same sums, in blocks that the two lengths cut differently.
-    torch.testing.assert_close(pairwise_bias(bias, whole)[..., :64, :64], pairwise_bias(bias, early), rtol=0, atol=2e-5)
+    torch.testing.assert_close(whole[..., :64, :64], bias_at(config, torch.arange(64)), rtol=0, atol=2e-5)
+
+
+@UNCLIPPED
+@pytest.mark.parametrize("shift", [1_000, 1_000_000])
+def test_sinusoids_of_the_distance_do_not_see_a_shift(config: SchemeConfig, shift: int) -> None:
+    near, far = (bias_at(config, torch.arange(start, start + LENGTH)) for start in (0, shift))
+    torch.testing.assert_close(near, far, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("position", [5, 4096, 131_071, 1_000_000])
-def test_sinusoids_are_right_far_from_the_start(position):
-    found = sinusoidal_vectors(torch.tensor([position]), turn_frequencies(64, 10000.0))[0]
+def test_sinusoids_are_right_far_from_the_start(position: int) -> None:
+    values = sinusoidal_vectors(torch.tensor([position]), turn_frequencies(64, 10000.0))[0]
     angles = [position * 10000.0 ** (-2 * pair / 64) for pair in range(32)]
     expected = torch.tensor([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("shift", [1_000, 1_000_000])
-def test_sinusoids_of_the_distance_do_not_see_a_shift(shift):
-    for config in UNCLIPPED:
-        bias = build(config, head_dim=32).logit_bias
-        redraw(bias)
-        query, key = torch.randn(2, 1, HEADS, LENGTH, 32).unbind()
-        near, far = (
-            pairwise_bias(
-                bias,
-                AttentionPairs(
-                    query,
-                    key,
-                    torch.arange(LENGTH),
-                    Positions(torch.arange(start, start + LENGTH).unsqueeze(0), torch.tensor([[start + LENGTH]])),
-                    32**-0.5,
-                ),
-            )
-            for start in (0, shift)
+# --- real positions, and what a layer has to give
+
+HALVES = at(torch.arange(LENGTH) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ShawConfig("sinusoidal"),
+        ShawConfig("wavelet"),
+        TransformerXLConfig(),
+        GrapeConfig(),
+        ForgetGateConfig("bias_only"),
+    ],
+    ids=repr,
+)
+def test_real_positions_interpolate(config: SchemeConfig) -> None:
+    bias, query_and_key = part_of(config), random_heads(LENGTH)
+    assert not bias.whole_positions
+    whole, real = (pairwise_bias(bias, pairs_at(at(ids))) for ids in (range(LENGTH), torch.arange(LENGTH).float()))
+    torch.testing.assert_close(whole, real, rtol=1e-5, atol=1e-5)
+    halves = pairwise_bias(bias, pairs_at(HALVES))
+    # Every other token again has a whole distance, between the same heads at half of it.
+    even = pairs_at(counted(LENGTH // 2), heads=tuple(x[:, :, ::2] for x in query_and_key))
+    torch.testing.assert_close(halves[:, :, ::2, ::2], pairwise_bias(bias, even), rtol=1e-5, atol=1e-5)
+    assert (halves[:, :, 1, 0] - halves[:, :, 1, 1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [ShawConfig(), TransformerXLConfig(clamp_length=4), LowRankRelativeConfig(), DisentangledConfig(max_distance=4)],
+    ids=repr,
+)
+def test_tables_refuse_real_positions(config: SchemeConfig) -> None:
+    bias = build(config).logit_bias
+    pairs = dataclasses.replace(pairs_at(HALVES), hidden_states=torch.randn(1, LENGTH, HIDDEN))
+    assert bias.whole_positions
+    with pytest.raises(ValueError, match="floating-point"):
+        bias(pairs)
+
+
+@pytest.mark.parametrize("config", [ForgetGateConfig(gate="bias_only"), CopeConfig(), ForgetGateConfig()], ids=repr)
+def test_a_bias_says_whether_it_is_a_function_of_distance_alone(config: SchemeConfig) -> None:
+    assert isinstance(part_of(config), DistanceBias) == (config == ForgetGateConfig(gate="bias_only"))
+
+
+@pytest.mark.parametrize(("config", "message"), [(ForgetGateConfig(), "bias_only"), (LowRankRelativeConfig(), "shaw")])
+def test_what_a_layer_does_not_give_is_missed_with_a_remedy(config: SchemeConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        part_of(config)(pairs_at(counted(LENGTH)))
+
+
+# --- DeBERTa's disentangled attention
+
+
+@pytest.mark.parametrize(
+    ("buckets", "max_distance"), [(256, 512), (8, 24), (7, 24), (2, 3), (3, 3), (5, 4), (320, 512), (32, 2048)]
+)
+def test_log_buckets_equal_those_of_transformers(buckets: int, max_distance: int) -> None:
+    distance = torch.arange(-3 * max_distance, 3 * max_distance + 1)
+    expected = make_log_bucket_position(distance, buckets, max_distance).long()
+    ours = LogBuckets(buckets, max_distance)
+    assert torch.equal(ours(distance), expected)
+    assert int(ours(torch.tensor(max_distance - 1))) == max(2 * (buckets // 2) - 1, 1)
+
+
+@pytest.mark.parametrize("most", [1, 100, 2**23])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("queries", [slice(0, 40), slice(0, 1), slice(20, 22), slice(39, 40), slice(5, 30)])
+def test_products_of_keys_equal_those_of_single_pairs(
+    most: int, batch: int, queries: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keys that are far from all queries on both sides, in one piece and in many."""
+    monkeypatch.setattr(relative_tables, "_MOST_PRODUCTS", most)
+    torch.manual_seed(0)
+    ids = torch.stack([torch.arange(40), torch.arange(40) * 2 - 7])[:batch]
+    rows = (ids[:, queries].unsqueeze(-1) - ids.unsqueeze(1)).clamp(-6, 5) + 6
+    key, table = torch.randn(2, HEADS, 40, 4), torch.randn(HEADS, 12, 4)
+    expected = torch.einsum("bhjd,hbijd->bhij", key, table[:, rows.expand(2, -1, -1)])
+    torch.testing.assert_close(select_rows_of_keys(key, table, rows), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_causal_model_has_vectors_for_earlier_keys_only() -> None:
+    for config, causal, table, shape in (
+        (DisentangledConfig(max_distance=5), False, "key_weight", (3, 10, 8)),
+        (DisentangledConfig(max_distance=5), True, "query_weight", (3, 5, 8)),
+        # Buckets reach any distance.
+        (DisentangledConfig("c2p", max_distance=2**20, buckets=8), True, "key_weight", (3, 8, 8)),
+    ):
+        assert getattr(build(config, causal=causal, **PLACE).logit_bias, table).shape == shape
+    assert build(DisentangledConfig("p2c", 20, 6)).logit_bias.key_weight is None
+
+
+@pytest.mark.parametrize(("terms", "products"), [("c2p|p2c", 3), ("c2p", 2), ("p2c", 2)])
+def test_the_factor_of_the_logits_is_completed(terms: str, products: int) -> None:
+    config = DisentangledConfig(terms, max_distance=4)
+    assert build(config, logit_terms=products).logit_scale is None
+    for made_for in (1, 4):
+        scale = build(config, logit_terms=made_for).logit_scale
+        torch.testing.assert_close(scale(counted(5)), torch.full((1, 1, 5), (made_for / products) ** 0.5))
+
+
+@pytest.mark.parametrize("terms", ["c2p|p2c", "c2p", "p2c"])
+def test_scaled_queries_and_keys_give_the_same_bias(terms: str) -> None:
+    """Some modules multiply their queries or keys before the product, and nothing after it."""
+    bias = build(DisentangledConfig(terms, max_distance=4), causal=False, **PLACE).logit_bias
+    query, key = random_heads(9, **PLACE)
+    pairs = dataclasses.replace(pairs_at(counted(9), heads=(query, key)), scaling=0.3)
+    for of_query, of_key in ((0.3, 1.0), (1.0, 0.3), (0.5, 0.6)):
+        scaled = dataclasses.replace(
+            pairs, query=query * of_query, key=key * of_key, scaling=1.0, query_factor=of_query, key_factor=of_key
         )
-        torch.testing.assert_close(near, far, rtol=0, atol=2e-5)
+        torch.testing.assert_close(bias(scaled), bias(pairs), rtol=1e-5, atol=1e-6)
 
 
-def test_learned_slopes_of_alibi_are_not_decayed_and_bfloat16_moves_them_little():
-    bias = build(AlibiConfig(learnable=True), heads=64).logit_bias
-    assert bias.no_weight_decay == {name for name, _ in bias.named_parameters()}
-    exact = torch.tensor(alibi_slopes(64))
-    error = (bias.to(torch.bfloat16).slopes / exact - 1).abs().max()
-    # Spacing of bfloat16 at ln(2**-8) = -5.5 is 1/32, of which rounding is off by half.
-    assert 0.005 < error < math.expm1(1 / 64)
+# --- biases that leave out what is the same for all, against the plain way
+
+LONG = 96
+
+
+def some_pairs(start: int, stop: int) -> AttentionPairs:
+    query, key = (x.repeat(2, 1, 1, 1) for x in random_heads(LONG, **PLACE))
+    query[1] += 1.0
+    return pairs_at(counted(LONG), heads=(query, key)).of_queries(start, stop).of_first_keys(stop)
+
+
+def values_and_gradients(bias: Any, pairs: AttentionPairs) -> list[Tensor]:
+    values = bias(pairs)
+    visible = pairs.slot_distance <= 0
+    if not list(bias.parameters()):
+        return [values * visible]
+    weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((values * weights * visible).sum(), list(bias.parameters()))
+    return [(values * visible).detach(), *gradients]
+
+
+def assert_equal_results(results: list[Tensor], expected: list[Tensor], close: float) -> None:
+    for value, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(value, other, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("config", [CopeConfig(num_positions=4), CopeConfig(num_positions=9), CopeConfig()])
+def test_keys_beyond_the_table_of_cope(config: CopeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    bias, pairs = part_of(config, max_positions=LONG, **PLACE), some_pairs(80, 96)
+    assert (bias._keys_beyond_the_table(pairs) > 0) == (config.num_positions < 10)
+    results = values_and_gradients(bias, pairs)
+    monkeypatch.setattr(cope.CopeBias, "_keys_beyond_the_table", lambda self, pairs: 0)
+    assert_equal_results(results, values_and_gradients(bias, pairs), 1e-4)
+
+
+def test_closed_gates_leave_cope_nothing_out() -> None:
+    """Where no query counts any key, all keys are near."""
+    pairs = some_pairs(80, 96)
+    closed = dataclasses.replace(pairs, query=torch.full_like(pairs.query, 9.0), key=torch.full_like(pairs.key, -9.0))
+    assert part_of(CopeConfig(num_positions=4), **PLACE)._keys_beyond_the_table(closed) == 0
+
+
+@pytest.mark.parametrize("start", [0, 40, 80])
+def test_keys_that_all_find_in_one_row(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relative_tables, "_MANY_KEYS", 1)
+    bias, pairs = part_of(ShawConfig(max_distance=5), **PLACE), some_pairs(start, start + 16)
+    rows = pairs.distance.clamp(-5, 5) + 5
+    assert relative_tables.leading_keys_of_one_row(rows) == max(0, start - 5 + 1)
+    results = values_and_gradients(bias, pairs)
+    monkeypatch.setattr(relative_tables, "leading_keys_of_one_row", lambda rows: 0)
+    assert_equal_results(results, values_and_gradients(bias, pairs), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "config", [ShawConfig(), DisentangledConfig(max_distance=24), WaveletConfig(), LowRankRelativeConfig(rank=3)]
+)
+def test_tables_have_only_distances_that_occur(config: SchemeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host knows the greatest position: a table for 12 tokens has at most 23 rows."""
+    bias, rows = build(config, **PLACE).logit_bias, []
+    redraw(bias, std=1.0)
+    pairs = dataclasses.replace(some_pairs(0, 12), hidden_states=torch.randn(2, 12, HIDDEN))
+    expected = values_and_gradients(bias, pairs)
+    original = Tensor.gather
+
+    def gather(products: Tensor, *index: Any) -> Tensor:
+        rows.append(products.shape[-1])
+        return original(products, *index)
+
+    monkeypatch.setattr(Tensor, "gather", gather)
+    known = dataclasses.replace(pairs, keys=Positions(pairs.keys.ids, pairs.keys.lengths).bounded(12))
+    assert_equal_results(values_and_gradients(bias, known), expected, 1e-5)
+    assert 0 < max(rows) <= 23
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_pieces_of_the_network_of_fire(seed: int) -> None:
+    """Sums of up to 32 products in another order."""
+    bias: FireBias = part_of(FireConfig(initial_threshold=20.0), **PLACE)
+    pairs = some_pairs(0, LONG)
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in (bias.hidden_weight, bias.hidden_bias, bias.output_weight):
+            parameter.normal_()
+        # Units that are constant, and two with one corner.
+        bias.hidden_weight[:2] = 0.0
+        bias.hidden_weight[3], bias.hidden_bias[3] = -bias.hidden_weight[4], -bias.hidden_bias[4]
+    plain = bias.network(bias.normalized_distance(pairs)).movedim(-1, 1)
+    torch.testing.assert_close(bias(pairs), plain, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(plain.shape, generator=torch.Generator().manual_seed(3))
+    gradients, expected = (
+        torch.autograd.grad((value * weights).sum(), list(bias.parameters())) for value in (bias(pairs), plain)
+    )
+    for value, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(value, other, atol=2e-3 * float(other.abs().max()), rtol=1e-3)

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posenc.schemes import AlibiConfig, AttentionPairs, BuildContext, DistanceBias, Positions, SchemeConfig, T5Config
-from hf_posenc.schemes.bias.fire import FireBias, FireConfig
-from hf_posenc.schemes.bias.kerple import KerpleBias, KerpleConfig
+from hf_posenc.schemes import AlibiConfig, FireConfig, KerpleConfig, SchemeConfig, T5Config
+from hf_posenc.schemes.bias.kerple import KerpleBias
 from hf_posenc.schemes.bias.t5 import relative_position_bucket
 
+from .building import at, counted, pairs_at, part_of
 
-def bias_of(config: SchemeConfig, heads: int = 4, causal: bool = True) -> DistanceBias:
-    torch.manual_seed(0)
-    part = config.build(BuildContext(8 * heads, heads, 8, causal=causal)).logit_bias
-    assert part is not None
-    return part
+
+def bias_of(config: SchemeConfig, heads: int = 4, causal: bool = True) -> Any:
+    return part_of(config, num_heads=heads, num_key_value_heads=heads, causal=causal)
 
 
 @pytest.mark.parametrize("heads", range(1, 21))
@@ -74,6 +71,13 @@ def test_learned_slopes_start_as_alibi_and_stay_positive():
     assert not torch.equal(learned.slopes, fixed.slopes)
 
 
+def test_bfloat16_moves_learned_slopes_little():
+    bias = bias_of(AlibiConfig(learnable=True), heads=64)
+    error = (bias.to(torch.bfloat16).slopes / bias_of(AlibiConfig(), heads=64).slopes - 1).abs().max()
+    # Spacing of bfloat16 at ln(2**-8) = -5.5 is 1/32, of which rounding is off by half.
+    assert 0.005 < error < math.expm1(1 / 64)
+
+
 @given(buckets=st.integers(2, 40).map(lambda n: 2 * n), factor=st.integers(2, 40), bidirectional=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_t5_buckets_equal_transformers(buckets, factor, bidirectional):
@@ -106,35 +110,10 @@ def test_t5_adopts_a_table_of_its_shape_only():
     assert torch.equal(part.weight, native)
 
 
-def context(heads: int, causal: bool = True) -> BuildContext:
-    return BuildContext(8 * heads, heads, 8, causal=causal)
-
-
-def kerple(config: KerpleConfig, r1: list[float], r2: list[float] | None = None) -> KerpleBias:
-    part = cast(KerpleBias, config.build(context(len(r1))).logit_bias)
-    with torch.no_grad():
-        part.r1.copy_(torch.tensor(r1))
-        if r2 is not None:
-            assert part.r2 is not None
-            part.r2.copy_(torch.tensor(r2))
+def kerple(config: KerpleConfig, r1: list[float], r2: list[float]) -> KerpleBias:
+    part: KerpleBias = bias_of(config, len(r1))
+    part.load_state_dict({"r1": torch.tensor(r1), "r2": torch.tensor(r2)})
     return part
-
-
-def fire(config: FireConfig, heads: int = 2, causal: bool = True) -> FireBias:
-    torch.manual_seed(0)
-    return cast(FireBias, config.build(context(heads, causal)).logit_bias)
-
-
-def pairs_at(ids: Tensor, lengths: Tensor | None = None, query_slots: Tensor | None = None) -> AttentionPairs:
-    """What FIRE reads of tokens at `ids`; there are no queries and keys to speak of."""
-    lengths = ids.amax(-1, keepdim=True) + 1 if lengths is None else lengths
-    nothing = torch.zeros(len(ids), 1, ids.shape[-1], 0)
-    slots = torch.arange(ids.shape[-1]) if query_slots is None else query_slots
-    return AttentionPairs(nothing, nothing, slots, Positions(ids, lengths), 1.0)
-
-
-def count(length: int) -> Tensor:
-    return torch.arange(length).unsqueeze(0)
 
 
 # Rows at distances 0, 1, 3, 7 of `ParallelKerpleLog` and `ParallelKerplePower` (megatron/mpu/layers.py of the authors'
@@ -168,8 +147,7 @@ def test_kerple_equals_the_authors_code(variant, r1, r2, fixture):
 def test_kerple_starts_where_the_authors_code_starts():
     """Uniform over (0, 2) and (0, 1), the other way round for the power: seen in the extremes of 5000 heads."""
     for variant, first, second in (("log", 2.0, 1.0), ("power", 1.0, 2.0)):
-        part = cast(KerpleBias, KerpleConfig(variant).build(context(5000)).logit_bias)
-        assert part.r2 is not None
+        part = bias_of(KerpleConfig(variant), heads=5000)
         for parameter, top in ((part.r1, first), (part.r2, second)):
             assert 0 <= parameter.min() < 0.01 * top
             assert 0.99 * top < parameter.max() <= top
@@ -212,17 +190,11 @@ def test_kerple_decreases_with_distance_in_both_directions(variant, r1, r2, dist
     bias = kerple(KerpleConfig(variant), [r1], [r2])(
         torch.tensor([distance, distance + 1, 2 * distance + 2, -distance, 0])
     )
-    near, next_one, far, mirrored, own = bias[0].tolist()
+    near, next_one, far, mirrored, at_query = bias[0].tolist()
     # One step at the slowest head (r1 = r2 = 0.01) is below the resolution of float32, twice the distance is not.
     assert far < near >= next_one >= far
     assert near == mirrored
-    assert own == 0
-
-
-def set_network(part: FireBias, **weights: list[float] | list[list[float]]) -> None:
-    with torch.no_grad():
-        for name, value in weights.items():
-            getattr(part, name).copy_(torch.tensor(value))
+    assert at_query == 0
 
 
 # The bias that `FIRE` of chuanyang-Zheng/DAPE (megatron/model/positional_embeddings.py at commit bde344a8, the port of
@@ -236,47 +208,46 @@ FIRE_QUERY_2 = [[0.6258821, -0.0410022, -0.9], [0.0370589, 0.05, 0.05]]
 
 
 def test_fire_equals_the_ported_code():
-    part = fire(FireConfig(width=3, initial_threshold=4.0))
-    set_network(
-        part,
-        hidden_weight=[1.0, -2.0, 0.5],
-        hidden_bias=[0.0, 1.0, -0.25],
-        output_weight=[[1.0, -1.0, 2.0], [0.5, 0.25, -3.0]],
-        output_bias=[0.1, -0.2],
-        c=[-0.3],
-        threshold_factor=[-1.25],
-    )
-    bias = part(pairs_at(count(7)))[0]
+    part = bias_of(FireConfig(width=3, initial_threshold=4.0), heads=2)
+    weights = {
+        "hidden_weight": [1.0, -2.0, 0.5],
+        "hidden_bias": [0.0, 1.0, -0.25],
+        "output_weight": [[1.0, -1.0, 2.0], [0.5, 0.25, -3.0]],
+        "output_bias": [0.1, -0.2],
+        "c": [-0.3],
+        "threshold_factor": [-1.25],
+    }
+    part.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+    bias = part(pairs_at(counted(7)))[0]
     # Seven decimals were kept of the fixture.
     torch.testing.assert_close(bias[:, 6], torch.tensor(FIRE_QUERY_6), rtol=0, atol=1e-6)
     torch.testing.assert_close(bias[:, 2, :3], torch.tensor(FIRE_QUERY_2), rtol=0, atol=1e-6)
 
 
 def test_fire_forgets_absolute_positions_below_its_threshold_only():
-    part = fire(FireConfig(initial_threshold=100.0))
-    here, there = part(pairs_at(count(20))), part(pairs_at(count(20) + 80))
+    part = bias_of(FireConfig(initial_threshold=100.0))
+    here, there = part(pairs_at(counted(20))), part(pairs_at(at(torch.arange(80, 100))))
     torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
-    beyond = part(pairs_at(count(20) + 1000))
+    beyond = part(pairs_at(at(torch.arange(1000, 1020))))
     assert (beyond - here).abs().max() > 1e-2
 
 
 def test_fire_in_an_encoder_is_symmetric_and_knows_the_real_length():
-    part = fire(FireConfig(initial_threshold=4.0), causal=False)
-    alone = part(pairs_at(count(9)))
+    part = bias_of(FireConfig(initial_threshold=4.0), causal=False)
+    alone = part(pairs_at(counted(9)))
     torch.testing.assert_close(alone, alone.transpose(-1, -2), rtol=0, atol=0)
     # The pair of the first and the last token is the longest there is; epsilon is 1.7e-6 of its normaliser.
-    quotient = part.normalized_distance(pairs_at(count(9)))
+    quotient = part.normalized_distance(pairs_at(counted(9)))
     assert quotient.max() == quotient[0, 0, 8]
     assert quotient.max().item() == pytest.approx(1.0, abs=5e-6)
-    padded = torch.cat((torch.full((1, 5), -1), count(9)), dim=-1)
-    both = part(pairs_at(torch.cat((padded, count(14))), lengths=torch.tensor([[9], [14]])))
+    both = part(pairs_at(at([[-1] * 5 + [*range(9)], [*range(14)]], [[9], [14]])))
     torch.testing.assert_close(both[:1, :, 5:, 5:], alone, rtol=0, atol=0)
     assert (both[1:, :, 5:, 5:] - alone).abs().max() > 1e-3
     assert part.length_dependent
-    assert not fire(FireConfig()).length_dependent
+    assert not bias_of(FireConfig()).length_dependent
     # Far below the threshold the two forms are one.
-    causal, encoder = fire(FireConfig()), fire(FireConfig(), causal=False)
-    assert torch.equal(causal(pairs_at(count(9))), encoder(pairs_at(count(9))))
+    causal, encoder = bias_of(FireConfig()), bias_of(FireConfig(), causal=False)
+    assert torch.equal(causal(pairs_at(counted(9))), encoder(pairs_at(counted(9))))
 
 
 @given(
@@ -290,8 +261,8 @@ def test_fire_in_an_encoder_is_symmetric_and_knows_the_real_length():
 def test_fire_normalises_into_the_unit_interval(gaps, start, threshold, c, causal):
     """Whatever the positions: 0 at the query itself, growing with distance, at most 1 for every key it may see."""
     ids = torch.tensor([list(itertools.accumulate(gaps, initial=start))])
-    part = fire(FireConfig(initial_threshold=threshold, initial_c=c), causal=causal)
-    quotient = part.normalized_distance(pairs_at(ids))[0]
+    part = bias_of(FireConfig(initial_threshold=threshold, initial_c=c), causal=causal)
+    quotient = part.normalized_distance(pairs_at(at(ids)))[0]
     assert (quotient.diagonal() == 0).all()
     past = quotient.tril()
     assert ((past >= 0) & (past <= 1)).all()
@@ -300,13 +271,12 @@ def test_fire_normalises_into_the_unit_interval(gaps, start, threshold, c, causa
     if not causal:
         assert torch.equal(quotient, quotient.transpose(0, 1))
         assert (quotient <= 1).all()
-    assert torch.equal(quotient, part.normalized_distance(pairs_at(ids.float()))[0])
+    assert torch.equal(quotient, part.normalized_distance(pairs_at(at(ids.float())))[0])
 
 
 def test_t5_draws_its_table_like_the_model_or_like_t5():
-    context = BuildContext(hidden_size=400, num_heads=16, head_dim=25, initializer_range=0.02)
     for initialization, deviation in (("model", 0.02), ("t5", 0.05)):
-        torch.manual_seed(0)
-        bias = T5Config(num_buckets=64, initialization=initialization).build(context).logit_bias
+        config = T5Config(num_buckets=64, initialization=initialization)
+        bias = part_of(config, hidden_size=400, num_heads=16, initializer_range=0.02)
         # The deviation of 1,024 normal numbers is within 10 % in all but one of many thousand draws.
         assert bias.weight.std().item() == pytest.approx(deviation, rel=0.1)

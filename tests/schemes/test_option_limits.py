@@ -22,7 +22,8 @@ from hf_posenc.schemes import (
     scheme_from_dict,
 )
 from hf_posenc.schemes.config import nesting
-from hf_posenc.schemes.limits import (
+from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.validation import (
     DEEPEST_NESTING,
     LARGEST_FACTOR,
     LARGEST_LENGTH,
@@ -32,8 +33,8 @@ from hf_posenc.schemes.limits import (
     MOST_PARTS,
     MOST_ROWS,
     SMALLEST_FACTOR,
+    check_declared,
 )
-from hf_posenc.schemes.logits import positional_logits
 
 from .table import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS, VARIANTS, context_for, positions_of
 
@@ -56,12 +57,12 @@ FEW = 2**21
 
 def fields_of_all_configs() -> list[Any]:
     """Each field of each class of configs once, in the first variant of the table that has it."""
-    found: dict[tuple[type, str], Any] = {}
+    cases: dict[tuple[type, str], Any] = {}
     for name, config, _ in VARIANTS:
         for owner in (config, *(value for value in vars(config).values() if isinstance(value, SubConfig))):
             for field in dataclasses.fields(owner):
-                found.setdefault((type(owner), field.name), (config, owner, field.name, name))
-    return [pytest.param(*given[:3], id=f"{cls.__name__}.{field}") for (cls, field), given in found.items()]
+                cases.setdefault((type(owner), field.name), (config, owner, field.name, name))
+    return [pytest.param(*given[:3], id=f"{cls.__name__}.{field}") for (cls, field), given in cases.items()]
 
 
 def changed(config: SchemeConfig, owner: Any, field: str, value: Any) -> SchemeConfig:
@@ -99,28 +100,19 @@ def run(config: SchemeConfig) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("config", "owner", "field"), fields_of_all_configs())
 def test_no_value_of_an_option_costs_memory_or_makes_numbers_that_are_none(config, owner, field) -> None:
+    of_type = owner.__dataclass_fields__[field]
     for value in [*WRONG, *EXTREME]:
         try:
             new = changed(config, owner, field, value)
         except ValueError as error:
             message = str(error)
-            refused = True
-        else:
-            refused = False
-        if refused:
             # A name that nobody knows is called by itself, and a list of schemes is a ComposedConfig.
-            named = (
-                field,
-                type(owner).__name__,
-                "Unknown scheme",
-                "ComposedConfig",
-                "RopeScaling",
-                "group of options",
-                "Not a scheme",
-            )
-            assert any(words in message for words in named), (value, message)
+            other = ("Unknown scheme", "ComposedConfig", "RopeScaling", "group of options", "Not a scheme")
+            assert any(words in message for words in (field, type(owner).__name__, *other)), (value, message)
             assert len(message) < 2000, (value, len(message))
             continue
+        # What is accepted has the declared type: no text, no boolean, no fraction for an integer, nothing infinite.
+        check_declared(value, of_type, type(owner).__name__)
         try:
             size = bytes_of(new)
         except ValueError:

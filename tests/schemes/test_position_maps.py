@@ -1,9 +1,10 @@
-"""What a map of positions does to every part of a scheme, and which schemes it refuses."""
+"""What a map of positions does to every part of a scheme, segments and far positions, and which schemes are refused."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,83 +18,96 @@ from hf_posenc.schemes import (
     BlendedConfig,
     BuildContext,
     ComposedConfig,
+    CopeConfig,
     DynamicScaling,
+    ForgetGateConfig,
+    HierarchicalConfig,
     IntegerConfig,
     LearnedConfig,
     LearnedRopeConfig,
+    LowRankRelativeConfig,
     NoneConfig,
     PairwiseBias,
     Part,
+    PositionClampConfig,
     Positions,
+    PositionScaleConfig,
+    PositionShiftConfig,
+    PRopeConfig,
+    RandomizedConfig,
+    ReRopeConfig,
     RopeConfig,
     ScheduleConfig,
     SchemeConfig,
     SchemeParts,
+    SelfExtendConfig,
+    ShawConfig,
     SinusoidalConfig,
     T5Config,
     XposConfig,
-    scheme_from_dict,
+    YarnScaling,
 )
-from hf_posenc.schemes.bias.cope import CopeConfig
-from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
-from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
-from hf_posenc.schemes.bias.shaw import ShawConfig
+from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
-from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
-from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
-from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
-from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
-from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
+from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
+from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 from hf_posenc.schemes.reach import Reach
 
-from .position_map_cases import HEADS, LENGTH, build, logits_of
+from .building import at, build, counted, logits_of, random_heads
 from .table import positions_of
 
-
-def test_a_map_can_be_given_any_form_of_scheme():
-    expected = PositionScaleConfig(AlibiConfig(), factor=2.0)
-    assert PositionScaleConfig("alibi", factor=2.0) == expected
-    assert PositionScaleConfig({"scheme": "alibi"}, factor=2.0) == expected
-    assert scheme_from_dict({"scheme": "position_scale", "inner": {"scheme": "alibi"}, "factor": 2.0}) == expected
+LENGTH = 14
+TOKENS = counted(LENGTH)
+DISTANCE = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
 
 
-def test_a_map_refuses_schedules_and_what_is_no_scheme():
+def logits(config: SchemeConfig, positions: Positions = TOKENS) -> Tensor:
+    return logits_of(config, positions)
+
+
+def test_a_map_refuses_schedules_and_what_is_no_scheme() -> None:
     with pytest.raises(ValueError, match=r"PositionScaleConfig\.inner must be the config of a scheme for one layer"):
         PositionScaleConfig(ScheduleConfig((RopeConfig(), NoneConfig())))
     with pytest.raises(ValueError, match="not a scheme"):
-        RandomizedConfig(3)
+        RandomizedConfig(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="encodes no positions"):
         build(PositionShiftConfig(NoneConfig()))
 
 
-def test_a_map_takes_over_what_the_engine_asks_of_a_scheme():
+def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:
     assert PositionScaleConfig(T5Config(shared=False)).per_layer
     assert not PositionScaleConfig(T5Config()).per_layer
     assert PositionShiftConfig(IntegerConfig()).invisible_under_layer_norm
     assert not PositionShiftConfig(IntegerConfig(direction="one_hot")).invisible_under_layer_norm
-    dynamic = build(PositionShiftConfig(RopeConfig(scaling=DynamicScaling(2.0, 8)))).query_key_map
+    dynamic: Any = build(PositionShiftConfig(RopeConfig(scaling=DynamicScaling(2.0, 8)))).query_key_map
     assert dynamic.length_dependent
     with pytest.raises(UnsupportedError):
         dynamic.check_cache(9, 20)
-    rotation = build(PositionScaleConfig(RopeConfig(rotary_dim=4))).query_key_map
-    assert (rotation.rotary_dim, rotation.symmetric, rotation.whole_heads, rotation.width_factor) == (4, True, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (PositionScaleConfig(RopeConfig(rotary_dim=4)), (4, True, False, 1)),
+        # A chain of maps does what any of them does.
+        (BlendedConfig(RopeConfig(rotary_dim=4), XposConfig(), 0.5), (16, False, False, 1)),
+        (BlendedConfig(RopeConfig(), LearnedRopeConfig(sharing="head"), 0.5), (16, True, True, 1)),
+    ],
+)
+def test_mapped_rotations_say_what_they_do(config: SchemeConfig, expected: tuple[Any, ...]) -> None:
+    rotation: Any = build(config).query_key_map
+    assert (rotation.rotary_dim, rotation.symmetric, rotation.whole_heads, rotation.width_factor) == expected
     assert not rotation.mapped_again
 
 
-def test_a_chain_of_maps_does_what_any_of_them_does():
-    chain = build(BlendedConfig(RopeConfig(rotary_dim=4), XposConfig(), 0.5)).query_key_map
-    assert (chain.rotary_dim, chain.symmetric, chain.whole_heads, chain.width_factor) == (8, False, False, 1)
-    assert build(BlendedConfig(RopeConfig(), LearnedRopeConfig(sharing="head"), 0.5)).query_key_map.whole_heads
-
-
 @pytest.mark.parametrize("inner", [AlibiConfig(), ShawConfig()])
-def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner):
+def test_positions_that_are_drawn_for_the_last_token_need_later_keys(inner: SchemeConfig) -> None:
     assert build(RandomizedConfig(inner)).logit_bias.reads_later_keys
     assert not build(ComposedConfig((ShawConfig(), inner))).logit_bias.reads_later_keys
 
 
-def test_a_map_hides_no_correction_of_logits():
-    parts = build(PositionShiftConfig(ReRopeConfig(window=1)))
+def test_a_map_hides_no_correction_of_logits() -> None:
+    parts: Any = build(PositionShiftConfig(ReRopeConfig(window=1)))
     assert parts.query_key_map.mapped_again
     assert parts.logit_bias.reads_heads
     assert parts.logit_bias.replaces_logits
@@ -113,7 +127,7 @@ class Declares(PairwiseBias):
     length_reach = Reach(10, "of a table.", made_for=10)
 
 
-def test_a_mapped_part_declares_what_the_part_does():
+def test_a_mapped_part_declares_what_the_part_does() -> None:
     mapped = SummedPairwiseBias({"inner": Declares()}, PositionShiftConfig().position_map())
     declared = {name for kind in (Part, PairwiseBias) for name in kind.__annotations__}
     # Parameters without weight decay are found at the part that has them, and a map may place tokens by later ones.
@@ -128,34 +142,14 @@ def test_a_mapped_part_declares_what_the_part_does():
         assert getattr(mapped, name) == getattr(Declares, name)
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        CopeConfig(),
-        ForgetGateConfig(),
-        ComposedConfig((CopeConfig(), ForgetGateConfig())),
-        HierarchicalConfig(separators=(1,)),
-    ],
-)
-def test_schemes_by_the_order_of_tokens_are_refused(inner):
-    for config in (PositionShiftConfig, PositionScaleConfig, PositionClampConfig, RandomizedConfig):
-        with pytest.raises(
-            ValueError, match=rf"{config.__name__}\.inner is '{inner.name}', which depends on the order"
-        ):
-            build(config(inner))
-    if inner.name != "hierarchical":
-        message = rf"HierarchicalConfig\.segment is '{inner.name}', which depends on the order"
-        with pytest.raises(ValueError, match=message):
-            build(HierarchicalConfig(segment=inner))
-
-
 class NewestFirst(PairwiseBias):
     """Counts keys back from the newest one, wherever tokens say they stand."""
 
     reads_positions = False
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
-        return -torch.arange(pairs.keys.ids.shape[-1] - 1, -1, -1.0).expand(1, HEADS, len(pairs.query_slots), -1)
+        counted_back = -torch.arange(pairs.keys.ids.shape[-1] - 1, -1, -1.0)
+        return counted_back.expand(1, pairs.query.shape[1], len(pairs.query_slots), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,49 +160,77 @@ class NewestFirstConfig(SchemeConfig):
         return SchemeParts(logit_bias=NewestFirst())
 
 
-def test_a_scheme_of_ones_own_says_that_it_goes_by_the_order_of_tokens():
-    inner = NewestFirstConfig()
-    for config in (PositionShiftConfig(inner), PositionScaleConfig(ComposedConfig((inner, CopeConfig())))):
-        with pytest.raises(ValueError, match="which depends on the order of tokens and not on their positions"):
-            build(config)
-    both = ComposedConfig((inner, AlibiConfig()))
-    assert not build(inner).logit_bias.reads_positions
-    assert build(both).logit_bias.reads_positions
-    mapped = logits_of(PositionScaleConfig(both, factor=2)) - logits_of(PositionScaleConfig(AlibiConfig(), factor=2))
-    alone = logits_of(inner) - logits_of(NoneConfig())
-    torch.testing.assert_close(mapped, alone, rtol=0, atol=1e-5)
-    assert alone.abs().max() == LENGTH - 1
+@pytest.mark.parametrize("config", [PositionShiftConfig, PositionScaleConfig, PositionClampConfig, RandomizedConfig])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        CopeConfig(),
+        ForgetGateConfig(),
+        ComposedConfig((CopeConfig(), ForgetGateConfig())),
+        HierarchicalConfig(separators=(1,)),
+        NewestFirstConfig(),
+        ComposedConfig((NewestFirstConfig(), CopeConfig())),
+    ],
+    ids=lambda inner: inner.name,
+)
+def test_schemes_by_the_order_of_tokens_are_refused(inner: SchemeConfig, config: Any) -> None:
+    message = rf"is '{inner.name}', which depends on the order of tokens and not on their positions"
+    with pytest.raises(ValueError, match=rf"{config.__name__}\.inner {message}"):
+        build(config(inner))
+    if inner.name != "hierarchical":
+        with pytest.raises(ValueError, match=rf"HierarchicalConfig\.segment {message}"):
+            build(HierarchicalConfig(segment=inner))
 
 
-def test_what_goes_by_positions_beside_order_is_mapped():
+def test_what_goes_by_positions_beside_order_is_mapped() -> None:
     build(PositionScaleConfig(ComposedConfig((RopeConfig(), ForgetGateConfig()))))
     build(PositionScaleConfig(ForgetGateConfig("bias_only")))
     build(PositionScaleConfig(HierarchicalConfig(segment_length=4), factor=2))
+    inner = NewestFirstConfig()
+    both = ComposedConfig((inner, AlibiConfig()))
+    assert not build(inner).logit_bias.reads_positions
+    assert build(both).logit_bias.reads_positions
+    mapped = logits(PositionScaleConfig(both, factor=2)) - logits(PositionScaleConfig(AlibiConfig(), factor=2))
+    alone = logits(inner) - logits(NoneConfig())
+    torch.testing.assert_close(mapped, alone, rtol=0, atol=1e-5)
+    assert alone.abs().max().item() == pytest.approx(LENGTH - 1, abs=1e-5)
 
 
-def test_a_mapped_table_takes_over_native_rows():
-    part = build(PositionShiftConfig(LearnedConfig(num_positions=20), offset=2)).additive
-    native = torch.randn(20, 16)
-    assert part.adopt(native)
-    assert torch.equal(part(positions_of(5))[0], native[2:7])
-
-
-def test_every_part_of_a_scheme_is_mapped():
+def test_every_part_of_a_scheme_is_mapped() -> None:
     """Sinusoids, a rotation and a bias at once, compared with each of them at positions counted by threes."""
     together = ComposedConfig((SinusoidalConfig(), RopeConfig(), AlibiConfig()))
-    thrice = Positions(positions_of(LENGTH).ids * 3, torch.tensor([[LENGTH]]))
+    thrice = at(TOKENS.ids * 3)
     config = PositionScaleConfig(together, factor=3)
-    torch.testing.assert_close(logits_of(config), logits_of(together, thrice), rtol=0, atol=1e-5)
-    assert torch.equal(build(config).additive(positions_of(LENGTH)), build(SinusoidalConfig()).additive(thrice))
+    torch.testing.assert_close(logits(config), logits(together, thrice), rtol=0, atol=1e-5)
+    assert torch.equal(build(config).additive(TOKENS), build(SinusoidalConfig()).additive(thrice))
 
 
-def test_maps_nest_from_the_outside_in():
-    config = PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=2), maximum=5)
-    expected = build(SinusoidalConfig()).additive(Positions(positions_of(8).ids.clamp(max=5) * 2, torch.tensor([[8]])))
-    assert torch.equal(build(config).additive(positions_of(8)), expected)
+def test_a_mapped_table_takes_over_native_rows() -> None:
+    part: Any = build(PositionShiftConfig(LearnedConfig(num_positions=20), offset=2)).additive
+    native = torch.randn(20, part.inner.weight.shape[1])
+    assert part.adopt(native)
+    assert torch.equal(part(counted(5))[0], native[2:7])
 
 
-def test_padding_stays_padding():
+@pytest.mark.parametrize(
+    ("config", "ids"),
+    [
+        (PositionShiftConfig(SinusoidalConfig(), offset=2), [2, 3, 4]),
+        # Maps nest from the outside in.
+        (PositionClampConfig(PositionScaleConfig(SinusoidalConfig(), factor=2), maximum=5), [0, 2, 4, 6, 8, 10, 10]),
+        (PositionScaleConfig(SinusoidalConfig(), factor=1.5), [0.0, 1.5, 3.0, 4.5]),
+    ],
+)
+def test_added_vectors_are_those_of_mapped_positions(config: SchemeConfig, ids: list[float]) -> None:
+    assert torch.equal(build(config).additive(counted(len(ids))), build(SinusoidalConfig()).additive(at(ids)))
+
+
+@pytest.mark.parametrize("inner", [RopeConfig(), AlibiConfig(), T5Config()])
+def test_a_shift_changes_no_relative_scheme(inner: SchemeConfig) -> None:
+    torch.testing.assert_close(logits(PositionShiftConfig(inner, offset=40)), logits(inner), rtol=0, atol=2e-5)
+
+
+def test_padding_stays_padding_and_whole_factors_keep_positions_whole() -> None:
     positions = positions_of(3, 6)
     for config in (
         PositionShiftConfig(offset=4),
@@ -220,28 +242,7 @@ def test_padding_stays_padding():
     ):
         ids = config.position_map().train()(positions)
         assert torch.equal(ids < 0, positions.ids < 0)
-
-
-def test_shifting_changes_absolute_schemes_and_no_relative_ones():
-    for config in (RopeConfig(), AlibiConfig(), T5Config()):
-        torch.testing.assert_close(
-            logits_of(PositionShiftConfig(config, offset=40)), logits_of(config), rtol=0, atol=2e-5
-        )
-    shifted = build(PositionShiftConfig(SinusoidalConfig(), offset=2)).additive(positions_of(5))
-    assert torch.equal(shifted, build(SinusoidalConfig(offset=2)).additive(positions_of(5)))
-
-
-def test_whole_factors_keep_positions_whole():
-    assert PositionScaleConfig(factor=2.0).position_map()(positions_of(4)).tolist() == [[0, 2, 4, 6]]
-    assert PositionScaleConfig(factor=2.0).position_map()(positions_of(4)).dtype == torch.int64
-    assert PositionScaleConfig(factor=1.5).position_map()(positions_of(4)).tolist() == [[0.0, 1.5, 3.0, 4.5]]
-
-
-def test_a_clamped_table_serves_any_length():
-    part = build(PositionClampConfig(LearnedConfig(num_positions=4), maximum=3)).additive
-    vectors = part(positions_of(9))[0]
-    assert torch.equal(vectors[:4], part.inner.weight)
-    assert torch.equal(vectors[4:], part.inner.weight[3].expand(5, -1))
+    assert PositionScaleConfig(factor=2.0).position_map()(counted(4)).dtype == torch.int64
 
 
 WHOLE = [
@@ -258,18 +259,236 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("inner", WHOLE, ids=str)
-def test_real_positions_are_refused_by_schemes_of_whole_ones(inner):
+def test_real_positions_are_refused_by_schemes_of_whole_ones(inner: SchemeConfig) -> None:
     for config in (PositionScaleConfig(inner, factor=0.5), RandomizedConfig(inner, max_position=64, kind="float")):
         with pytest.raises(ValueError, match=f"'{inner.name}', which needs integer positions"):
             build(config)
     build(PositionScaleConfig(inner, factor=2.0))
 
 
-def test_real_positions_of_a_caller_are_not_blamed_on_a_map():
-    halves = Positions(positions_of(5).ids * 0.5, torch.tensor([[5]]))
+def test_real_positions_of_a_caller_are_not_blamed_on_a_map() -> None:
     for part in (build(LearnedConfig()).additive, RandomizedMap(8, real=False, always=True)):
         with pytest.raises(
             ValueError, match=r"needs integer positions, but these are floating-point \(torch.float32\)"
         ) as error:
-            part(halves)
+            part(at(torch.arange(5) * 0.5))
         assert "map" not in str(error.value)
+
+
+# --- segments and positions within them
+
+
+def segments(ids: Any, tokens: Any, **options: Any) -> tuple[list[int], list[int]]:
+    """The segment of each token and its place within, where token 9 ends a segment if nothing else is said."""
+    positions = dataclasses.replace(at(ids), token_ids=torch.atleast_2d(torch.as_tensor(tokens)))
+    config = HierarchicalConfig(**({"separators": (9,)} | options))
+    segment, within = (SeparatedSegments(config, within=within)(positions)[0].tolist() for within in (False, True))
+    return segment, within
+
+
+def test_segments_equal_the_official_code() -> None:
+    """Fixture: `get_bilevel_ids` of github.com/zhenyuhe00/BiPE (my_modeling_llama_bipe_rope.py), run on these token
+    ids with `train_scale=4`; 869 and 13 end a segment."""
+    first, second = [5, 13, 7, 8, 869, 9, 9, 9, 9, 13, 13, 4], [869, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    options: dict[str, Any] = {"separators": (869, 13), "max_segment_length": 4}
+    of_first = [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 4], [0, 1, 0, 1, 2, 0, 1, 2, 3, 3, 0, 0]
+    of_second = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert segments(range(12), first, **options) == of_first
+    assert segments(range(12), second, **options) == of_second
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "segment", "within"),
+    [
+        # Separators in padding and in packed documents before.
+        ([-1, -1, 0, 1, 2, 3, 4], [9, 9, 1, 9, 1, 1, 9], [-1, -1, 0, 0, 1, 1, 1], [-1, -1, 0, 1, 0, 1, 2]),
+        ([0, 1, 2, 0, 1, 2, 3], [1, 9, 9, 1, 1, 9, 1], [0, 0, 1, 0, 0, 0, 1], [0, 1, 0, 0, 1, 2, 0]),
+        ([3, 4, 5, 3, 4], [1, 9, 1, 1, 1], [0, 0, 1, 0, 0], [0, 1, 0, 0, 1]),
+        # Equal positions do not start a document, but documents of one token have no other position.
+        ([0, 1, 2, 2, 2, 2], [1, 9, 1, 1, 9, 1], [0, 0, 1, 1, 1, 2], [0, 1, 0, 1, 2, 0]),
+        ([0, 0, 0, 1], [9, 9, 9, 1], [0, 0, 0, 1], [0, 0, 0, 0]),
+        # Padding between documents and within them.
+        ([0, 1, 2, -1, -1, 0, 1], [1, 9, 1, 9, 1, 1, 1], [0, 0, 1, -1, -1, 0, 0], [0, 1, 0, -1, -1, 0, 1]),
+        ([-1, 0, 1, -1, 2, 3], [9, 1, 1, 9, 1, 9], [-1, 0, 0, -1, 0, 0], [-1, 0, 1, -1, 2, 3]),
+        ([0, 1, -1, 2], [1, 9, 1, 1], [0, 0, -1, 1], [0, 1, -1, 0]),
+    ],
+)
+def test_documents_and_padding(ids: list[int], tokens: list[int], segment: list[int], within: list[int]) -> None:
+    assert segments(ids, tokens) == (segment, within)
+
+
+def test_separators_every_few_tokens_are_segments_of_that_length() -> None:
+    fixed, separated = HierarchicalConfig(segment_length=5), HierarchicalConfig(separators=(1,))
+    positions = dataclasses.replace(TOKENS, token_ids=(torch.arange(LENGTH) % 5 == 4).long().unsqueeze(0))
+    assert torch.equal(logits(separated, positions), logits(fixed, positions))
+    assert torch.equal(build(separated).additive(positions), build(fixed).additive(positions))
+
+
+def test_the_two_positions_of_a_token_go_to_the_two_schemes() -> None:
+    parts: Any = build(HierarchicalConfig(segment_length=4))
+    vectors = parts.additive(counted(12))[0]
+    assert torch.equal(vectors, build(SinusoidalConfig()).additive(counted(4))[0].repeat(3, 1))
+    cosine, _ = parts.query_key_map.phases(counted(12))
+    expected, _ = build(RopeConfig()).query_key_map.phases(counted(3))
+    assert torch.equal(cosine[0], expected[0].repeat_interleave(4, dim=0))
+    # One segment leaves attention nothing, and segments of one token are the scheme itself.
+    one_segment = logits(HierarchicalConfig(segment_length=LENGTH))
+    torch.testing.assert_close(one_segment, logits(NoneConfig()), rtol=0, atol=1e-6)
+    assert torch.equal(logits(HierarchicalConfig(segment_length=1)), logits(RopeConfig()))
+
+
+def test_long_segments_stop_counting() -> None:
+    part: Any = build(HierarchicalConfig(LearnedConfig(num_positions=3), max_segment_length=3)).additive
+    assert torch.equal(part(counted(6))[0], part.inner.weight[[0, 1, 2, 2, 2, 2]])
+
+
+def test_bipe_alibi_multiplies_the_slopes() -> None:
+    config = HierarchicalConfig(segment=PositionScaleConfig("alibi", factor=96), segment_length=4)
+    bias, plain = (logits(scheme) - logits(NoneConfig()) for scheme in (config, AlibiConfig()))
+    torch.testing.assert_close(bias[..., ::4, ::4], 96 * plain[..., :4, :4], rtol=1e-4, atol=1e-4)
+
+
+def test_separators_need_the_tokens_and_cannot_extend_a_cache() -> None:
+    parts: Any = build(HierarchicalConfig(separators=(1,)))
+    for tokens in (None, torch.ones(1, 3, dtype=torch.long)):
+        with pytest.raises(UnsupportedError, match="input_ids"):
+            parts.query_key_map.phases(dataclasses.replace(counted(6), token_ids=tokens))
+    for part in parts:
+        assert part.needs_whole_sequence
+        assert not part.length_dependent
+        with pytest.raises(UnsupportedError, match="use_cache=False"):
+            part.check_cache(5, 6)
+    assert not any(part.needs_whole_sequence for part in build(HierarchicalConfig()))
+
+
+# --- far positions: Self-Extend and ReRoPE
+
+
+def attended(config: SchemeConfig) -> Tensor:
+    """Causal attention over the vectors that the fixtures were made with, which are queries, keys and values alike."""
+    hidden = torch.tensor(
+        [[[[2 * math.sin(1 + 3 * token + 5 * component) for component in range(4)] for token in range(LENGTH)]]]
+    )
+    parts = config.build(BuildContext(4, 1, 4))
+    logits = positional_logits(parts, hidden, hidden, TOKENS)
+    return (logits.masked_fill(DISTANCE < 0, -torch.inf).softmax(-1) @ hidden)[0, 0, [9, 13]]
+
+
+# Each fixture is the attention output of queries 9 and 13: the function was run with identity projections on the
+# vectors of `attended` (one head of four dimensions, RoPE of base 10000), a causal mask, and no query scale by log n.
+OFFICIAL = [
+    # `self_extend_forward` of github.com/datamllab/LongLM (legacy_patch_before_4_38/llama_self_extend_patch.py).
+    (
+        SelfExtendConfig(group=2, window=4),
+        [[0.215253, 1.816913, 0.815526, -1.354245], [1.070312, 1.713524, -0.098188, -1.769228]],
+    ),
+    (
+        SelfExtendConfig(group=3, window=5),
+        [[0.099106, 1.816817, 0.931618, -1.288287], [0.992282, 1.730378, -0.010596, -1.736389]],
+    ),
+    # `forward_with_rerope` of github.com/bojone/rerope (rerope_patch.py), window = 4.
+    (
+        ReRopeConfig(window=4),
+        [[0.260931, 1.794352, 0.757049, -1.36486], [1.050431, 1.740824, -0.062819, -1.776463]],
+    ),
+    # `forward_with_leaky_rerope` (leaky_rerope_patch.py), window = 4, scaling_factor = 3.
+    (
+        ReRopeConfig(window=4, factor=3.0),
+        [[0.24539, 1.815464, 0.784567, -1.37036], [1.189607, 1.70747, -0.220917, -1.832802]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), OFFICIAL, ids=lambda value: str(value)[:40])
+def test_attention_equals_the_official_code(config: SchemeConfig, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(attended(config), torch.tensor(expected), rtol=0, atol=3e-6)
+
+
+FOLLOWS = pytest.mark.parametrize(
+    "inner",
+    [
+        RopeConfig(),
+        RopeConfig(layout="interleaved", rotary_dim=4),
+        RopeConfig(layout="half_reversed"),
+        RopeConfig(scaling=YarnScaling(4.0, 16, beta_fast=4.0)),
+        RopeConfig(attention_scaling=1.5),
+        PRopeConfig(fraction=0.5),
+        AlibiConfig(),
+        T5Config(),
+    ],
+    ids=str,
+)
+
+
+@FOLLOWS
+def test_reductions_to_the_scheme_itself(inner: SchemeConfig) -> None:
+    for same in (
+        SelfExtendConfig(inner, group=1, window=3),
+        SelfExtendConfig(inner, group=4, window=LENGTH),
+        ReRopeConfig(inner, window=LENGTH),
+        ReRopeConfig(inner, window=3, factor=1),
+        ReRopeConfig(inner, window=3, factor=1.0),
+    ):
+        assert torch.equal(logits(same).tril(), logits(inner).tril())
+
+
+@FOLLOWS
+def test_near_pairs_keep_their_logits_and_far_ones_do_not(inner: SchemeConfig) -> None:
+    changed = logits(SelfExtendConfig(inner, group=4, window=3)) != logits(inner)
+    assert not changed[..., DISTANCE < 3].any()
+    if inner != T5Config():
+        # floor(i / 4) + 3 - floor(j / 4) is i - j again for a few of them.
+        assert changed[..., DISTANCE > 6].all()
+
+
+@FOLLOWS
+def test_all_keys_past_the_window_of_rerope_are_a_window_away(inner: SchemeConfig) -> None:
+    """The logit of a far pair is that of the same query and key at distance `window`."""
+    query, key = random_heads(LENGTH)
+    all_logits = logits(ReRopeConfig(inner, window=4))
+    for far in (5, 9, 13):
+        pair = positional_logits(build(inner), query[:, :, [0, 13]], key[:, :, [13 - far, 0]], at([9, 13]))
+        torch.testing.assert_close(all_logits[..., 13, 13 - far], pair[..., 1, 0], rtol=0, atol=1e-5)
+
+
+def test_a_decoding_step_sees_the_same_far_pairs_as_the_whole_sequence() -> None:
+    """Keys are cached as the rotation left them; the last query alone gets the last row of the bias."""
+    parts: Any = build(SelfExtendConfig(group=2, window=4))
+    query, key = random_heads(LENGTH)
+    phases = parts.query_key_map.phases(TOKENS)
+    query, key = parts.query_key_map.map_query(query, phases), parts.query_key_map.map_key(key, phases)
+    whole = parts.logit_bias(AttentionPairs(query, key, torch.arange(LENGTH), TOKENS, 0.5))
+    step = parts.logit_bias(AttentionPairs(query[:, :, -1:], key, torch.tensor([LENGTH - 1]), TOKENS, 0.5))
+    torch.testing.assert_close(step, whole[:, :, -1:], rtol=0, atol=1e-6)
+    assert step.abs().max() > 0.1
+
+
+def test_far_pairs_of_16_bit_heads_are_as_precise_as_near_ones() -> None:
+    parts = build(SelfExtendConfig(group=2, window=4))
+    query, key = random_heads(LENGTH)
+    half = positional_logits(parts, query.bfloat16(), key.bfloat16(), TOKENS).float()
+    error = (half - logits_of(parts, TOKENS)).abs()
+    near, far = error[..., (DISTANCE >= 0) & (DISTANCE < 4)].max(), error[..., DISTANCE >= 4].max()
+    # A far logit is a near one plus a correction: three roundings to 16 bits where a near one has one.
+    assert far < 4 * near
+
+
+def test_both_a_rotation_and_a_distance_bias_follow() -> None:
+    both = ComposedConfig((RopeConfig(), AlibiConfig()))
+    bias = logits(SelfExtendConfig(both, group=2, window=4)) - logits(SelfExtendConfig(group=2, window=4))
+    alone = logits(SelfExtendConfig(AlibiConfig(), group=2, window=4)) - logits(NoneConfig())
+    torch.testing.assert_close(bias.tril(), alone.tril(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [SelfExtendConfig, ReRopeConfig])
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (SinusoidalConfig(), "'sinusoidal', which encodes no distances"),
+        (PositionScaleConfig(), "cannot be changed to other positions"),
+        (NewestFirstConfig(), "depends on more than the distance"),
+    ],
+)
+def test_schemes_that_would_not_follow_are_refused(config: Any, inner: SchemeConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(config(inner))

@@ -28,8 +28,14 @@ from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 
-from .position_map_cases import LENGTH, build, heads, logits_of
+from .building import build, counted, logits_of as logits_at, random_heads
 from .table import positions_of
+
+LENGTH = 14
+
+
+def logits_of(config: SchemeConfig, positions: Positions | None = None) -> Tensor:
+    return logits_at(config, counted(LENGTH) if positions is None else positions)
 
 
 def drawn(positions: Positions, seed: int = 0, max_position: int = 64, real: bool = False) -> Tensor:
@@ -85,13 +91,13 @@ def test_everything_in_one_forward_shares_a_draw_and_the_next_one_draws_anew():
     new = Positions(RandomizedMap(64, real=False, always=True)(positions), positions.lengths)
     assert not torch.equal(new.ids, positions.ids)
     assert torch.equal(vectors, build(SinusoidalConfig()).additive(new))
-    logits = positional_logits(first, *heads(), positions)
+    logits = positional_logits(first, *random_heads(LENGTH), positions)
     torch.testing.assert_close(logits, logits_of(ComposedConfig((RopeConfig(), AlibiConfig())), new), rtol=0, atol=1e-5)
     # Another layer's copy, and a layer that is recomputed for its gradient.
-    assert torch.equal(positional_logits(second, *heads(), positions), logits)
-    assert torch.equal(positional_logits(first, *heads(), positions), logits)
+    assert torch.equal(positional_logits(second, *random_heads(LENGTH), positions), logits)
+    assert torch.equal(positional_logits(first, *random_heads(LENGTH), positions), logits)
     torch.manual_seed(1)
-    assert not torch.equal(positional_logits(first, *heads(), positions_of(LENGTH)), logits)
+    assert not torch.equal(positional_logits(first, *random_heads(LENGTH), positions_of(LENGTH)), logits)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -102,17 +108,17 @@ def test_a_draw_fits_the_positions_it_is_for_whatever_was_drawn_before(order, se
     torch.manual_seed(seed)
     positions = positions_of(6)
     asked = [positions, shifted.renumber(positions)]
-    found: dict[int, Tensor] = {index: plain(asked[index]) for index in order}
-    for ids in found.values():
+    draws: dict[int, Tensor] = {index: plain(asked[index]) for index in order}
+    for ids in draws.values():
         assert (ids.diff() > 0).all()
         assert ids.min() >= 0
         assert ids.max() < 16
     # No other order of the parts, and no other layer, finds anything else.
     again = {index: RandomizedMap(16, real=False, always=True)(asked[index]) for index in reversed(order)}
-    assert all(torch.equal(found[index], again[index]) for index in order)
+    assert all(torch.equal(draws[index], again[index]) for index in order)
     torch.manual_seed(seed)
     alone = positions_of(6)
-    assert torch.equal(found[1], plain(shifted.renumber(alone)))
+    assert torch.equal(draws[1], plain(shifted.renumber(alone)))
 
 
 def test_segments_are_drawn_for_as_many_as_there_are():

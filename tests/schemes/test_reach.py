@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from hf_posenc.schemes import (
     AlibiConfig,
     BinaryConfig,
     BlendedConfig,
-    BuildContext,
     ComposedConfig,
     DynamicScaling,
     HierarchicalConfig,
@@ -21,7 +22,6 @@ from hf_posenc.schemes import (
     NoneConfig,
     NtkScaling,
     PositionClampConfig,
-    Positions,
     PositionScaleConfig,
     PositionShiftConfig,
     RandomizedConfig,
@@ -38,9 +38,8 @@ from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.reach import Reach, shortest
 
-from .table import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS, TABLE, context_for
-
-torch.set_num_threads(1)
+from .building import at, part_of, random_heads
+from .table import HIDDEN, TABLE, context_for
 
 LONG = 5000
 
@@ -71,13 +70,10 @@ COMPOSED = [
 
 def encode(parts: SchemeParts, length: int) -> None:
     """The first and the last token of a sequence, in training mode, where randomised positions are drawn."""
-    positions = Positions(
-        torch.tensor([[0, length - 1]]), torch.tensor([[length]]), token_ids=torch.zeros(1, 2, dtype=torch.int64)
-    )
+    positions = dataclasses.replace(at([0, length - 1]), token_ids=torch.zeros(1, 2, dtype=torch.int64))
     if parts.additive is not None:
         parts.additive(positions)
-    query, key = torch.randn(1, HEADS, 2, HEAD_DIM), torch.randn(1, KEY_VALUE_HEADS, 2, HEAD_DIM)
-    positional_logits(parts, query, key, positions, torch.randn(1, 2, HIDDEN))
+    positional_logits(parts, *random_heads(2), positions, torch.randn(1, 2, HIDDEN))
 
 
 @pytest.mark.parametrize(("config", "expected"), [*TABLE_CASES, *COMPOSED])
@@ -107,14 +103,11 @@ def test_a_scheme_encodes_exactly_as_many_tokens_as_it_says(config: SchemeConfig
     ],
 )
 def test_a_scaling_says_the_length_it_was_made_for(scaling: RopeScaling | None, expected: int | None) -> None:
-    context = BuildContext(HIDDEN, HEADS, HEAD_DIM, max_positions=64)
     for config in (RopeConfig(scaling=scaling), ResonanceConfig(scaling=scaling)):
-        rotation = config.build(context).query_key_map
-        assert rotation is not None
-        assert rotation.length_reach == Reach(made_for=expected)
+        assert part_of(config).length_reach == Reach(made_for=expected)
 
 
 def test_parts_together_have_the_shortest_limit_with_its_remedy() -> None:
     assert shortest(()) == Reach()
-    found = shortest((Reach(9, "nine", made_for=9), Reach(made_for=20), Reach(7, "seven")))
-    assert found == Reach(7, "seven", made_for=20)
+    together = shortest((Reach(9, "nine", made_for=9), Reach(made_for=20), Reach(7, "seven")))
+    assert together == Reach(7, "seven", made_for=20)

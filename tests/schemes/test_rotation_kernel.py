@@ -24,9 +24,9 @@ def reference(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, layout:
     if layout == "half_reversed":
         sine = -sine
     columns = list(x.unbind(-1))
-    for one, other in zip(first, second, strict=True):
-        a, b = x[..., one], x[..., other]
-        columns[one] = a * cosine[..., one] + -b * sine[..., one]
+    for dimension, other in zip(first, second, strict=True):
+        a, b = x[..., dimension], x[..., other]
+        columns[dimension] = a * cosine[..., dimension] + -b * sine[..., dimension]
         columns[other] = b * cosine[..., other] + a * sine[..., other]
     return torch.stack(columns, dim=-1)
 
@@ -164,7 +164,7 @@ def test_nothing_of_the_heads_is_kept_for_the_backward_pass(layout, few, monkeyp
     factors = rotation_factors(*phases_of(8, 64, layout), layout, torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         apply_rotation(x, factors, layout)
-    assert {tensor.data_ptr() for tensor in kept} <= {one.data_ptr() for one in factors if one is not None}
+    assert {tensor.data_ptr() for tensor in kept} <= {factor.data_ptr() for factor in factors if factor is not None}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -200,4 +200,4 @@ def test_complex_factors_stand_for_pairs_of_float32_only():
     for dtype in (torch.bfloat16, torch.float16):
         factors = rotation_factors(cosine, sine, "interleaved", dtype)
         assert isinstance(factors, RotationFactors)
-        assert factors.own.dtype == dtype
+        assert factors.direct.dtype == dtype

@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes import BuildContext, RopeScaling, YarnScaling
+from hf_posenc.schemes import RopeScaling, YarnScaling
 from hf_posenc.schemes.rotary.fope import FopeConfig, FourierMap, fourier_coefficients
 from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig
 from hf_posenc.schemes.rotary.resonance import ResonanceScaling
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from .table import positions_of
-
-torch.set_num_threads(1)
+from .building import counted, part_of
 
 # torchscale 4d1e0e8, `XPOS(8)` on one head of 6 tokens: `xpos(q) @ xpos(k, downscale=True)^T`, offsets 0 and 1.
 XPOS_LOGITS = [
@@ -110,7 +108,7 @@ def ramp(*shape: int, offset: float) -> Tensor:
 
 
 def raw_logits(part: Any, query: Tensor, key: Tensor) -> Tensor:
-    phases = part.phases(positions_of(query.shape[2]))
+    phases = part.phases(counted(query.shape[2]))
     return (part.map_query(query, phases) @ part.map_key(key, phases).transpose(-1, -2))[0]
 
 
@@ -118,12 +116,12 @@ def test_xpos_equals_torchscale():
     query, key = ramp(1, 1, 6, 8, offset=0.0), ramp(1, 1, 6, 8, offset=1.0)
     # An odd or even middle: the authors' origin of 3 and ours of 0 give the same logits.
     for origin in (0.0, 3.0):
-        part = XposConfig(origin=origin).build(BuildContext(8, 1, 8)).query_key_map
+        part = part_of(XposConfig(origin=origin), num_heads=1, head_dim=8)
         torch.testing.assert_close(raw_logits(part, query, key)[0], torch.tensor(XPOS_LOGITS), rtol=0, atol=5e-6)
 
 
 def test_pope_equals_the_port():
-    part: Any = PopeConfig().build(BuildContext(8, 2, 4)).query_key_map
+    part = part_of(PopeConfig(), num_heads=2, num_key_value_heads=2, head_dim=4)
     with torch.no_grad():
         part.delta.copy_(torch.tensor(POPE_DELTA))
     query, key = ramp(1, 2, 5, 4, offset=0.0), ramp(1, 2, 5, 4, offset=1.0)
@@ -131,8 +129,7 @@ def test_pope_equals_the_port():
 
 
 def test_fope_equals_the_authors_code():
-    context = BuildContext(32, 2, 16, max_positions=64)
-    rotation: Any = HopeConfig().build(context).query_key_map
+    rotation = part_of(HopeConfig())
     frequencies = rotation.inverse_frequencies(torch.tensor([[1]]))
     assert int((frequencies > 0).sum()) == 3
     coefficients = 0.2 * torch.stack((ramp(2, 3, 3, offset=0.5), ramp(2, 3, 3, offset=0.9)))
@@ -144,7 +141,7 @@ def test_fope_equals_the_authors_code():
 
 
 def test_the_released_fope_equals_the_authors_code():
-    rotation: Any = HopeConfig().build(BuildContext(32, 2, 16, max_positions=2000)).query_key_map
+    rotation = part_of(HopeConfig(), max_positions=2000)
     frequencies = rotation.inverse_frequencies(torch.tensor([[1]]))
     assert int((frequencies > 0).sum()) == 6
     coefficients = 0.2 * torch.stack((ramp(2, 6, 4, offset=0.5), ramp(2, 6, 4, offset=0.9)))
@@ -155,10 +152,9 @@ def test_the_released_fope_equals_the_authors_code():
 
 
 def test_the_variants_of_fope_differ():
-    context = BuildContext(32, 2, 16, max_positions=64)
     query, key = ramp(1, 2, 5, 16, offset=0.0), ramp(1, 2, 5, 16, offset=1.0)
     listing, released = (
-        raw_logits(FopeConfig(variant=variant).build(context).query_key_map, query, key)
+        raw_logits(part_of(FopeConfig(variant=variant), num_heads=2, num_key_value_heads=2), query, key)
         for variant in ("listing", "released")
     )
     assert (listing - released).square().mean().sqrt() > 0.5
@@ -179,8 +175,7 @@ def test_fope_coefficients_follow_from_the_seed_alone():
     assert torch.equal(first, fourier_coefficients(2, 3, 0.3, seed=0))
     assert (first - fourier_coefficients(2, 3, 0.3, seed=1)).abs().min() > 0
     assert (first[:, 0] - first[:, 1]).abs().min() > 0
-    part: Any = FopeConfig().build(BuildContext(32, 2, 16, max_positions=64)).query_key_map
-    assert not list(part.parameters())
+    assert not list(part_of(FopeConfig()).parameters())
 
 
 @pytest.mark.parametrize("scaling", RESONANT_WAVELENGTHS, ids=repr)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.schemes import (
-    BuildContext,
     DynamicScaling,
-    Positions,
+    PRopeConfig,
     RopeConfig,
-    SchemeConfig,
     SchemeParts,
     YarnScaling,
     scheme_from_dict,
     to_rope_parameters,
 )
-from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.fope import FopeConfig
 from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
@@ -32,42 +27,35 @@ from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, TABLE, context_for, parts_for, positions_of
-
-
-def map_of(config: SchemeConfig, context: BuildContext | None = None) -> Any:
-    return config.build(context or context_for(config)).query_key_map
-
-
-def query_and_key(length: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(1, HEADS, length, HEAD_DIM, generator=generator),
-        torch.randn(1, KEY_VALUE_HEADS, length, HEAD_DIM, generator=generator),
-    )
+from .building import at, counted, logits_of, mapped, part_of, random_heads
+from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, TABLE, context_for, parts_for
 
 
 def logits(parts: SchemeParts, ids: list[int]) -> Tensor:
-    query, key = query_and_key(len(ids))
-    return positional_logits(parts, query, key, Positions(torch.tensor([ids]), torch.tensor([[max(ids) + 1]])))
+    return logits_of(parts, at(ids))
 
 
-def mapped(part: Any, length: int = 40) -> tuple[Tensor, Tensor]:
-    query, key = query_and_key(length)
-    phases = part.phases(positions_of(length))
-    return part.map_query(query, phases), part.map_key(key, phases)
+def test_the_width_comes_from_the_config_then_the_architecture_then_the_head():
+    for config, head_dim, rotary_dim, expected in (
+        (RopeConfig(), 32, None, 32),
+        (RopeConfig(), 32, 8, 8),
+        (RopeConfig(rotary_dim=16), 32, 8, 16),
+        (RopeConfig(partial_rotary_factor=0.4), 20, None, 8),
+        (RopeConfig(partial_rotary_factor=0.35), 20, None, 6),
+        (RopeConfig(inverse_frequencies=(1.0, 0.1)), 32, 8, 4),
+        (PRopeConfig(), 32, 8, 8),
+    ):
+        assert part_of(config, head_dim=head_dim, rotary_dim=rotary_dim).rotary_dim == expected
 
 
-#: Whose logits depend on distance only.
-RELATIVE = [
-    config
-    for name in ("xpos", "pope", "string", "learned_rope", "hope", "resonance")
-    for config in TABLE[name].variants
-    if getattr(config, "scaling", None) is None or not config.scaling.length_dependent
-] + [XposConfig(origin=300.0, layout="half"), PopeConfig(theta=100.0, initial_delta="uniform")]
-
-
-torch.set_num_threads(1)
+def test_phases_are_exact_for_long_sequences_in_low_precision_models():
+    ids = torch.arange(60_000, 60_256)
+    part = part_of(RopeConfig()).to(torch.bfloat16)
+    cos, _ = part.phases(at(ids))
+    assert cos.dtype == torch.float32
+    assert cos[0].unique(dim=0).shape[0] == 256
+    exact = (ids[:, None].double() * 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)).cos()
+    torch.testing.assert_close(cos[0, :, : HEAD_DIM // 2].double(), exact, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -81,45 +69,22 @@ torch.set_num_threads(1)
     ids=repr,
 )
 def test_reductions(config, same):
-    for value, expected in zip(mapped(map_of(config)), mapped(map_of(same)), strict=True):
+    for value, expected in zip(mapped(part_of(config), counted(40)), mapped(part_of(same), counted(40)), strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("config", RELATIVE, ids=repr)
-@given(ids=st.lists(st.integers(0, 200), min_size=2, max_size=5), shift=st.integers(1, 300))
-@settings(max_examples=15, deadline=None)
-def test_logits_depend_on_distance_only(config, ids, shift):
-    parts = parts_for(config, trained=True)
-    ids = sorted(ids)
-    near, far = logits(parts, ids), logits(parts, [position + shift for position in ids])
-    causal = torch.ones(len(ids), len(ids)).tril().bool()
-    # Angles in float32: at position 500 their rounding moves a logit of size 10 by less than 1e-3.
-    torch.testing.assert_close(near.where(causal, 0.0), far.where(causal, 0.0), rtol=1e-4, atol=2e-3)
-
-
-@pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
-def test_norms_are_kept_by_rotations_alone(config):
-    part: Any = parts_for(config, trained=True).query_key_map
-    factor = getattr(part, "attention_scaling", 1.0)
-    kept = [
-        torch.allclose(value.norm(dim=-1), factor * x.norm(dim=-1), rtol=1e-5)
-        for value, x in zip(mapped(part), query_and_key(40), strict=True)
-    ]
-    assert all(kept) == (config.name not in ("xpos", "pope", "fope"))
-
-
 def test_xpos_magnitudes_up_to_the_documented_limits():
-    part = map_of(XposConfig())
+    part = part_of(XposConfig())
 
     def key_magnitude(position: int) -> Tensor:
-        cosine, sine = part.phases(Positions(torch.tensor([[position]]), torch.tensor([[position + 1]])))[2:]
+        cosine, sine = part.phases(at([position]))[2:]
         return torch.hypot(cosine, sine)
 
     key = torch.zeros(1, 1, 1, HEAD_DIM, dtype=torch.float16)
     key[..., 0] = 256.0
 
     def mapped_key(position: int) -> Tensor:
-        return part.map_key(key, part.phases(Positions(torch.tensor([[position]]), torch.tensor([[position + 1]]))))
+        return part.map_key(key, part.phases(at([position])))
 
     assert mapped_key(2247).isfinite().all()
     with pytest.raises(SequenceLengthError, match=r"float16.* up to position 2247"):
@@ -127,14 +92,16 @@ def test_xpos_magnitudes_up_to_the_documented_limits():
     assert torch.isfinite(key_magnitude(32_000)).all()
     with pytest.raises(SequenceLengthError, match=r"length 40001 .* 32695 positions .* larger scale_base"):
         key_magnitude(40_000)
-    assert torch.isfinite(map_of(XposConfig(origin=20_000.0)).phases(positions_of(3))[0]).all()
+    assert torch.isfinite(part_of(XposConfig(origin=20_000.0)).phases(counted(3))[0]).all()
 
 
 def test_the_origin_of_xpos_cancels_in_logits():
     ids = [0, 7, 100, 400]
     centred, fixed = parts_for(XposConfig(origin=200.0)), parts_for(XposConfig())
     torch.testing.assert_close(logits(centred, ids), logits(fixed, ids), rtol=1e-4, atol=1e-4)
-    assert (mapped(centred.query_key_map)[0] - mapped(fixed.query_key_map)[0]).abs().max() > 0.1
+    assert (
+        mapped(centred.query_key_map, counted(40))[0] - mapped(fixed.query_key_map, counted(40))[0]
+    ).abs().max() > 0.1
 
 
 def test_pope_clamps_its_phases_and_draws_them_where_asked():
@@ -150,18 +117,18 @@ def test_pope_clamps_its_phases_and_draws_them_where_asked():
         part.delta.fill_(-9.0)
     # A whole turn back: -2 pi is 0.
     torch.testing.assert_close(logits(parts, [0, 3, 9]), plain, rtol=1e-5, atol=1e-5)
-    uniform = map_of(PopeConfig(initial_delta="uniform")).delta
+    uniform = part_of(PopeConfig(initial_delta="uniform")).delta
     assert -2 * math.pi <= uniform.min() < -5
     assert -1 < uniform.max() <= 0
 
 
 @pytest.mark.parametrize("outside", [0.3, -7.0])
 def test_phases_of_pope_outside_of_their_range_come_back(outside):
-    part = map_of(PopeConfig())
+    part = part_of(PopeConfig())
     with torch.no_grad():
         part.delta.fill_(outside)
-    query, key = query_and_key(6)
-    phases = part.phases(positions_of(6))
+    query, key = random_heads(6)
+    phases = part.phases(counted(6))
     keys = part.map_key(key, phases).repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
     loss = (part.map_query(query, phases) @ keys.transpose(-1, -2)).square().mean()
     # Away from the range nothing pulls; towards it every phase is pulled, whichever way the loss points.
@@ -174,13 +141,13 @@ def test_phases_of_pope_outside_of_their_range_come_back(outside):
 
 
 def test_phases_of_pope_train_past_their_first_step():
-    part = map_of(PopeConfig())
+    part = part_of(PopeConfig())
     optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
-    query, key = query_and_key(6)
+    query, key = random_heads(6)
     goal = torch.randn(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(2))
 
     def step(goal: Tensor) -> None:
-        phases = part.phases(positions_of(6))
+        phases = part.phases(counted(6))
         keys = part.map_key(key, phases).repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
         optimizer.zero_grad()
         (goal * (part.map_query(query, phases) @ keys.transpose(-1, -2))).sum().backward()
@@ -194,21 +161,13 @@ def test_phases_of_pope_train_past_their_first_step():
     assert (part.delta < before)[left].all()
 
 
-def test_learned_frequencies_are_trained_without_weight_decay():
-    part = map_of(LearnedRopeConfig())
-    assert part.no_weight_decay == {name for name, _ in part.named_parameters()}
-
-
 def test_a_cayley_basis_is_orthogonal():
     basis = parts_for(StringConfig(), trained=True).query_key_map.basis()
     assert basis.shape == (KEY_VALUE_HEADS, HEAD_DIM, HEAD_DIM)
     torch.testing.assert_close(basis @ basis.transpose(-1, -2), torch.eye(HEAD_DIM).expand_as(basis), rtol=0, atol=1e-5)
     assert (basis - torch.eye(HEAD_DIM)).abs().max() > 0.5
-    fourier = map_of(StringConfig("circulant")).basis()[0]
+    fourier = part_of(StringConfig("circulant")).basis()[0]
     torch.testing.assert_close(fourier @ fourier.T, torch.eye(HEAD_DIM), rtol=0, atol=1e-6)
-
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +199,7 @@ def test_maps_say_what_they_do(config, rotary_dim, symmetric, whole_heads, width
     )
     assert config.per_layer == per_layer
     x = torch.randn(1, KEY_VALUE_HEADS, 12, HEAD_DIM).bfloat16()
-    phases = part.phases(positions_of(12))
+    phases = part.phases(counted(12))
     query, key = part.map_query(x, phases), part.map_key(x, phases)
     assert query.shape == key.shape == (1, KEY_VALUE_HEADS, 12, width_factor * HEAD_DIM)
     assert query.dtype == key.dtype == torch.bfloat16
@@ -255,9 +214,9 @@ def test_resonance_is_a_scaling_that_wraps_another():
     assert RopeConfig(scaling="resonance") == RopeConfig(scaling=ResonanceScaling())  # type: ignore[arg-type]
     config = RopeConfig(scaling=ResonanceScaling(DynamicScaling(2.0, 20)))
     assert scheme_from_dict(config.to_dict()) == config
-    part = map_of(config)
+    part = part_of(config)
     assert part.length_dependent
-    assert not map_of(RopeConfig(scaling=ResonanceScaling())).length_dependent
+    assert not part_of(RopeConfig(scaling=ResonanceScaling())).length_dependent
     with pytest.raises(UnsupportedError, match="use_cache=False"):
         part.check_cache(10, 30)
     assert ResonanceScaling(YarnScaling(4.0, 64)).attention_scaling() == pytest.approx(0.1 * math.log(4) + 1)
@@ -265,12 +224,11 @@ def test_resonance_is_a_scaling_that_wraps_another():
         to_rope_parameters(config, context_for(config))
 
 
-@pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
-def test_odd_heads_are_refused_where_pairs_are_needed(config):
-    config = dataclasses.replace(config, rotary_dim=None) if hasattr(config, "rotary_dim") else config
-    context = BuildContext(60, 4, 15, max_positions=64)
-    if config.name == "pope":
-        assert map_of(config, context).rotary_dim == 15
-    else:
+@pytest.mark.parametrize("name", ["xpos", "pope", "string", "learned_rope", "hope", "resonance", "fope"])
+def test_odd_heads_are_refused_where_pairs_are_needed(name):
+    if name == "pope":
+        assert part_of(PopeConfig(), head_dim=15).rotary_dim == 15
+        return
+    for variant in TABLE[name].variants:
         with pytest.raises(ValueError, match="would rotate 15"):
-            map_of(config, context)
+            part_of(dataclasses.replace(variant, rotary_dim=None), head_dim=15)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.ministral3 import modeling_ministral3
 from transformers.models.mistral4 import modeling_mistral4
 
-from hf_posenc.schemes import AlibiConfig, BuildContext, ComposedConfig, LogitScale, Positions, SchemeConfig
+from hf_posenc.schemes import AlibiConfig, ComposedConfig, Positions, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig
 from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig
-from hf_posenc.schemes.scale.ssmax import SSMaxConfig, SSMaxScale, mean_log
+from hf_posenc.schemes.scale.ssmax import SSMaxConfig, mean_log
+
+from .building import at, build, counted, logits_of, part_of
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 8
 SCALES = [
@@ -30,26 +32,26 @@ SCALES = [
 ]
 
 
-def context(causal: bool = True, max_positions: int | None = None) -> BuildContext:
-    return BuildContext(HEADS * HEAD_DIM, HEADS, HEAD_DIM, causal=causal, max_positions=max_positions)
+def scale_of(config: SchemeConfig, **changes: Any) -> Any:
+    return part_of(config, num_heads=HEADS, **changes)
 
 
-def scale_of(config: SchemeConfig, causal: bool = True) -> LogitScale:
-    part = config.build(context(causal)).logit_scale
-    assert part is not None
-    return part
-
-
-def at(ids: Any, lengths: Any = None) -> Positions:
-    ids = torch.as_tensor(ids).view(-1, len(ids)) if not isinstance(ids, Tensor) else ids
-    return Positions(ids, ids.amax(-1, keepdim=True) + 1 if lengths is None else torch.tensor(lengths))
+#: What the attention modules of transformers are made with.
+STOCK: dict[str, Any] = {
+    "hidden_size": HEADS * HEAD_DIM,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_VALUE_HEADS,
+    "head_dim": HEAD_DIM,
+    "num_hidden_layers": 1,
+    "attn_implementation": "eager",
+}
 
 
 def attention_weights(module: Any, config: SchemeConfig, hidden: Tensor, ids: Tensor) -> Tensor:
     """Our weights for the queries and keys of a stock attention module, under a causal mask by slot."""
     query = module.q_proj(hidden).view(1, -1, HEADS, HEAD_DIM).transpose(1, 2)
     key = module.k_proj(hidden).view(1, -1, KEY_VALUE_HEADS, HEAD_DIM).transpose(1, 2)
-    logits = positional_logits(config.build(context()), query, key, at(ids))
+    logits = positional_logits(build(config, num_heads=HEADS), query, key, at(ids))
     return (logits + causal_mask(hidden.shape[1])).softmax(-1)
 
 
@@ -60,24 +62,14 @@ def causal_mask(length: int) -> Tensor:
 @torch.no_grad()
 def test_llama4_attention_without_rope_has_these_weights():
     torch.manual_seed(0)
-    stock = Llama4TextConfig(
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_VALUE_HEADS,
-        head_dim=HEAD_DIM,
-        num_hidden_layers=1,
-        no_rope_layers=[0],
-        floor_scale=4,
-        attn_scale=0.7,
-        attn_implementation="eager",
-    )
+    stock = Llama4TextConfig(**STOCK, no_rope_layers=[0], floor_scale=4, attn_scale=0.7)
     module = Llama4TextAttention(stock, 0).eval()
     hidden = 3 * torch.randn(1, 30, HEADS * HEAD_DIM)
     _, theirs = module(hidden, position_embeddings=None, attention_mask=causal_mask(30))
-    ours = attention_weights(module, Llama4ScaleConfig(0.7, 4), hidden, torch.arange(30).unsqueeze(0))
+    ours = attention_weights(module, Llama4ScaleConfig(0.7, 4), hidden, torch.arange(30))
     # Both are float32; they scale queries, we scale logits.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    plain = attention_weights(module, Llama4ScaleConfig(), hidden, torch.arange(30).unsqueeze(0))
+    plain = attention_weights(module, Llama4ScaleConfig(), hidden, torch.arange(30))
     assert (plain - theirs).abs().max() > 1e-2
 
 
@@ -93,25 +85,22 @@ def test_the_defaults_are_those_of_llama4():
 def test_ministral3_attention_has_these_weights():
     torch.manual_seed(0)
     stock = Ministral3Config(
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_VALUE_HEADS,
-        head_dim=HEAD_DIM,
-        num_hidden_layers=1,
+        **STOCK,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 1e4,
             "llama_4_scaling_beta": 0.6,
             "original_max_position_embeddings": 5,
         },
-        attn_implementation="eager",
     )
     module = modeling_ministral3.Ministral3Attention(stock, 0).eval()
     hidden = 3 * torch.randn(1, 30, HEADS * HEAD_DIM)
-    ids = torch.arange(30).unsqueeze(0) + 12
+    ids = torch.arange(12, 42)
     # No rotation: what is left is the temperature.
     unrotated = (torch.ones(1, 30, HEAD_DIM), torch.zeros(1, 30, HEAD_DIM))
-    _, theirs = module(hidden, position_embeddings=unrotated, attention_mask=causal_mask(30), position_ids=ids)
+    _, theirs = module(
+        hidden, position_embeddings=unrotated, attention_mask=causal_mask(30), position_ids=ids.unsqueeze(0)
+    )
     config = Llama4ScaleConfig(0.6, 5, offset=0)
     torch.testing.assert_close(attention_weights(module, config, hidden, ids), theirs, rtol=1e-5, atol=1e-6)
     shifted = attention_weights(module, Llama4ScaleConfig(0.6, 5, offset=1), hidden, ids)
@@ -132,17 +121,8 @@ def test_the_formula_of_ministral3_and_mistral4(modeling, ids, beta, length):
     torch.testing.assert_close(ours[0, 0], torch.tensor(exact), rtol=1e-6, atol=0)
 
 
-@given(length=st.integers(2, 5000), ids=st.lists(st.integers(0, 30_000), min_size=1, max_size=10))
-@settings(max_examples=60, deadline=None)
-def test_clamped_log_n_is_that_of_qwen(length, ids):
-    """modeling_qwen.py: a table over i = 1, 2, ... of log(i, seq_length) if i > seq_length else 1."""
-    table = [math.log(i, length) if i > length else 1.0 for i in (position + 1 for position in ids)]
-    ours = scale_of(LogNScaleConfig(length))(at(ids))
-    torch.testing.assert_close(ours[0, 0], torch.tensor(table), rtol=1e-6, atol=0)
-
-
 def test_ssmax_starts_with_a_mean_factor_of_one():
-    part = cast(SSMaxScale, scale_of(SSMaxConfig()))
+    part = scale_of(SSMaxConfig())
     assert part.initial_scale == pytest.approx(0.168, abs=5e-4)
     assert scale_of(SSMaxConfig(training_length=50))(at(range(50))).mean().item() == pytest.approx(1.0, rel=1e-6)
     assert mean_log(7) == pytest.approx(sum(math.log(n) for n in range(1, 8)) / 7, rel=1e-12)
@@ -150,7 +130,7 @@ def test_ssmax_starts_with_a_mean_factor_of_one():
 
 def test_ssmax_learns_per_head_and_layer():
     assert SSMaxConfig().per_layer
-    part = cast(SSMaxScale, scale_of(SSMaxConfig(bias=True)))
+    part = scale_of(SSMaxConfig(bias=True))
     assert {name: parameter.shape for name, parameter in part.named_parameters()} == {
         "scale": (HEADS,),
         "bias": (HEADS,),
@@ -158,7 +138,6 @@ def test_ssmax_learns_per_head_and_layer():
     assert [name for name, _ in scale_of(SSMaxConfig()).named_parameters()] == ["scale"]
     with torch.no_grad():
         part.scale.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-        assert part.bias is not None
         part.bias.copy_(torch.tensor([1.0, -1.0, 0.0, 2.0]))
     factor = part(at([9]))[0, :, 0]
     expected = [s * math.log(10) + b for s, b in ((0.1, 1.0), (0.2, -1.0), (0.3, 0.0), (0.4, 2.0))]
@@ -183,30 +162,25 @@ def test_an_encoder_scales_all_its_queries_by_the_real_length(config):
 @given(ids=st.lists(st.integers(0, 2**20), min_size=2, max_size=10).map(sorted), causal=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_factors_are_positive_and_grow_with_the_number_of_keys(config, ids, causal):
-    factor = scale_of(config, causal)(at(ids))
+    factor = scale_of(config, causal=causal)(at(ids))
     assert factor.dtype == torch.float32
     assert (factor.diff() >= 0).all()
     several = at(ids).ids > 0 if causal else at(ids).lengths > 1
     assert (factor.where(several.unsqueeze(1), 1.0) > 0).all()
-    assert torch.equal(factor, scale_of(config, causal)(Positions(at(ids).ids.float(), at(ids).lengths)))
-    longer = scale_of(config, causal)(at([position + ids[-1] + 10**6 for position in ids]))
+    assert torch.equal(factor, scale_of(config, causal=causal)(Positions(at(ids).ids.float(), at(ids).lengths)))
+    longer = scale_of(config, causal=causal)(at([position + ids[-1] + 10**6 for position in ids]))
     assert (longer > factor).all()
 
 
 @pytest.mark.parametrize("config", SCALES)
 def test_the_bias_of_another_scheme_is_scaled_too(config):
-    torch.manual_seed(0)
-    query, key = torch.randn(1, HEADS, 12, HEAD_DIM), torch.randn(1, HEADS, 12, HEAD_DIM)
-    positions = at(range(12))
-    together = positional_logits(ComposedConfig((AlibiConfig(), config)).build(context()), query, key, positions)
-    alibi = positional_logits(AlibiConfig().build(context()), query, key, positions)
-    factor = scale_of(config)(positions).unsqueeze(-1)
-    torch.testing.assert_close(together, alibi * factor, rtol=0, atol=0)
+    positions = counted(12)
+    together = logits_of(ComposedConfig((AlibiConfig(), config)), positions)
+    factor = part_of(config)(positions).unsqueeze(-1)
+    torch.testing.assert_close(together, logits_of(AlibiConfig(), positions) * factor, rtol=0, atol=0)
     assert (factor[..., -1, :] != 1).all()
 
 
 def test_log_n_takes_the_training_length_of_the_model():
-    part = LogNScaleConfig().build(context(max_positions=32)).logit_scale
-    assert part is not None
-    factor = part(at([0, 30, 31, 1023]))[0, 0]
+    factor = scale_of(LogNScaleConfig(), max_positions=32)(at([0, 30, 31, 1023]))[0, 0]
     torch.testing.assert_close(factor, torch.tensor([1.0, 1.0, 1.0, 2.0]), rtol=1e-6, atol=0)

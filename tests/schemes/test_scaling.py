@@ -15,14 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import (
-    BuildContext,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     NtkScaling,
-    Positions,
-    QueryKeyMap,
     RopeConfig,
     RopeScaling,
     YarnScaling,
@@ -30,8 +27,8 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.rotary.p_rope import p_rope_inverse_frequencies
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
-from .references import seeds
-from .table import positions_of
+from .building import at, counted, part_of
+from .table import seeds
 
 widths = st.sampled_from([4, 8, 16, 64, 128])
 thetas = st.sampled_from([100.0, 10000.0, 500_000.0, 1e6])
@@ -73,11 +70,38 @@ def assert_same(ours: tuple[torch.Tensor, float], theirs: tuple[torch.Tensor, fl
     assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
 
 
-@given(theta=thetas, width=widths, factor=factors)
+#: Scalings whose spectrum is the same at all lengths.
+CONSTANT: dict[str, st.SearchStrategy[RopeScaling]] = {
+    "linear": st.builds(LinearScaling, factors),
+    "yarn": st.builds(
+        lambda factor, original, fast, slow, attention, mscales, truncate: YarnScaling(
+            factor, original, fast, slow, attention, *mscales, truncate
+        ),
+        factors,
+        originals,
+        st.floats(1.5, 64.0),
+        st.floats(0.25, 1.25),
+        st.sampled_from([None, 1.3]),
+        st.sampled_from([(None, None), (1.0, 1.0), (0.707, 1.0), (0.0, 1.0), (0.5, None)]),
+        st.booleans(),
+    ),
+    "llama3": st.builds(
+        lambda factor, low, gap, original: Llama3Scaling(factor, low, low + gap, original),
+        factors,
+        st.floats(0.5, 2.0),
+        st.floats(0.1, 8.0),
+        originals,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+@given(theta=thetas, width=widths, data=st.data())
 @grid
-def test_linear_equals_transformers(theta, width, factor):
-    scaling = LinearScaling(factor)
-    assert_same(scaling.spectrum(theta, width), stock_spectrum(parameters_of(scaling, theta), width), rtol=0)
+def test_constant_scalings_equal_transformers(name, theta, width, data):
+    scaling = data.draw(CONSTANT[name])
+    theirs = stock_spectrum(parameters_of(scaling, theta), width)
+    assert_same(scaling.spectrum(theta, width), theirs, rtol=0 if name == "linear" else 1e-7)
 
 
 @given(theta=thetas, width=widths, factor=factors, original=originals, stretch=st.floats(0.1, 40.0))
@@ -95,37 +119,6 @@ def test_dynamic_equals_transformers(theta, width, factor, original, stretch):
         # Here it passes the length as a tensor, and so computes the base in float32.
         assert_same(ours, stock_spectrum(parameters, width, original, torch.tensor(length)), rtol=2e-7)
         assert_same(ours, stock_spectrum(parameters, width, original, length), rtol=2e-5)
-
-
-@given(
-    theta=thetas,
-    width=widths,
-    factor=factors,
-    original=originals,
-    fast=st.floats(1.5, 64.0),
-    slow=st.floats(0.25, 1.25),
-    truncate=st.booleans(),
-    mscales=st.sampled_from([(None, None), (1.0, 1.0), (0.707, 1.0), (0.0, 1.0), (0.5, None)]),
-    attention=st.sampled_from([None, 1.3]),
-)
-@grid
-def test_yarn_equals_transformers(theta, width, factor, original, fast, slow, truncate, mscales, attention):
-    scaling = YarnScaling(factor, original, fast, slow, attention, *mscales, truncate)
-    assert_same(scaling.spectrum(theta, width), stock_spectrum(parameters_of(scaling, theta), width))
-
-
-@given(
-    theta=thetas,
-    width=widths,
-    factor=factors,
-    original=originals,
-    low=st.floats(0.5, 2.0),
-    gap=st.floats(0.1, 8.0),
-)
-@grid
-def test_llama3_equals_transformers(theta, width, factor, original, low, gap):
-    scaling = Llama3Scaling(factor, low, low + gap, original)
-    assert_same(scaling.spectrum(theta, width), stock_spectrum(parameters_of(scaling, theta), width))
 
 
 @given(
@@ -193,12 +186,6 @@ def test_llama3_is_ntk_by_parts_with_one_and_four_turns(theta, width, factor, or
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=0)
 
 
-def rotary(scaling: RopeScaling | None, width: int = 16) -> QueryKeyMap:
-    part = RopeConfig(scaling=scaling).build(BuildContext(32, 2, width, max_positions=64)).query_key_map
-    assert part is not None
-    return part
-
-
 LIVE = {
     "default": None,
     "linear": LinearScaling(4.0),
@@ -216,22 +203,22 @@ def test_phases_are_bit_equal_to_the_rotary_module_of_transformers(rope_type, le
     parameters = {"rope_type": "default", "rope_theta": 10000.0} if scaling is None else parameters_of(scaling, 10000.0)
     config = stock_config(parameters, 16, 64)
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length).unsqueeze(0))
-    for value, expected in zip(rotary(scaling).phases(positions_of(length)), theirs, strict=True):
+    for value, expected in zip(part_of(RopeConfig(scaling=scaling)).phases(counted(length)), theirs, strict=True):
         assert torch.equal(value, expected)
 
 
 def test_only_dynamic_and_longrope_depend_on_the_length():
-    assert {name for name, scaling in LIVE.items() if rotary(scaling).length_dependent} == {"dynamic", "longrope"}
+    parts = {name: part_of(RopeConfig(scaling=scaling)) for name, scaling in LIVE.items()}
+    assert {name for name, part in parts.items() if part.length_dependent} == {"dynamic", "longrope"}
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 @given(cached=st.integers(1, 100), new=st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_caches_are_refused_exactly_where_cached_keys_would_be_wrong(name, cached, new):
-    part = rotary(LIVE[name])
+    part = part_of(RopeConfig(scaling=LIVE[name]))
     total = cached + new
-    ids = torch.arange(cached).unsqueeze(0)
-    then, now = (part.phases(Positions(ids, torch.tensor([[length]]))) for length in (cached, total))
+    then, now = (part.phases(at(torch.arange(cached), [[length]])) for length in (cached, total))
     still_right = torch.equal(then[0], now[0])
     if cached == 1:
         # A single cached key, at position 0, is right in any spectrum; refusing it is the safe side.
@@ -245,7 +232,7 @@ def test_caches_are_refused_exactly_where_cached_keys_would_be_wrong(name, cache
 
 @pytest.mark.parametrize(("name", "original"), [("dynamic", 64), ("longrope", 32)])
 def test_the_original_length_itself_is_the_last_that_a_cache_may_reach(name, original):
-    part = rotary(LIVE[name])
+    part = part_of(RopeConfig(scaling=LIVE[name]))
     part.check_cache(original - 1, original)
     for cached in (original - 1, original):
         with pytest.raises(UnsupportedError, match="use_cache=False"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.schemes.environments import VLLM
 from hf_posenc.serving.engine_schemes import refuse_settings, sites_for_engine
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
@@ -19,7 +20,7 @@ MODELS = {"llava": COMPOSITES["llava"].model, "qwen2_vl": COMPOSITES["qwen2_vl"]
 def test_a_composite_is_refused_with_the_reason(name: str) -> None:
     model: Any = patch_model(MODELS[name](), "rope", theta=300.0)
     with pytest.raises(UnsupportedError, match="this model has parts for images or sound"):
-        sites_for_engine(model, "vLLM", takes_slopes=True)
+        sites_for_engine(model, VLLM)
     if name != "whisper":
         with pytest.raises(UnsupportedError, match="parts for images or sound, which the plug-in"):
             refuse_settings("vLLM", model.config, processes=1)
@@ -27,4 +28,4 @@ def test_a_composite_is_refused_with_the_reason(name: str) -> None:
 
 def test_a_model_of_images_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match="decoders that generate text"):
-        sites_for_engine(patch_model(vision_transformer(), "none"), "vLLM", takes_slopes=True)
+        sites_for_engine(patch_model(vision_transformer(), "none"), VLLM)

@@ -25,7 +25,7 @@ from hf_posenc import (
     patch_model,
 )
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
-from hf_posenc.checkpoint.engine_configs import ENGINE_ARCHITECTURE, install
+from hf_posenc.checkpoint.install import ENGINE_ARCHITECTURE, install
 from hf_posenc.schemes.parts import LogitBias
 from tests.serving import engine_stub
 from tests.serving.engine_stub import Pages, vllm_config, weights_of
@@ -124,7 +124,7 @@ def test_packed_requests_get_the_logits_of_transformers(engine: str, scheme: str
 def test_every_other_scheme_is_refused_or_gets_the_logits_of_transformers(scheme: str, save: Save) -> None:
     folder = save(scheme)
     if problem(scheme):
-        with pytest.raises(UnsupportedError, match="vLLM cannot run the position encoding"):
+        with pytest.raises(UnsupportedError, match="vLLM cannot run the scheme"):
             load("vllm", folder)
         return
     assert torch.allclose(logits_of(load("vllm", folder)), expected_logits(folder), atol=2e-4)
@@ -176,7 +176,7 @@ def test_a_scheme_that_needs_more_than_pages_is_refused_while_loading(name: str,
 
 
 def test_sglang_refuses_alibi_because_its_kernels_take_no_slopes(save: Save) -> None:
-    with pytest.raises(UnsupportedError, match=r"SGLang cannot run the position encoding 'alibi'.*no slopes"):
+    with pytest.raises(UnsupportedError, match=r"SGLang cannot run the scheme 'alibi'.*no slopes"):
         load("sglang", save("alibi"))
 
 

@@ -83,7 +83,7 @@ def test_log_probabilities_and_greedy_text_are_those_of_transformers(folder: Pat
 @pytest.mark.parametrize(
     ("scheme", "options", "environment", "message"),
     [
-        ("t5", "", {}, "vLLM cannot run the position encoding 't5'.*T5Bias"),
+        ("t5", "", {}, "vLLM cannot run the scheme 't5'.*T5Bias"),
         ("none", "", {"VLLM_PLUGINS": ""}, "hf_posenc"),
         # The name of a stock class, for which vLLM has an implementation without the scheme.
         ("none", "hf_overrides={'architectures': ['LlamaForCausalLM']}", {"VLLM_PLUGINS": ""}, "hf_posenc"),

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.recipes import add_lora
-from tests.checkpoint.checkpoint_cases import randomize
-from tests.checkpoint.stock_folder import write_stock_llama
+from tests.checkpoint.checkpoint_cases import randomize, write_stock_llama
 
 trl = pytest.importorskip("trl", reason="trl is in the optional group [tools]")
 

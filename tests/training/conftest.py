@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.run_cases import write_texts
+from tests.training.run_cases import run, study_words, words, write_texts
+from training.study import outputs
 
 SENTENCES = (
     "The ship left the harbour before dawn, and nobody on the quay saw it go. ",
@@ -39,28 +42,23 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
+@pytest.fixture(scope="session")
+def alibi(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of run_clm with ALiBi, which no test changes."""
+    output = tmp_path_factory.mktemp("runs") / "alibi"
+    assert run(words(texts, output, scheme="alibi", eval_strategy="steps", eval_steps=6)) == 0
+    return output
+
+
 @pytest.fixture
-def tiny(text_folder, tmp_path):
-    """Arguments of a comparison that takes seconds."""
+def tiny(text_folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments of a comparison in `tmp_path / "out"` that takes seconds."""
+    return functools.partial(study_words, text_folder, tmp_path / "out")
 
-    def arguments(**changes: object) -> list[str]:
-        options: dict[str, object] = {
-            "dataset_name": text_folder,
-            "output_dir": tmp_path / "out",
-            "schemes": "none,alibi",
-            "max_steps": 6,
-            "eval_every": 2,
-            "checkpoint_every": 2,
-            "batch_size": 4,
-            "train_length": 16,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "num_layers": 1,
-            "eval_windows": 6,
-            "warmup_steps": 1,
-            "validation_fraction": 0.25,
-            "workers": 1,
-        } | changes
-        return [f"--{name}={value}" for name, value in options.items()]
 
-    return arguments
+@pytest.fixture(scope="module")
+def no_figures():
+    """Figures take longer than a training; test_study_outputs.py checks them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "draw_figures", lambda *_: [])
+        yield

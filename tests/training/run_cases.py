@@ -8,10 +8,10 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.fresh import run_together
 from training import run_clm, run_mlm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -69,29 +69,58 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
-def start(arguments: list[str], causal: bool = True, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """In another process, with more in its environment."""
-    script = REPOSITORY / "training" / ("run_clm.py" if causal else "run_mlm.py")
-    return subprocess.Popen(
-        [sys.executable, str(script), *arguments],
-        env=environment() | dict(more or {}),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-
-
 def launch(config: Path, script: Path, arguments: list[str], fails: bool = False) -> str:
     """`accelerate launch` on a free port; returns what was said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port",
-        str(port), str(script), *arguments,
+        free_port(), str(script), *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode != 0) == fails, done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def start_two(script: Path, arguments: list[str]) -> str:
+    """Two processes with the variables that `accelerate launch` sets, in a fraction of its time; what they said."""
+    common = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    program = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    both = run_together(program, script, *arguments, environments=ranks)
+    assert [done.returncode for done in both] == [0, 0], both[0].stderr[-3000:] + both[1].stderr[-3000:]
+    return "".join(done.stdout + done.stderr for done in both)
+
+
+def free_port() -> str:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def study_words(text: Path, output: Path, **changes: Any) -> list[str]:
+    """Arguments of a comparison that takes seconds. An option changed to `None` is left out; mappings become JSON."""
+    options: dict[str, Any] = {
+        "dataset_name": text, "output_dir": output, "schemes": "none,alibi", "tasks": "causal", "max_steps": 2,
+        "eval_every": 2, "checkpoint_every": 2, "batch_size": 4, "train_length": 16, "hidden_size": 16, "num_heads": 2,
+        "num_layers": 1, "eval_windows": 6, "warmup_steps": 1, "validation_fraction": 0.25, "workers": 1,
+    } | changes  # fmt: skip
+    written = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in options.items()}
+    return [f"--{name}={value}" for name, value in written.items() if value is not None]
+
+
+def study_runs(output: Path) -> dict[str, dict[str, Any]]:
+    """The trainings of a study, such as "causal-none-0", without figures that have no value."""
+    content = json.loads(
+        (output / "results.json").read_text(encoding="utf-8"),
+        object_hook=lambda named: {name: value for name, value in named.items() if value is not None},
+    )
+    return {f"{run['task']}-{run['scheme']}-{run['seed']}": run for run in content["runs"]}
+
+
+def study_figures(output: Path) -> dict[str, list[Any]]:
+    """What a study measured, which must not depend on how often it was interrupted."""
+    names = ("curve", "before", "by_length", "exact_match", "dog", "swap")
+    return {name: [run.get(figure) for figure in names] for name, run in study_runs(output).items()}
 
 
 def curve(output: Path) -> list[dict[str, float]]:

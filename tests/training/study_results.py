@@ -1,15 +1,11 @@
-"""Results of a study, written by hand, and those of an earlier comparison in the study's form."""
+"""Results of a study, written by hand."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 from hf_posenc import get_scheme
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 LENGTHS = [16, 32, 64]
 COPY_LENGTHS = [5, 10, 12, 20]
@@ -113,12 +109,6 @@ def three_seeds() -> dict[str, Any]:
     runs += [unfinished("causal", "t5", seed, "unsupported", "It <cannot> be.") for seed in range(3)]
     runs.append(finished("masked", "rope", 0, dog={"error": "No dog in this vocabulary."}))
     return study(runs)
-
-
-def published_comparison() -> dict[str, Any]:
-    """The comparison in docs/results/compare, one seed, as results of a study."""
-    results: dict[str, Any] = json.loads((REPOSITORY / "docs/results/compare/results.json").read_text(encoding="utf-8"))
-    return results
 
 
 def row(table: str, start: str) -> list[str]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pandas
 import pytest
 
 from training import compare
@@ -35,26 +36,10 @@ def test_split_depends_on_the_seed_alone(text_folder, tokenizer):
     assert first.summary["digest"] == again.summary["digest"] != other.summary["digest"]
 
 
-@pytest.mark.parametrize("ending", ["txt", "jsonl", "csv", "parquet"])
-def test_local_files(tmp_path, tokenizer, ending):
-    import pandas
-
+def test_a_table_of_texts(tmp_path, tokenizer):
     texts = ["First document, with some words in it, " * 4, "Second document, with other words in it, " * 4]
-    frame = pandas.DataFrame({"body": texts})
-    path = tmp_path / f"data.{ending}"
-    if ending == "jsonl":
-        frame.to_json(path, orient="records", lines=True)
-    elif ending == "csv":
-        frame.to_csv(path, index=False)
-    elif ending == "parquet":
-        frame.to_parquet(path)
-    else:
-        (tmp_path / "texts").mkdir()
-        for index, text in enumerate(texts):
-            (tmp_path / "texts" / f"{index}.txt").write_text(text)
-        path = tmp_path / "texts"
-    column = "text" if ending == "txt" else "body"
-    corpus = load_corpus(settings(path, text_column=column), tokenizer, 16, 64)
+    pandas.DataFrame({"body": texts}).to_csv(tmp_path / "data.csv", index=False)
+    corpus = load_corpus(settings(tmp_path / "data.csv", text_column="body"), tokenizer, 16, 64)
     assert len(corpus.train) + len(corpus.validation) == sum(len(text) + 1 for text in texts)
 
 

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from training.compare import compare
-from training.errors import SettingsError
 from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
 from training.study.models import new_model
@@ -76,10 +75,3 @@ def test_text_is_still_read_by_a_decoder_alone(tmp_path: Path) -> None:
     assert not cell.task.encoder_decoder
     model = new_model(cell.task, cell.settings, study_tokenizer(study), 50)
     assert type(model).__name__ == "MarianForCausalLM"
-
-
-def test_an_architecture_that_cannot_be_made_small_says_so(tmp_path: Path) -> None:
-    study = study_of(tmp_path, "encoder-decoder")
-    (cell, *_) = study_cells(study)
-    with pytest.raises(SettingsError, match="encoder-decoder"):
-        new_model(cell.task, cell.settings, study_tokenizer(study), 50)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,23 @@ from transformers import (
 )
 
 from hf_posenc.recipes import GradualSwapCallback
+from tests.training.run_cases import study_figures, study_runs, study_words
 from training import compare
-from training.study import outputs
 from training.study.corpus import load_corpus
 from training.study.settings import StudySettings
 from training.study.tasks.embedding import Teacher, Texts
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 
-@pytest.fixture(autouse=True)
-def _no_figures(monkeypatch):
-    """They take longer than a training."""
-    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=384,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        rope_theta=500.0,
-        initializer_range=0.3,  # large enough for positions to matter
-    )
+    # Drawn large enough for positions to matter.
+    config = LlamaConfig(**SIZES, vocab_size=384, max_position_embeddings=64, rope_theta=500.0, initializer_range=0.3)
     LlamaForCausalLM(config).save_pretrained(folder)
     ByT5Tokenizer().save_pretrained(folder)
     return folder
@@ -60,45 +49,31 @@ def bert(tmp_path_factory) -> Path:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=24,
-    )
+    config = BertConfig(**SIZES, vocab_size=len(words), max_position_embeddings=24)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     return folder
 
 
-def _words(model: Path, text: Path, folder: Path, schemes: dict[str, Any], **changes: Any) -> list[str]:
+def of_pretrained(model: Path, text: Path, folder: Path, schemes: dict[str, Any], **changes: Any) -> list[str]:
     options = {
-        "model_name_or_path": model,
-        "dataset_name": text,
-        "validation_fraction": 0.25,
-        "output_dir": folder,
-        "schemes": ",".join(schemes),
-        "scheme_options": json.dumps(schemes),
-        "tasks": "causal",
-        "train_length": 24,
-        "test_lengths": "16,32",
-        "eval_windows": 2,
-        "max_steps": 4,
-        "batch_size": 4,
-        "learning_rate": 1e-2,
-        "warmup_steps": 0,
-        "trainer": "{lr_scheduler_type: constant}",
-        "eval_every": 2,
-        "checkpoint_every": 1,
-        "workers": 1,
-    } | changes
-    return [f"--{name}={value}" for name, value in options.items()]
+        "model_name_or_path": model, "schemes": ",".join(schemes), "scheme_options": schemes, "train_length": 24,
+        "test_lengths": "16,32", "eval_windows": 2, "max_steps": 4, "learning_rate": 1e-2, "warmup_steps": 0,
+        "trainer": "{lr_scheduler_type: constant}", "checkpoint_every": 1,
+        "hidden_size": None, "num_heads": None, "num_layers": None,
+    }  # fmt: skip
+    return study_words(text, folder, **(options | changes))
 
 
-def _runs(folder: Path) -> dict[str, dict[str, Any]]:
-    results = json.loads((folder / "results.json").read_text())
-    return {f"{run['scheme']}-{run['seed']}": run for run in results["runs"]}
+def interrupt(patch: pytest.MonkeyPatch, callback: type) -> None:
+    """Every training stops before its third step."""
+    begin = callback.on_step_begin  # type: ignore[attr-defined]
+
+    def interrupted(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+        begin(self, args, state, control, **kwargs)
+
+    patch.setattr(callback, "on_step_begin", interrupted)
 
 
 SCHEMES = {
@@ -114,9 +89,9 @@ SCHEMES = {
 
 
 def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_path, capsys):
-    words = _words(llama, text_folder, tmp_path / "out", SCHEMES)
+    words = of_pretrained(llama, text_folder, tmp_path / "out", SCHEMES)
     assert compare.main(words) == 0, capsys.readouterr().err
-    runs = {name.removesuffix("-0"): run for name, run in _runs(tmp_path / "out").items()}
+    runs = {run["scheme"]: run for run in study_runs(tmp_path / "out").values()}
     assert set(runs) == set(SCHEMES)
     fitted = runs.pop("alibi-fitted")
     assert fitted["status"] == "unsupported"
@@ -155,29 +130,22 @@ def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_pat
 
 def test_an_interrupted_cell_goes_on_where_it_was(llama, text_folder, tmp_path, monkeypatch):
     schemes = {"t5-gradual": {"scheme": "t5", "swap": {"gradual_steps": 3}}}
-    assert compare.main(_words(llama, text_folder, tmp_path / "whole", schemes, eval_every=3)) == 0
-    words = _words(llama, text_folder, tmp_path / "cut", schemes, eval_every=3)
-    begin = GradualSwapCallback.on_step_begin
-
-    def interrupted(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            raise KeyboardInterrupt
-        begin(self, args, state, control, **kwargs)
-
+    whole, cut = (
+        of_pretrained(llama, text_folder, tmp_path / name, schemes, eval_every=3) for name in ("whole", "cut")
+    )
+    assert compare.main(whole) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(GradualSwapCallback, "on_step_begin", interrupted)
-        assert compare.main(words) == 130
-    assert compare.main(words) == 0
-    (whole,), (cut,) = (_runs(tmp_path / name).values() for name in ("whole", "cut"))
-    for key in ("curve", "before", "by_length", "swap"):
-        assert cut[key] == whole[key]
+        interrupt(patch, GradualSwapCallback)
+        assert compare.main(cut) == 130
+    assert compare.main(cut) == 0
+    assert study_figures(tmp_path / "cut") == study_figures(tmp_path / "whole")
 
 
 def test_pretrained_weights_that_changed_are_noticed(llama, text_folder, tmp_path, capsys):
     model = LlamaForCausalLM.from_pretrained(llama)
     model.save_pretrained(tmp_path / "model")
     ByT5Tokenizer().save_pretrained(tmp_path / "model")
-    words = _words(tmp_path / "model", text_folder, tmp_path / "out", {"none": {}}, max_steps=0)
+    words = of_pretrained(tmp_path / "model", text_folder, tmp_path / "out", {"none": {}}, max_steps=0)
     assert compare.main(words) == 0
     model.lm_head.weight.data.zero_()
     model.save_pretrained(tmp_path / "model")
@@ -215,12 +183,12 @@ def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
         "alibi": {"swap": {"gradual_steps": 4}, "training": within},
         "too-long": {"scheme": "alibi", "swap": {"gradual_steps": 4}},
     }  # fmt: skip
-    words = _words(
+    words = of_pretrained(
         bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16,24,64", train_lengths="16,64",
         max_steps=8, eval_every=4, batch_size=2, learning_rate=3e-3,
     )  # fmt: skip
     assert compare.main(words) == 0, capsys.readouterr().err
-    control, repeat, alibi, too_long = _runs(tmp_path).values()
+    control, repeat, alibi, too_long = study_runs(tmp_path).values()
     # While the old table acts, nothing can be longer than it.
     assert too_long["status"] == "unsupported"
     assert "24 positions of the learned table" in too_long["reason"]
@@ -235,17 +203,13 @@ def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
 
 
 def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_folder, tmp_path, monkeypatch, capsys):
-    words = _words(
+    words = of_pretrained(
         bert, text_folder, tmp_path, {"control": {"scheme": "native"}}, tasks="embedding", test_lengths="16",
         max_steps=3, eval_every=3,
     )  # fmt: skip
 
-    def interrupted(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(DefaultFlowCallback, "on_step_begin", interrupted)
+        interrupt(patch, DefaultFlowCallback)
         assert compare.main(words) == 130
     capsys.readouterr()
     assert compare.main([*words, "--learning_rate=0.5"]) == 2
@@ -253,5 +217,5 @@ def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_f
     # A checkpoint that was cut off is passed over.
     (tmp_path / "trainings" / "embedding-control-seed0" / "checkpoint-2" / "optimizer.pt").write_bytes(b"PK")
     assert compare.main(words) == 0
-    (run,) = _runs(tmp_path).values()
+    (run,) = study_runs(tmp_path).values()
     assert run["curve"]["step"] == [0, 3]

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from docs.study import python_source
+from tests.training.run_cases import study_runs, study_words
 from training import compare, train_tokenizer
-from training.study import outputs
 from training.study.cells import study_cells
 from training.study.models import new_model
 from training.study.results import Task
@@ -106,16 +106,13 @@ def test_the_larger_study_has_the_size_that_its_text_says() -> None:
 
 
 def test_the_larger_study_runs_at_a_small_size(
-    tokenizer_folder: Path, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Path, text_folder: Path, tmp_path: Path, no_figures: None
 ) -> None:
-    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
     small = {
-        "dataset_name": text_folder, "tokenizer_name": tokenizer_folder, "output_dir": tmp_path / "out", "seeds": 0,
-        "hidden_size": 16, "num_layers": 1, "num_heads": 2, "train_length": 16, "length_factor": 2, "batch_size": 2,
-        "max_steps": 2, "warmup_steps": 1, "eval_windows": 2, "workers": 1, "validation_fraction": 0.25,
-        "trainer": "{bf16: true, use_cpu: true}",
+        "schemes": None, "tasks": None, "tokenizer_name": tokenizer_folder, "seeds": 0, "length_factor": 2,
+        "batch_size": 2, "eval_windows": 2, "trainer": "{bf16: true, use_cpu: true}",
     }  # fmt: skip
-    assert compare.main([str(STUDY), *(f"--{name}={value}" for name, value in small.items())]) == 0
-    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert compare.main([str(STUDY), *study_words(text_folder, tmp_path / "out", **small)]) == 0
+    runs = study_runs(tmp_path / "out").values()
     assert [run["status"] for run in runs] == ["finished"] * 8
     assert len({run["by_length"]["loss"][-1] for run in runs}) > 4

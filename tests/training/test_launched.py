@@ -66,6 +66,7 @@ def test_the_second_process_leaves_an_evaluation_to_the_first(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_once(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     assert run(words(texts, tmp_path / "model", scheme="alibi", max_steps=2)) == 0

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM
 
 from tests.hub import Hub, Place, serving
-from tests.training.run_cases import environment, results, run, start, words
+from tests.training.run_cases import environment, results, run, words
 
 
 class Pushes:
@@ -117,12 +118,13 @@ def test_a_hub_that_refuses_leaves_the_model(push: Pushes, texts: Path, tmp_path
     assert "generated_from_trainer" in hub.files["README.md"].decode()
 
 
-def test_a_hub_that_is_not_there_is_found_out_before_training(texts: Path, tmp_path: Path) -> None:
-    # The port that discards; nothing listens there.
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_nothing"}
-    process = start(words(texts, tmp_path / "out", push_to_hub="true"), more=nowhere)
-    said = process.communicate(timeout=600)[1].decode()
-    assert process.returncode == 2
-    assert "Traceback" not in said
-    assert "--push_to_hub" in said
+def test_a_hub_that_is_not_there_is_found_out_before_training(
+    texts: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise HfHubHTTPError.__bases__[0]("[Errno 111] Connection refused")  # what its HTTP client raises
+
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", unreachable)
+    assert run(words(texts, tmp_path / "out", push_to_hub="true")) == 2
+    assert "--push_to_hub: [Errno 111] Connection refused" in capsys.readouterr().err
     assert not (tmp_path / "out/run_settings.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForImageClassification, pipeline
 
 import hf_posenc
 from hf_posenc.metrics import accuracy_by_resolution
-from hf_posenc.metrics.images.pictures import Pictures, load_pictures
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.report import Result
 from tests.training.run_cases import curve, results
 from training import run_image_classification
@@ -23,6 +24,12 @@ from training.trainer import SettingsError
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4,
+}  # fmt: skip
+
+
+#: RoPE-Mixed, read at three resolutions.
+MIXED: dict[str, Any] = {
+    "scheme": "rope_nd", "scheme_options": '{"assignment": "mixed"}', "eval_resolutions": [12, 16, 24],
 }  # fmt: skip
 
 
@@ -47,8 +54,7 @@ def run(*arguments: Any, **changes: Any) -> int:
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with RoPE-Mixed."""
     output = tmp_path_factory.mktemp("runs") / "mixed"
-    scheme = {"scheme": "rope_nd", "scheme_options": '{"assignment": "mixed"}'}
-    assert run(output, **scheme, eval_resolutions=[12, 16, 24]) == 0
+    assert run(output, **MIXED) == 0
     return output
 
 
@@ -80,7 +86,7 @@ def test_a_pipeline_prepares_pictures_as_training_does(mixed: Path) -> None:
     model = AutoModelForImageClassification.from_pretrained(mixed).eval()
     pixels = (255 * load_pictures().picture(3)[0]).round().byte().numpy()
     pictures = Pictures("", [image.fromarray(numpy.ascontiguousarray(pixels))], (3,), ("3",))
-    row = PictureRows(pictures, 16, 3, run_normalization())[0]["pixel_values"]
+    row = PictureRows(pictures, 16, 3, Normalization())[0]["pixel_values"]
     with torch.no_grad():
         expected = model(pixel_values=row[None]).logits.softmax(-1).max()
     from transformers import ViTImageProcessorPil
@@ -90,20 +96,13 @@ def test_a_pipeline_prepares_pictures_as_training_does(mixed: Path) -> None:
     assert classify(pictures.items[0])[0]["score"] == pytest.approx(float(expected), abs=1e-2)
 
 
-def run_normalization() -> Any:
-    from hf_posenc.metrics.images.pictures import Normalization
-
-    return Normalization()
-
-
 def test_a_resumed_run_goes_on_with_the_same_curve(mixed: Path, tmp_path: Path) -> None:
-    output = tmp_path / "cut"
-    scheme = {"scheme": "rope_nd", "scheme_options": '{"assignment": "mixed"}'}
-    assert run(output, **scheme, eval_resolutions=[12, 16, 24]) == 0
+    output = shutil.copytree(mixed, tmp_path / "cut")
+    (output / "model.safetensors").unlink()
     for name in ("checkpoint-12", "checkpoint-10"):
         for path in sorted((output / name).iterdir()):
             path.unlink()
-    assert run(output, **scheme, eval_resolutions=[12, 16, 24]) == 0
+    assert run(output, **MIXED) == 0
     assert [entry for entry in curve(output) if "loss" in entry] == [entry for entry in curve(mixed) if "loss" in entry]
     assert (output / "model.safetensors").read_bytes() == (mixed / "model.safetensors").read_bytes()
 

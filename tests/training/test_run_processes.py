@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.training.run_cases import (
     launch,
     results,
     run,
-    start,
+    start_two,
     words,
 )
 from tests.versions import since
@@ -39,12 +40,13 @@ def test_a_killed_run_resumes_to_the_identical_curve(causal: bool, texts: Path, 
     }  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(words(texts, whole, causal, **options), causal) == 0
-    process = start(words(texts, killed, causal, **options), causal)
+    process = get_context("forkserver").Process(target=run, args=(words(texts, killed, causal, **options), causal))
+    process.start()
     while not (killed / "checkpoint-8").exists():
-        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert process.is_alive(), "ended before its second checkpoint"
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     assert not (killed / "all_results.json").exists()
     assert run(words(texts, killed, causal, **options), causal) == 0
     assert curve(killed) == curve(whole)
@@ -78,7 +80,8 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
         texts, tmp_path / "both", causal, per_device_train_batch_size=4, gradient_accumulation_steps=2, **common
     )
     both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
-    launch(CONFIGS / "ddp_cpu.yaml", script, both)
+    again = start_two if causal else partial(launch, CONFIGS / "ddp_cpu.yaml")
+    again(script, both)
     close(curve(alone), curve(tmp_path / "both"))
     assert results(tmp_path / "both")["eval_loss"] == pytest.approx(results(alone)["eval_loss"], rel=1e-4)
     if not causal:
@@ -87,7 +90,7 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
     since("5.18", "the trainer cannot read an optimizer's state in several processes on CPUs")
     # Half a last checkpoint: the run goes on from step 13, which lies within its second epoch.
     (tmp_path / "both/checkpoint-16/rng_state_1.pth").unlink()
-    said = launch(CONFIGS / "ddp_cpu.yaml", script, both)
+    said = again(script, both)
     assert "checkpoint-16, which cannot be resumed from: rng_state_1.pth is missing" in said
     assert "Resuming from" in said
     assert curve(tmp_path / "both") == before

@@ -7,43 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
-from hf_posenc.recipes import PerturbedSelfDistillation
-from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words
-from tests.training.trainer_cases import Rows, tiny, trainer
+from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, study_runs, study_words, words
 from training import compare
-from training.checkpoints import latest_complete_checkpoint
-from training.study import outputs
-
-
-def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
-def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
-    """With dropout and accumulated batches; the positions are drawn from the state that a checkpoint contains."""
-    ends = []
-    for stops in (False, True):
-        folder = tmp_path / str(stops)
-        options: dict[str, Any] = {
-            "gradient_accumulation_steps": 2, "train_dataset": Rows(11, True), "save_strategy": "steps",
-            "save_steps": 3, "lr_scheduler_type": "constant",
-        }  # fmt: skip
-        for steps in (3, 6) if stops else (6,):
-            model = tiny(scheme="rope")
-            hooks = [PerturbedSelfDistillation(model)]
-            made = trainer(folder, model=model, **options, max_steps=steps, loss_hooks=hooks)
-            checkpoint = latest_complete_checkpoint(folder)
-            torch.manual_seed(1 if checkpoint is None else 99)
-            made.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        ends.append(_weights(made))
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-    plain = trainer(tmp_path / "plain", model=tiny(scheme="rope"), **options, max_steps=6)
-    torch.manual_seed(1)
-    plain.train()
-    assert any(not torch.equal(value, _weights(plain)[name]) for name, value in ends[0].items())
 
 
 @pytest.mark.parametrize("packing", ["documents", "concatenate"])
@@ -73,24 +40,19 @@ def test_a_run_distils_itself(packing: str, texts: Path, tmp_path: Path) -> None
         ({"self_distill": "true", "self_distill_weight": "inf"}, "--self_distill_weight is inf"),
         ({"self_distill": "true", "scheme": "none"}, "change nothing"),
         ({"self_distill": "true", "scheme": "learned", "scheme_options": '{"num_positions": 32}'}, "reach 32"),
+        ({"self_distill": "true", "causal": False}, "It is for causal language models"),
     ],
 )
 def test_a_run_that_could_not_learn_it_says_why(
     changes: dict[str, Any], message: str, texts: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    options = {"scheme": "rope", "packing": "concatenate", "max_steps": 2} | changes
-    assert run(words(texts, tmp_path / "out", **options)) == 2
+    options = {"scheme": "rope", "packing": "concatenate", "max_steps": 2, "causal": True} | changes
+    assert run(words(texts, tmp_path / "out", **options), options["causal"]) == 2
     assert message in capsys.readouterr().err
+    assert options["causal"] or not (tmp_path / "out").exists()
 
 
-def test_masked_models_are_refused(texts: Path, tmp_path: Path, capsys: Any) -> None:
-    assert run(words(texts, tmp_path / "out", causal=False, scheme="rope", self_distill="true"), causal=False) == 2
-    assert "It is for causal language models" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_study_with_and_without(texts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
+def test_a_study_with_and_without(texts: Path, tmp_path: Path, no_figures: None, capsys: Any) -> None:
     schemes = {
         "base": {"scheme": "rope"},
         "control": {"scheme": "rope", "from": "base"},
@@ -98,21 +60,15 @@ def test_a_study_with_and_without(texts: Path, tmp_path: Path, monkeypatch: Any,
         "cyclic": {"scheme": "t5", "from": "base", "swap": {"self_distill": True, "self_distill_shift": "cyclic"}},
         "none": {"from": "base", "swap": {"self_distill": True}},
     }
-    options = {
-        "dataset_name": texts, "validation_fraction": 0.25, "output_dir": tmp_path / "out", "tasks": "causal",
-        "schemes": ",".join(schemes), "scheme_options": json.dumps(schemes), "train_length": 16, "length_factor": 2,
-        "hidden_size": 16, "num_heads": 2, "eval_windows": 2, "max_steps": 3, "batch_size": 4, "eval_every": 3,
-        "warmup_steps": 0, "workers": 1,
-    }  # fmt: skip
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    assert compare.main(arguments) == 0, capsys.readouterr().err
-    content = json.loads((tmp_path / "out/results.json").read_text())
-    runs = {run["scheme"]: run for run in content["runs"]}
+    options = {"schemes": ",".join(schemes), "scheme_options": schemes, "length_factor": 2, "warmup_steps": 0}
+    words = study_words(texts, tmp_path / "out", **options, max_steps=3, eval_every=3)
+    assert compare.main(words) == 0, capsys.readouterr().err
+    runs = {run["scheme"]: run for run in study_runs(tmp_path / "out").values()}
     assert runs["none"]["status"] == "unsupported"
     assert "change nothing" in runs["none"]["reason"]
     assert all(runs[name]["status"] == "finished" for name in ("control", "self", "cyclic"))
     assert runs["self"]["curve"]["train_loss"][-1] > runs["control"]["curve"]["train_loss"][-1]
-    assert compare.main([*arguments[:3], "--tasks=masked", *arguments[4:]]) == 2
+    assert compare.main(study_words(texts, tmp_path / "out", **options, tasks="masked")) == 2
     assert "It is for causal language models" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -14,6 +15,8 @@ from training.study.cards import study_cards
 from training.study.outputs import main, write_outputs
 from training.study.records import study_records
 from training.study.results import check_results
+
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 def cards(results):
@@ -105,19 +108,15 @@ def test_a_card_is_plain_markdown_without_leftovers():
         assert line in text
 
 
-def test_a_loss_that_is_no_number_is_no_result():
+def test_a_loss_that_is_no_number_is_no_result_and_other_text_has_an_unknown_licence():
     run = finished("causal", "rope", model="models/a")
     run["by_length"]["loss"] = [2.5, 800.0, None]
-    (card,) = cards(study([run])).values()
+    results = study([run])
+    results["corpus"]["source"] = "notes.txt"
+    (card,) = cards(results).values()
     assert [score.metric_name for score in card.data.eval_results] == [
         "Loss at 16 tokens", "Perplexity at 16 tokens", "Loss at 32 tokens",
     ]  # fmt: skip
-
-
-def test_other_text_has_an_unknown_licence_and_language():
-    results = study([finished("causal", "rope", model="models/a")])
-    results["corpus"]["source"] = "notes.txt"
-    (card,) = cards(results).values()
     assert "licence of this text is not recorded" in card.text
     assert "government" not in card.text
     assert card.data.language is None

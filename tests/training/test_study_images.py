@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from transformers import AutoModelForImageClassification
 
+from tests.training.run_cases import REPOSITORY, study_words
 from training import compare
 from training.errors import SettingsError
 from training.study import outputs
@@ -18,18 +20,16 @@ from training.study.rates import rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study, validated
 from training.study.tasks.images import pictures_summary
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 def arguments(folder: Path, **changes: Any) -> list[str]:
     options: dict[str, Any] = {
-        "tasks": "images", "schemes": "none,rope_nd,short", "output_dir": folder, "seeds": "0,1",
-        "scheme_options": '{short: {scheme: learned, num_positions: 70}}',
-        "learning_rates": "[1e-2, 1e-3]", "max_steps": 3, "eval_every": 3, "batch_size": 8, "hidden_size": 16,
-        "num_heads": 2, "num_layers": 1, "train_resolution": 16, "test_resolutions": "12,16,48",
-        "max_train_samples": 32, "max_eval_samples": 20, "warmup_steps": 1, "workers": 1, "save_models": "true",
-    } | changes  # fmt: skip
-    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+        "dataset_name": None, "tasks": "images", "schemes": "none,rope_nd,short", "seeds": "0,1",
+        "scheme_options": {"short": {"scheme": "learned", "num_positions": 70}}, "learning_rates": "[1e-2, 1e-3]",
+        "max_steps": 3, "eval_every": 3, "batch_size": 8, "train_length": None, "eval_windows": None,
+        "validation_fraction": None, "train_resolution": 16, "test_resolutions": "12,16,48", "max_train_samples": 32,
+        "max_eval_samples": 20, "save_models": "true",
+    }  # fmt: skip
+    return study_words(folder, folder, **(options | changes))
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +119,7 @@ def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
 def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> None:
     study = validated(StudySettings, {"tasks": "images"} | options, "The study")
     with pytest.raises(ValueError, match=message):
-        compare._prepare(study, study_cells(study), None, _first_process())
-
-
-def _first_process() -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(is_main_process=False)
+        compare._prepare(study, study_cells(study), None, SimpleNamespace(is_main_process=False))
 
 
 def test_text_ignores_no_settings_of_pictures() -> None:

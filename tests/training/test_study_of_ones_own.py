@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from transformers import BertConfig, LlamaConfig
 
 from hf_posenc import extensions
@@ -56,17 +57,24 @@ def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_sche
     monkeypatch.setattr(compare, "write_outputs", only_results)
     (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {number} has a few words." for number in range(60)))
     settings = {
-        "imports": ["own_schemes"], "schemes": ["rope", own_scheme], "tasks": ["causal"], "model_type": "qwen3",
-        "dataset_name": "text.txt", "output_dir": "out", "max_steps": 2, "eval_every": 1, "batch_size": 2,
-        "train_length": 8, "length_factor": 2, "hidden_size": 16, "num_heads": 2, "num_layers": 1, "eval_windows": 2,
-        "warmup_steps": 1, "workers": 2, "validation_fraction": 0.2,
+        "imports": ["own_schemes"], "schemes": ["rope", own_scheme, "stretched"], "tasks": ["causal"],
+        "scheme_options": {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}}},
+        "model_type": "qwen3", "seeds": [0, 1], "dataset_name": "text.txt", "output_dir": "out", "max_steps": 2,
+        "eval_every": 1, "batch_size": 2, "train_length": 8, "length_factor": 2, "hidden_size": 16, "num_heads": 2,
+        "num_layers": 1, "eval_windows": 2, "warmup_steps": 1, "workers": 2, "validation_fraction": 0.2,
     }  # fmt: skip
     (tmp_path / "study.yaml").write_text(json.dumps(settings))  # JSON is YAML
     assert compare.main(["study.yaml"]) == 0, capsys.readouterr().err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {run["scheme"]: run["status"] for run in results["runs"]} == {"rope": "finished", own_scheme: "finished"}
+    assert {run["status"] for run in results["runs"]} == {"finished"}
+    assert [run["scheme"] for run in results["runs"]] == ["rope", "rope", own_scheme, own_scheme, *["stretched"] * 2]
     assert results["tasks"]["causal"]["model"] == "Qwen3ForCausalLM"
     assert results["settings"]["imports"] == ["own_schemes"]
+    # A training waits for its start and for nothing else: a study that is stopped has the same schemes with each seed.
+    ended = (tmp_path / "out/trainings").glob("*/result.json")
+    order = [path.parent.name for path in sorted(ended, key=lambda path: path.stat().st_mtime_ns)]
+    places = [order.index(f"causal-{name}") for name in ("rope-seed0", "stretched-seed0", "rope-seed1")]
+    assert places == sorted(places)
     # It goes on where it was, and in words of the command line too.
     assert compare.main(["study.yaml", "--import", "own_schemes"]) == 0
     assert json.loads((tmp_path / "out" / "results.json").read_text())["runs"] == results["runs"]
@@ -76,8 +84,9 @@ def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_sche
     capsys.readouterr()
     assert compare.main(["study.yaml"]) == 2
     assert "causal-own_for_tests-seed0 in out began with other settings: code of the scheme" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "out" / "trainings" / "causal-own_for_tests-seed0")
-    assert compare.main(["study.yaml"]) == 0
+    for seed in (0, 1):
+        shutil.rmtree(tmp_path / "out" / "trainings" / f"causal-own_for_tests-seed{seed}")
+    assert compare.main(["study.yaml", "--workers=1"]) == 0
 
 
 def test_a_module_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys):
@@ -113,23 +122,26 @@ def task(name="causal", **settings):
     return study_task(name, TrainingSettings(**{"hidden_size": 32, "num_layers": 1, "num_heads": 2} | settings))
 
 
+def built(name="causal", positions=24, **settings):
+    chosen = task(name, **settings)
+    if name == "images":
+        return new_image_model(chosen, chosen.settings, classes=2)
+    return new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), positions)
+
+
 @pytest.mark.parametrize(
     ("name", "model_type"),
     [("causal", name) for name in ("gpt2", "gemma2", "opt", "gpt_neox", "mistral", "bloom")]
     + [("masked", name) for name in ("roberta", "modernbert", "distilbert", "deberta-v2")],
 )
 def test_architectures_of_a_study_read_its_longest_sequence(name, model_type):
-    import torch
-
-    chosen, tokenizer = task(name, model_type=model_type), study_tokenizer(StudySettings())
-    model = new_model(chosen, chosen.settings, tokenizer, positions=24).eval()
+    model = built(name, model_type=model_type).eval()
     assert model.config.hidden_size == 32
     assert sum(parameter.numel() for parameter in model.parameters()) < 300_000
     assert model(input_ids=torch.arange(3, 27)[None]).logits.shape[:2] == (1, 24)
 
 
 def test_the_default_architectures():
-    tokenizer = study_tokenizer(StudySettings())
     common = {
         "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 64, "max_position_embeddings": 24, "initializer_range": 0.05, "pad_token_id": 0,
@@ -138,77 +150,54 @@ def test_the_default_architectures():
     llama = LlamaConfig(**common, tie_word_embeddings=True, use_cache=False)
     bert = BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     for name, config in (("causal", llama), ("masked", bert)):
-        built = new_model(task(name), task(name).settings, tokenizer, 24).config.to_dict()
-        assert built | {"architectures": None, "dtype": None} == config.to_dict() | {"dtype": None}
+        fields = built(name).config.to_dict()
+        assert fields | {"architectures": None, "dtype": None} == config.to_dict() | {"dtype": None}
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
-    ("name", "model_type", "message"),
+    ("settings", "overrides", "expected"),
     [
-        ("causal", "lama", "Did you mean 'llama'"),
-        ("masked", "llama", "cannot be used for the task 'masked'"),
-        ("causal", "mamba", "no num_attention_heads"),
+        ({"model_type": "qwen2", "num_layers": 2}, WINDOWS | {"intermediate_size": 48}, {"hidden_size": 32}),
+        ({"name": "images"}, {"qkv_bias": False}, {}),
+        # Fields go by the names of the architecture, too.
+        ({"model_type": "gpt2"}, {"n_inner": 40}, {"n_embd": 32}),
+        ({"model_type": "gpt2"}, {"n_positions": 50}, {"max_position_embeddings": 50}),
+        ({"model_type": "llama"}, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, {}),
     ],
 )
-def test_architectures_that_cannot_be_studied(name, model_type, message):
-    chosen = task(name, model_type=model_type)
-    with pytest.raises(SettingsError, match=message):
-        new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24)
-
-
-def test_further_fields_of_the_config():
-    tokenizer = study_tokenizer(StudySettings())
-    windows = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-    chosen = task(model_type="qwen2", num_layers=2, config_overrides=windows | {"intermediate_size": 48})
-    config = new_model(chosen, chosen.settings, tokenizer, 24).config
-    assert (config.sliding_window, config.layer_types) == (4, ["sliding_attention", "full_attention"])
-    assert (config.hidden_size, config.intermediate_size) == (32, 48)
-    pictures = task("images", config_overrides={"qkv_bias": False})
-    assert new_image_model(pictures, pictures.settings, classes=2).config.qkv_bias is False
-    wrong = task(config_overrides={"sliding_windows": 4})
-    with pytest.raises(SettingsError, match="--config_overrides: Unknown field 'sliding_windows' of LlamaConfig"):
-        new_model(wrong, wrong.settings, tokenizer, 24)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "overrides", "expected"),
-    [
-        ("gpt2", {"n_inner": 40}, {"n_inner": 40, "n_embd": 32}),
-        ("gpt2", {"n_positions": 50}, {"max_position_embeddings": 50}),
-        ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, {}),
-    ],
-)
-def test_fields_go_by_the_names_of_the_architecture_too(model_type, overrides, expected):
-    chosen = task(model_type=model_type, config_overrides=overrides)
-    config = new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24).config
+def test_further_fields_of_the_config(settings, overrides, expected):
+    config = built(**settings, config_overrides=overrides).config
     for name, value in (overrides | expected).items():
         assert getattr(config, name) == value
 
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "message"),
+    ("settings", "overrides", "message"),
     [
-        ("gpt2", {"n_embd": 64}, "has n_embd, which --hidden_size determines"),
-        ("llama", {"model_type": "gpt2"}, "has model_type, which --model_type determines"),
-        ("llama", {"hidden_act": "geluu"}, "KeyError: 'geluu'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "Missing required keys"),
+        ({"model_type": "lama"}, {}, "Did you mean 'llama'"),
+        ({"name": "masked", "model_type": "llama"}, {}, "cannot be used for the task 'masked'"),
+        ({"model_type": "mamba"}, {}, "no num_attention_heads"),
+        ({"name": "repeated_copy", "model_type": "encoder-decoder"}, {}, "encoder-decoder"),
+        ({}, {"sliding_windows": 4}, "--config_overrides: Unknown field 'sliding_windows' of LlamaConfig"),
+        ({"model_type": "gpt2"}, {"n_embd": 64}, "has n_embd, which --hidden_size determines"),
+        ({}, {"model_type": "gpt2"}, "has model_type, which --model_type determines"),
+        ({}, {"hidden_act": "geluu"}, "KeyError: 'geluu'"),
+        ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "Missing required keys"),
     ],
 )
-def test_fields_that_a_study_sets_or_the_architecture_cannot_have_are_refused(model_type, overrides, message):
-    chosen = task(model_type=model_type, config_overrides=overrides)
+def test_architectures_and_fields_that_cannot_be_studied(settings, overrides, message):
     with pytest.raises(SettingsError, match=message):
-        new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24)
+        built(**settings, config_overrides=overrides)
 
 
-def test_fields_are_recorded_as_they_are_read_again():
-    settings = TrainingSettings(config_overrides={"id2label": {0: "a"}})
-    assert settings.fingerprint() == json.loads(json.dumps(settings.fingerprint()))
+def test_fields_are_recorded_as_they_are_read_again_and_a_training_began_with_them():
+    plain, given = TrainingSettings(), TrainingSettings(config_overrides={"id2label": {0: "a"}})
+    assert given.fingerprint() == json.loads(json.dumps(given.fingerprint()))
     with pytest.raises(ValueError, match="cannot be written as JSON"):
         TrainingSettings(config_overrides={"sliding_window": {1, 2}})
-
-
-def test_fields_of_the_config_are_part_of_what_a_training_began_with():
-    plain = TrainingSettings()
     # Trainings that were made before the setting existed go on.
     assert "config_overrides" not in plain.fingerprint()
     changed = plain.changed({"config_overrides": {"rope_theta": 100.0}}, "The study")

@@ -10,15 +10,8 @@ from unittest import mock
 import pytest
 from scipy import stats
 
-from tests.training.study_results import (
-    REPOSITORY,
-    finished,
-    published_comparison,
-    row,
-    study,
-    three_seeds,
-    unfinished,
-)
+from tests.training.run_cases import REPOSITORY
+from tests.training.study_results import finished, row, study, three_seeds, unfinished
 from training.files import read_json
 from training.study import outputs
 from training.study.figures import draw_figures
@@ -26,6 +19,8 @@ from training.study.outputs import main, write_outputs
 from training.study.records import study_records
 from training.study.results import ResultsError, check_results
 from training.study.summary import study_summary
+
+PUBLISHED = REPOSITORY / "docs" / "results"
 
 
 def records(results):
@@ -75,24 +70,27 @@ def test_the_interval_is_that_of_students_t():
     assert numbers(study(runs[:1]), "causal", "rope", "loss")[0] == (1.0, None, 1)
 
 
-def test_every_figure_is_aggregated_over_the_seeds_that_finished():
+def test_every_figure_is_aggregated_over_the_seeds_that_finished_and_differences_are_paired():
     results = three_seeds()
     assert numbers(results, "causal", "alibi", "seeds")[0][0] == 2
     assert [(mean, n) for mean, _, n in numbers(results, "causal", "alibi", "loss")] == [
         (2.5625, 2), (2.8125, 2), (3.0625, 2)
     ]  # fmt: skip
-    assert means(results, "causal", "alibi", "sliding_loss") == [2.5625]
-    assert means(results, "causal", "alibi", "validation_loss") == [3.1, pytest.approx(2.6625)]
-    assert means(results, "causal", "alibi", "dog_distance") == [0.0, 0.1875]
-    assert means(results, "causal", "alibi", "accuracy") == []
-
-
-def test_differences_are_paired_by_seed():
-    results = three_seeds()
+    for quantity, expected in (
+        ("sliding_loss", [2.5625]), ("validation_loss", [3.1, pytest.approx(2.6625)]), ("dog_distance", [0.0, 0.1875]),
+        ("accuracy", []),
+    ):  # fmt: skip
+        assert means(results, "causal", "alibi", quantity) == expected
     # Every seed of the control has the same losses, so the paired difference is exact where the means are spread.
     assert numbers(results, "causal", "rope-500k", "difference") == [(0.0, 0.0, 3)] * 3
     assert records(results)["causal"].settings["control"] == "native"
     assert means(results, "causal", "native", "difference") == []
+    assert "seeds: the others have no number" not in tables(results)
+    results["runs"][0]["by_length"]["loss"][2] = None
+    assert [n for _, _, n in numbers(results, "causal", "native", "loss")] == [3, 3, 2]
+    # The control lacks it too, so the pair is gone.
+    assert [n for _, _, n in numbers(results, "causal", "none", "difference")] == [3, 3, 2]
+    assert "Of 2 of 3 seeds: the others have no number." in tables(results)
 
 
 def test_time_is_per_step_of_the_run_on_the_processor_or_beside_a_gpu_by_the_clock():
@@ -107,16 +105,6 @@ def test_time_is_per_step_of_the_run_on_the_processor_or_beside_a_gpu_by_the_clo
     assert means(results, "causal", "alibi", "seconds") == [None]
 
 
-def test_a_figure_that_one_seed_lacks_counts_the_others_and_says_so():
-    results = three_seeds()
-    assert "seeds: the others have no number" not in tables(results)
-    results["runs"][0]["by_length"]["loss"][2] = None
-    assert [n for _, _, n in numbers(results, "causal", "native", "loss")] == [3, 3, 2]
-    # The control lacks it too, so the pair is gone.
-    assert [n for _, _, n in numbers(results, "causal", "none", "difference")] == [3, 3, 2]
-    assert "Of 2 of 3 seeds: the others have no number." in tables(results)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -126,7 +114,7 @@ def test_a_figure_that_one_seed_lacks_counts_the_others_and_says_so():
     ],
 )  # fmt: skip
 def test_the_published_tables_are_those_of_the_published_results(name):
-    folder = REPOSITORY / "docs" / "results" / name
+    folder = PUBLISHED / name
     assert tables(read_json(folder / "results.json")) == (folder / "table.md").read_text(encoding="utf-8")
 
 
@@ -183,16 +171,14 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(change, key):
 # Tables, page and files
 
 
-def test_means_stand_with_their_intervals():
-    _, _, causal, masked, copied = re.split(r"^## ", tables(three_seeds()), flags=re.M)
+def test_means_stand_with_their_intervals_and_notes_say_what_a_reader_has_to_know():
+    text = tables(three_seeds())
+    _, _, causal, masked, copied = re.split(r"^## ", text, flags=re.M)
     assert row(causal, "alibi")[:4] == ["alibi", "2 of 3", "2.562 ± 0.794", "2.812 ± 0.794"]
     assert row(causal, "t5")[:3] == ["t5", "0 of 3", "-"]
     assert row(masked, "rope")[:3] == ["rope", "1", "2.500"]
     assert row(copied, "rope-500k")[1:6] == ["3", "100 ± 0", "100 ± 0", "38 ± 31", "0 ± 0"]
-
-
-def test_notes_say_what_a_reader_has_to_know():
-    text = tables(three_seeds())
+    assert text.index("What was seen") < text.index("## causal")
     for line in (
         "`rope-500k`: `rope(theta=500000)`.",
         "`native`: the unpatched model.",
@@ -202,6 +188,8 @@ def test_notes_say_what_a_reader_has_to_know():
         "`rope`: dog test: No dog in this vocabulary.",
         "token frequencies only has a loss of 3.125",
         "python training/compare.py training/studies/tiny.yaml",
+        "24 of 28 trainings finished.",
+        "minutes of processor time, on",
     ):
         assert line in text
 
@@ -217,7 +205,8 @@ def test_another_budget_and_another_start_are_told():
 
 
 def test_the_page_needs_nothing_beside_it_has_everything_and_escapes_it(tmp_path):
-    write_outputs(three_seeds(), tmp_path)
+    with mock.patch("training.study.figures.png_of", return_value=b"a picture"):
+        write_outputs(three_seeds(), tmp_path)
     page = (tmp_path / "report.html").read_text()
     sources = re.findall(r'<img src="([^"]*)"', page)
     assert sources
@@ -287,11 +276,20 @@ def compared(*losses, seeds=3):
     return study(runs)
 
 
-def test_with_one_seed_nothing_is_ranked():
-    text = seen(compared(([1.0], [1.5]), ([2.0], [2.01]), seeds=1))
+def test_with_one_seed_nothing_is_ranked_nor_what_was_trained_otherwise():
+    told = compared(([1.0], [1.5]), ([2.0], [2.01]), seeds=1)
+    text = seen(told)
     assert "With one seed, a difference between two schemes may be chance" in text[""]
     assert "the lowest loss was that of `rope` (1.000); next came `alibi` (2.000). With one seed this" in text["causal"]
     assert "clear" not in text["causal"]
+    # On another length, or going on from another scheme.
+    base, other = told["runs"]
+    base["training"], other["from"] = {"train_length": 8}, "rope"
+    assert "the lowest loss was" not in seen(told)["causal"]
+    apart = study([finished("causal", "native", 0), finished("causal", "none", 1)])
+    assert "They have no seed in common to compare." in seen(apart)["causal"]
+    nothing = study([unfinished("causal", "t5", 0, "failed", "The disk is full.")])
+    assert seen(nothing)["causal"].startswith("**causal**")
 
 
 def test_a_difference_is_clear_only_where_the_interval_over_the_seeds_says_so():
@@ -314,13 +312,8 @@ def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
         in ignorant
     )
     assert "`alibi` kept its loss" in ignorant
-
-
-def test_what_was_trained_on_another_length_or_goes_on_from_another_is_not_ranked():
-    told = compared(([1.9], [2.4]), ([1.6], [1.7]), seeds=1)
-    base, other = told["runs"]
-    base["training"], other["from"] = {"train_length": 8}, "rope"
-    assert "the lowest loss was" not in seen(told)["causal"]
+    short_only = compared((short, [None] * 3), (short, [None] * 3))
+    assert "times as long" not in seen(short_only)["causal"]
 
 
 def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():
@@ -333,16 +326,6 @@ def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():
         assert "every scheme tells the two dogs apart." in text[task]
 
 
-def test_what_was_seen_begins_the_table_and_says_how_long_it_took():
-    text = tables(three_seeds())
-    assert text.index("What was seen") < text.index("## causal")
-    assert "24 of 28 trainings finished." in text
-    assert "minutes of processor time, on" in text
-    assert seen(study([unfinished("causal", "t5", 0, "failed", "The disk is full.")]))["causal"].startswith(
-        "**causal**"
-    )
-
-
 # Figures
 
 
@@ -351,7 +334,7 @@ def test_a_study_gets_the_figures_it_has_data_for():
     assert figures(three_seeds()) == [
         *(f"{task}_{kind}" for task in ("causal", "masked") for kind in kinds), "copy_loss_curves", "copy_exact_match"
     ]  # fmt: skip
-    assert "causal_loss_by_length" in figures(published_comparison())
+    assert "causal_loss_by_length" in figures(read_json(PUBLISHED / "compare/results.json"))
 
 
 def test_models_that_start_from_others_have_figures_of_their_own():
@@ -361,18 +344,3 @@ def test_models_that_start_from_others_have_figures_of_their_own():
     assert "causal_further_loss_by_length" in names
     healed = finished("causal", "alibi") | {"from": "rope"}
     assert "causal_further_loss_curves" in figures(study([finished("causal", "rope"), healed]))
-
-
-def test_schemes_without_a_common_seed_are_not_compared():
-    results = study([finished("causal", "native", 0), finished("causal", "none", 1)])
-    text = " ".join(study_summary(check_results(results), records(results))["causal"])
-    assert "They have no seed in common to compare." in text
-
-
-def test_nothing_is_said_about_longer_texts_that_no_model_was_read_on():
-    results = study([finished("causal", scheme, seed) for scheme in ("native", "none") for seed in (0, 1)])
-    assert "times as long" in " ".join(study_summary(check_results(results), records(results))["causal"])
-    for run in results["runs"]:
-        losses = run["by_length"]["loss"]
-        losses[1:] = [None] * (len(losses) - 1)
-    assert "times as long" not in " ".join(study_summary(check_results(results), records(results))["causal"])

@@ -28,8 +28,11 @@ export const sinusoidal = {
   build(options) {
     const frequencies = sinusoidalFrequencies(options);
     const half = frequencies.length;
-    const [sine, cosine] =
-      options.layout === "interleaved" ? [(m) => 2 * m, (m) => 2 * m + 1] : [(m) => m, (m) => m + half];
+    const [sine, cosine] = {
+      interleaved: [(m) => 2 * m, (m) => 2 * m + 1],
+      concatenated: [(m) => m, (m) => m + half],
+      cosines_first: [(m) => m + half, (m) => m],
+    }[options.layout];
     return {
       added(position) {
         const vector = new Float64Array(HIDDEN);

@@ -17,6 +17,7 @@ from hf_posenc.export.gguf.blocks import (
 )
 from hf_posenc.export.gguf.file import GgufForm, named_weights
 from hf_posenc.export.layers import ModelParts, rotations_of, rows_of
+from hf_posenc.schemes.needs import BIASES, Need
 
 BLOCKS = "BERT's"
 
@@ -50,9 +51,9 @@ def one_rope(parts: ModelParts) -> GgufForm:
 
 
 CARRIERS = (
-    Carrier("bert", table, ("additive",), of_types("bert")),
-    Carrier("jina-bert-v2", alibi, ("logit_bias",), of_types("bert")),
-    Carrier("jina-bert-v3", one_rope, ("query_key_map",), of_types("bert")),
+    Carrier("bert", table, (Need.VECTORS,), of_types("bert")),
+    Carrier("jina-bert-v2", alibi, BIASES, of_types("bert")),
+    Carrier("jina-bert-v3", one_rope, (Need.MAP,), of_types("bert")),
 )
 
 

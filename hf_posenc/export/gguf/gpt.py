@@ -24,6 +24,7 @@ from hf_posenc.export.gguf.blocks import (
 )
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rotations_of, rows_of
+from hf_posenc.schemes.needs import BIASES, Need
 
 BLOCKS = "GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)"
 #: The slope of the last of 2^n heads is 2^-8 (arXiv:2108.12409).
@@ -74,12 +75,13 @@ def alibi_after_norm(parts: ModelParts) -> GgufForm:
 def alibi_and_vectors(parts: ModelParts) -> GgufForm:
     """ALiBi, vectors, both, or none of them."""
     needs = parts.needs()
-    if "logit_bias" in needs:
+    biased = any(kind in needs for kind in BIASES)
+    if biased:
         refuse_other_biases(parts)
-    names = {"logit_bias": "ALiBi", "additive": "a table of positions"}
-    what = " and ".join(name for kind, name in names.items() if kind in needs) or "no positions"
+    names = ["ALiBi"] * biased + ["a table of positions"] * (Need.VECTORS in needs)
+    what = " and ".join(names) or "no positions"
     form = _with_vectors(parts, _sequential(parts, "mpt", f"the architecture 'mpt' with {what}"))
-    if "logit_bias" in needs:
+    if biased:
         form.metadata["attention.max_alibi_bias"] = _ALIBI
     return form
 
@@ -100,12 +102,12 @@ def geometric_rotation(parts: ModelParts) -> GgufForm:
 
 _is_gpt = of_types(*_SOURCES)
 CARRIERS = (
-    Carrier("gpt2", vectors, ("additive",), _is_gpt),
+    Carrier("gpt2", vectors, (Need.VECTORS,), _is_gpt),
     # BLOOM also normalises its embeddings.
-    Carrier("bloom", alibi_after_norm, ("logit_bias",), of_types("bloom")),
-    Carrier("mpt", alibi_and_vectors, ("logit_bias", "additive"), _is_gpt),
-    Carrier("gptneox with rope.scaling", scaled_rotation, ("query_key_map",), _is_gpt),
-    Carrier("gptneox", geometric_rotation, ("query_key_map",), _is_gpt),
+    Carrier("bloom", alibi_after_norm, BIASES, of_types("bloom")),
+    Carrier("mpt", alibi_and_vectors, (*BIASES, Need.VECTORS), _is_gpt),
+    Carrier("gptneox with rope.scaling", scaled_rotation, (Need.MAP,), _is_gpt),
+    Carrier("gptneox", geometric_rotation, (Need.MAP,), _is_gpt),
 )
 
 

@@ -27,6 +27,7 @@ from hf_posenc.export.gguf.blocks import (
 from hf_posenc.export.gguf.file import GgufForm, named_weights
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation, rotations_of
 from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.needs import BIASES, Need
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 BLOCKS = "Llama's (RMSNorm, gated feed-forward)"
@@ -108,11 +109,11 @@ def alibi(parts: ModelParts) -> GgufForm:
 
 
 CARRIERS = (
-    Carrier("llama with rope.scaling", scaling_metadata, ("query_key_map",), is_llama),
-    Carrier("llama", shared_spectrum, ("query_key_map",), is_llama),
-    Carrier("smollm3", every_fourth_layer_stopped, ("query_key_map",), is_llama),
-    Carrier("llama with wide heads", spectrum_per_layer, ("query_key_map",), is_llama),
-    Carrier("refact", alibi, ("logit_bias",), is_llama),
+    Carrier("llama with rope.scaling", scaling_metadata, (Need.MAP,), is_llama),
+    Carrier("llama", shared_spectrum, (Need.MAP,), is_llama),
+    Carrier("smollm3", every_fourth_layer_stopped, (Need.MAP,), is_llama),
+    Carrier("llama with wide heads", spectrum_per_layer, (Need.MAP,), is_llama),
+    Carrier("refact", alibi, BIASES, is_llama),
 )
 
 

@@ -19,6 +19,7 @@ from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.schemes.bias.t5 import T5Bias
+from hf_posenc.schemes.needs import BIASES
 from hf_posenc.schemes.parts import DistanceBias
 
 BLOCKS = "T5's"
@@ -55,7 +56,7 @@ def buckets(parts: ModelParts) -> GgufForm:
     raise refusals[0]
 
 
-CARRIERS = (Carrier("t5", buckets, ("logit_bias",), of_types("t5", "mt5", "umt5")),)
+CARRIERS = (Carrier("t5", buckets, BIASES, of_types("t5", "mt5", "umt5")),)
 
 
 def _bias_tables(parts: ModelParts, count: int) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from hf_posenc.export.stock.other_classes import gpt_neox, mpnet, roformer, smol
 from hf_posenc.export.stock.own_class import own_class, own_table
 from hf_posenc.export.stock.rope_parameters import own_rotation
 from hf_posenc.patching.call.caches import cache_argument, first_cache
+from hf_posenc.schemes.needs import BIASES, Need
 
 #: Maximum difference at which two models count as equal, in float32; relative for outputs larger than 1.
 TOLERANCE = 1e-5
@@ -28,12 +29,12 @@ _DECODED = 16
 #: The model's own class comes first, because it is the one that other programs know.
 CARRIERS = (
     Carrier("its own config", own_class),
-    Carrier("its own class with other frequencies", own_rotation, ("query_key_map",)),
-    Carrier("its own class with another table of positions", own_table, ("additive",)),
-    Carrier("SmolLM3", smollm3, ("query_key_map",), of_types("llama", "mistral", "smollm3")),
-    Carrier("GPT-NeoX", gpt_neox, ("query_key_map",), of_types("gpt2")),
-    Carrier("RoFormer", roformer, ("query_key_map",), of_types("bert")),
-    Carrier("MPNet", mpnet, ("logit_bias",), of_types("bert")),
+    Carrier("its own class with other frequencies", own_rotation, (Need.MAP,)),
+    Carrier("its own class with another table of positions", own_table, (Need.VECTORS,)),
+    Carrier("SmolLM3", smollm3, (Need.MAP,), of_types("llama", "mistral", "smollm3")),
+    Carrier("GPT-NeoX", gpt_neox, (Need.MAP,), of_types("gpt2")),
+    Carrier("RoFormer", roformer, (Need.MAP,), of_types("bert")),
+    Carrier("MPNet", mpnet, BIASES, of_types("bert")),
 )
 
 

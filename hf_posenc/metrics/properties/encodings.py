@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -213,7 +214,7 @@ def low_precision(specimen: Specimen, refusals: Refusals, dtype: torch.dtype, *,
             ids = torch.arange(count)
             # A position may round up to one past the last, which the scheme need not have.
             first = rounded_ids(ids, form).clamp(max=count - 1).unique()
-            exact = unique_rows(cast_rows(specimen, ids, torch.float32))
+            exact = _unique_in_float32(specimen, count)
             cast, cast_first = (
                 unique_rows(cast_rows(specimen, *cut)) for cut in ((ids, dtype), (first, torch.float32))
             )
@@ -239,6 +240,12 @@ def low_precision(specimen: Specimen, refusals: Refusals, dtype: torch.dtype, *,
     }
     passed = share >= 1 and worst <= allowed
     return share, details, passed, f"logits {format_number(worst)}" if share >= 1 and not passed else None
+
+
+@functools.lru_cache(maxsize=1)
+def _unique_in_float32(specimen: Specimen, count: int) -> int:
+    """How many of the first encodings differ, kept because every format is compared with it."""
+    return unique_rows(cast_rows(specimen, torch.arange(count), torch.float32))
 
 
 @torch.no_grad()

@@ -94,8 +94,9 @@ def sinusoidal_shift(config: SinusoidalConfig, hidden_size: int, shift: int) -> 
     exponents = steps / pairs if config.frequencies == "vaswani" else steps / (pairs - 1)
     angles = shift * config.base**-exponents
     index = torch.arange(pairs)
-    sines = 2 * index if config.layout == "interleaved" else index
-    cosines = sines + (1 if config.layout == "interleaved" else pairs)
+    sines, cosines = (2 * index, 2 * index + 1) if config.layout == "interleaved" else (index, index + pairs)
+    if config.layout == "cosines_first":
+        sines, cosines = cosines, sines
     matrix = torch.zeros(hidden_size, hidden_size, dtype=torch.float64)
     matrix[sines, sines] = matrix[cosines, cosines] = angles.cos()
     matrix[sines, cosines], matrix[cosines, sines] = angles.sin(), -angles.sin()

@@ -19,6 +19,7 @@ from hf_posenc.patching.call.layer_call import LayerCall
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.paged_requests import heads_first
+from hf_posenc.schemes.environments import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.parts import QueryKeyMap
 
 Phases = tuple[Tensor, ...]
@@ -217,10 +218,7 @@ class AttentionSite(LogitSite):
         if not again or self.rotation_is_last or rotated is None or query.is_meta or torch.compiler.is_compiling():
             return
         if query.shape[-1] < rotated.shape[-1] or not torch.equal(query[..., : rotated.shape[-1]], rotated):
-            raise UnsupportedError(
-                f"{type(self.module).__name__} changes its queries after rotating them (for example with a norm), but "
-                "this scheme has to rotate distant pairs a second time. Use a RoPE scaling or position_scale instead."
-            )
+            CHANGED_QUERIES.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         self.rotation_is_last = True
 
     def map_before_kernel(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,11 +304,7 @@ class AttentionSite(LogitSite):
             return
         cache, encoding = layers[layer_idx], self.encoding
         if encoding.num_features and isinstance(cache, QUANTISED_LAYER):
-            raise UnsupportedError(
-                f"{type(encoding.logit_bias).__name__} caches features of every token next to its key and sums them "
-                "over all tokens in between. A quantised cache would round them to a few bits. Use another cache "
-                "(cache_implementation='dynamic' or 'static')."
-            )
+            QUANTISED_CACHE.refuse(encoding.needs(), f"the scheme of {type(self.module).__name__}")
         cached = getattr(cache, "keys", None)
         if not isinstance(cached, Tensor) or cached.shape[-1] == key.shape[-1] or not cached.numel():
             return

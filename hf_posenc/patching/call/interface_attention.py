@@ -30,9 +30,8 @@ from hf_posenc.patching.anatomy.forward_code import (
 )
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
-from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call, first_cache
-from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
+from hf_posenc.patching.call.layer_call import CacheUpdateHook, LayerCall, LayerEncoding
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
     PREFIX,
@@ -45,7 +44,7 @@ from hf_posenc.patching.call.paged_requests import (
 )
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.schemes.positions import gradients_may_be_shared, traced
+from hf_posenc.schemes.positions import exporting, gradients_may_be_shared, traced
 
 #: The argument through which models pass their own relative bias to the attention function.
 _POSITION_BIAS = "position_bias"
@@ -187,7 +186,7 @@ class InterfaceAttention(AttentionSite):
         """Called in place of the attention function."""
         call = self.call
         call.attended = True
-        if self.encoding.repeats_bias and not self.runtime.layout.has_axes and not traced():
+        if self.encoding.repeats_bias and not self.runtime.layout.has_axes and not exporting():
             mapped = self.encoding.query_key_map is None or call.rotations
             if mapped and not args and kwargs.get(PAGES) is None:
                 attention = self._shared_attention(call, implementation, function, query, key, attention_mask, kwargs)
@@ -227,12 +226,16 @@ class InterfaceAttention(AttentionSite):
         the shapes of the heads.
         """
         module, encoding, state = self.module, self.encoding, call.state
-        name: Any = (
-            *("attention", encoding.identity, self.native_bias, getattr(module, "is_causal", None)),
-            *(query.shape, key.shape, query.dtype, query.device),
-            *(torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()),
-            *(implementation, function, mask, *kwargs.items()),
-        )
+        name: Any = ("attention", encoding.identity, self.native_bias, getattr(module, "is_causal", None))
+        if traced():
+            # In a graph, looking up a length would fix it. Layers with other lengths have other masks.
+            name += (id(mask), *(item for item in kwargs.items() if not isinstance(item[1], Tensor)))
+        else:
+            name += (
+                *(query.shape, key.shape, query.dtype, query.device),
+                *(torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()),
+                *(implementation, function, mask, *kwargs.items()),
+            )
         try:
             attention, learned = state.scratch.get(name, (None, False))
         except TypeError:

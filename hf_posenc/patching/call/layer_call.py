@@ -1,20 +1,23 @@
-"""Data of one attention layer: the parts of its scheme, and a record of the call in progress."""
+"""Data of one attention layer: the parts of its scheme, the call in progress, and how its keys enter the cache."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
 from hf_posenc.schemes.features import feature_counts
+from hf_posenc.schemes.needs import Need, needs_of
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, LogitScale, PairwiseBias, Part, QueryKeyMap
-from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 
 
@@ -42,10 +45,10 @@ class LayerEncoding:
     head_dim: int
     shard: HeadShard | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in ("query_key_map", "logit_bias", "logit_scale") and "num_features" in self.__dict__:
-            self.__post_init__()
+    def exchange(self, **parts: Part | None) -> None:
+        """Sets other parts, by the names of their fields."""
+        self.__dict__.update(parts)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         # Computed once, because every layer reads these in every call.
@@ -72,7 +75,7 @@ class LayerEncoding:
         #: Whether it consists of such rotations only.
         self.only_rotates_by_input = any(kinds) and all(kinds)
         #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
-        self.rotation_before_cache = _rotation_before_cache(summands)
+        self.rotation_before_cache = rotation_before_cache(summands)
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         #: Whether the logits change by the same bias in every layer with these parts.
@@ -97,21 +100,14 @@ class LayerEncoding:
         #: Whether paged keys (continuous batching) must be read before the attention function is called.
         self.reads_pages = self.widens_heads or bias is not None
 
+    def needs(self) -> dict[Need, Part]:
+        """What the parts need."""
+        return needs_of(self.parts)
+
     @property
     def has_parameters(self) -> bool:
         """Whether a part has parameters."""
         return any(next(part.parameters(), None) is not None for part in self.parts)
-
-
-def _rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
-    """The rotation by the layer's input, if it needs no other token, and no other summand needs keys without it."""
-    rotations = [one for one in summands if isinstance(one, ContextualRotation)]
-    others = [one for one in summands if not isinstance(one, ContextualRotation)]
-    if len(rotations) != 1 or not rotations[0].angles_of_own_token:
-        return None
-    if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
-        return None
-    return rotations[0]
 
 
 @dataclass
@@ -160,3 +156,46 @@ class LayerCall:
         part = state.shared(("part", start), lambda: state.part(start, length), length)
         hidden_states = self.hidden_states[:, start : self.next_token]
         return dataclasses.replace(self, state=part, hidden_states=hidden_states)
+
+
+#: In older versions, compiled code deletes the attribute although it has never set it.
+_CANNOT_DELETE = torch.__version__ < "2.13"
+
+
+class CacheUpdateHook:
+    """Context manager that replaces the `update` method of a cache by a function.
+
+    Args:
+        cache: the cache of this layer's keys, or `None`.
+        on_update: `(call, update, key_states, value_states, *args, **kwargs) -> (keys, values)`.
+        call: the first argument of the function.
+    """
+
+    def __init__(self, cache: Any, on_update: Callable[..., Any], call: LayerCall) -> None:
+        self.cache = cache
+        self.on_update = on_update
+        self.call = call
+
+    def __enter__(self) -> None:
+        if self.cache is None:
+            return
+        # The instance may already carry another wrapper.
+        self.own_update = vars(self.cache).get("update")
+        self.update = self.cache.update
+        self.cache.update = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.cache is None:
+            return
+        if self.own_update is not None:
+            self.cache.update = self.own_update
+        elif _CANNOT_DELETE and torch.compiler.is_compiling():
+            self.cache.update = self.update
+        else:
+            del self.cache.update
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls `on_update` in place of the cache's `update`."""
+        return self.on_update(self.call, self.update, *args, **kwargs)

@@ -8,6 +8,8 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
+from hf_posenc.schemes.environments import PACKED_ROWS
+from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import exporting, require
 
@@ -26,10 +28,7 @@ def check_cache(part: Part, state: ForwardState) -> None:
         state.check_places(part)
         return
     if part.length_dependent and not torch.compiler.is_compiling() and _is_packed(state):
-        raise UnsupportedError(
-            "position_ids restart within a row (packed documents), but this scheme depends on the length of the "
-            "sequence, and a packed row holds several sequences. Pass the documents as separate rows."
-        )
+        PACKED_ROWS.refuse(needs_of([part]), "this scheme")
     if state.offset is None or type(part).check_cache is Part.check_cache:
         return
     grows_with_care = part.length_dependent or part.needs_whole_sequence

@@ -31,6 +31,7 @@ from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.schemes.environments import POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, KeptValues, Positions, assert_in_graph, traced
@@ -70,10 +71,8 @@ class LogitSite(PlacedForward):
             UnsupportedError: if their numbers differ and the scheme has a part in the layers.
         """
         if queries != keys and self.encoding.parts:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} pools its patches before attention ({queries} queries, {keys} keys), so "
-                "queries and keys have no common places on a grid. Use an additive scheme, or 'none'."
-            )
+            subject = f"the scheme of {type(self.module).__name__} ({queries} queries, {keys} keys)"
+            POOLED_PATCHES.refuse(self.encoding.needs(), subject)
 
     def new_features(self, call: LayerCall) -> Tensor:
         """`(batch, feature heads, query_len, features)` float32 of the new tokens."""
@@ -281,11 +280,7 @@ class LogitSite(PlacedForward):
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
         """Refuses a cache that has dropped its oldest keys."""
-        message = (
-            f"{type(self.encoding.logit_bias).__name__} combines features of neighbouring tokens, but the cache of "
-            "this sliding-window layer has dropped the tokens before its first key. Use use_cache=False, or give the "
-            "scheme to layers without a window: patch_model(..., layers=...)."
-        )
+        message = SLIDING_CACHE.refusal(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         if isinstance(key_start, Tensor):
             assert_in_graph(key_start == 0, message)
         elif key_start != 0:

@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import named_arguments
-from hf_posenc.patching.call.cache_notes import kept_values, note_of
 from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
 from hf_posenc.patching.call.caches import (
     cache_among,
     cached_length,
     first_cache,
+    kept_values,
+    note_of,
     remember_length,
     self_attention_cache,
 )
 from hf_posenc.patching.call.call_layout import CallLayout
-from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
 from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.padding import padding_mask
+from hf_posenc.patching.call.parallel import refuse_context_parallel, refuse_unsynchronised
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.recomputation import Recomputation
-from hf_posenc.patching.call.replicas import refuse_unsynchronised
 from hf_posenc.patching.call.slot_buffers import SlotBuffers
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import KeptValues, exporting
@@ -70,7 +70,7 @@ class StackRuntime:
         #: Whether the model itself makes positions on several axes (M-RoPE).
         self.makes_coordinates = False
         #: Why the scheme needs all tokens of a sequence in one process; empty if it does not.
-        self.needs_all_tokens = ""
+        self.split_problem = ""
         self.slots = SlotBuffers()
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
@@ -250,7 +250,7 @@ class StackForward(PlacedForward):
             self.runtime.slots.reach(stack, offset + query_length)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             implementation = getattr(stack.config, "_attn_implementation", None)
-            refuse_context_parallel(self.runtime.needs_all_tokens, arguments.get("position_ids"), implementation)
+            refuse_context_parallel(self.runtime.split_problem, arguments.get("position_ids"), implementation)
         mask = arguments.get("attention_mask")
         padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)

@@ -18,7 +18,7 @@ from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several
 from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable, vectors_of
-from hf_posenc.patching.call.grid_places import in_raster
+from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.layouts.grid_bias import bias_scheme
 from hf_posenc.schemes import LearnedConfig, RopeConfig, RopeNdConfig, SinusoidalConfig
 from hf_posenc.schemes.config import SchemeConfig

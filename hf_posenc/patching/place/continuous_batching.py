@@ -19,22 +19,19 @@ from transformers import ContinuousBatchingConfig
 
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cache_notes import note_of, set_note
+from hf_posenc.patching.call.caches import note_of, set_note
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.call.paged_requests import PREFIX
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.view import WithOverrides
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.patching.place.generation import CheckedMethod
-from hf_posenc.schemes.labels import scheme_label
-from hf_posenc.schemes.parts import DistanceBias, SeparableBias
+from hf_posenc.schemes.environments import PAGES, PAGES_IN_GRAPHS, PAGES_OF_FLASH
 
 #: Attribute of the manager that `generate_batch(persistent_manager=True)` keeps on the model for later calls.
 KEPT_MANAGER = "_cached_continuous_batching_manager"
 _CONFIG = "continuous_batching_config"
 #: A note about a cache: the check that it has passed.
 _CHECKED_FOR = "_hf_posenc_checked_for"
-_REMEDY = "Use model.generate() with a left-padded batch. In `transformers serve`, leave out --continuous-batching."
 
 
 class CheckedContinuousBatching(CheckedMethod):
@@ -83,10 +80,7 @@ class CheckedContinuousBatching(CheckedMethod):
         for asked in ("use_cuda_graph", "varlen_compile_config", "decode_compile_config", "default_compile_level"):
             value = getattr(settings, asked, None)
             if any(value) if isinstance(value, tuple) else value:
-                raise UnsupportedError(
-                    f"{_refusal_start(self.encoding, self.model)} in graphs ({asked}): it reads the lengths of the "
-                    "requests in a batch, which are unknown in a graph. Remove this setting."
-                )
+                PAGES_IN_GRAPHS.refuse(self.encoding.needs(), f"{self.encoding.label} ({asked})")
         settings = copy.copy(settings)
         settings.use_cuda_graph = False
         # If the kernel reads pages itself, the scheme has no access to the keys. Flash kernels support only few biases.
@@ -122,13 +116,13 @@ class PagesCheck:
         if found is not None and found < needed:
             problem = f"the keys of this scheme have width {needed}, but its pages have width {found}"
         elif reads_pages and self.model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            problem = "this scheme reads the lengths of the requests in a batch, which are unknown in a CUDA graph"
+            problem = PAGES_IN_GRAPHS.problem(self.encoding.needs())
         else:
             set_note(cache, _CHECKED_FOR, self)
             return
         raise UnsupportedError(
-            f"{_refusal_start(self.encoding, self.model)} with this manager, which was created before the scheme was "
-            f"placed: {problem}. Create a new one with model.init_continuous_batching()."
+            f"Continuous batching cannot run {self.encoding.label} with this manager, which was created before the "
+            f"scheme was placed: {problem}. Create a new one with model.init_continuous_batching()."
         )
 
 
@@ -136,58 +130,27 @@ def _needed_width(encoding: PositionEncoding, model: Any) -> int:
     return max((page_width(layer, model.dtype) for layer in _decoder_layers(encoding)), default=0)
 
 
-def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
+def refuse_pages(encoding: PositionEncoding, model: Any) -> None:
     """Refuses a scheme that cannot be computed from paged keys.
 
     Raises:
         UnsupportedError: with the reason.
     """
-    reason = _interface_problem(encoding) or _length_problem(encoding) or _kernel_problem(encoding, model)
-    if reason:
-        raise UnsupportedError(f"{_refusal_start(encoding, model)}: {reason}")
-
-
-def _refusal_start(encoding: PositionEncoding, model: nn.Module) -> str:
-    return f"Continuous batching cannot run the scheme {scheme_label(encoding.config)!r} in this {type(model).__name__}"
+    for site in encoding.record.journal.forwards():
+        if isinstance(site, ScoresAttention):
+            raise UnsupportedError(
+                f"Continuous batching cannot run {encoding.label}: {type(site.module).__name__} computes its scores "
+                f"itself, without the attention interface that reads paged keys. {PAGES.remedy}"
+            )
+    if is_length_dependent(encoding):
+        PAGES.refuse(encoding.needs(), encoding.label)
+    if "flash" in (model.config._attn_implementation or ""):
+        for layer in _decoder_layers(encoding):
+            PAGES_OF_FLASH.refuse(layer.needs(), encoding.label)
 
 
 def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:
     return [layer for stack in encoding.stacks.values() for layer in stack.layers]
-
-
-def _interface_problem(encoding: PositionEncoding) -> str:
-    for site in encoding.record.journal.forwards():
-        if isinstance(site, ScoresAttention):
-            return (
-                f"{type(site.module).__name__} computes its scores itself, without the attention interface that reads "
-                f"paged keys. {_REMEDY}"
-            )
-    return ""
-
-
-def _length_problem(encoding: PositionEncoding) -> str:
-    if not is_length_dependent(encoding):
-        return ""
-    return (
-        "it depends on the length of the sequence, or on tokens that a cache does not store, and paged keys are never "
-        f"recomputed. {_REMEDY}"
-    )
-
-
-def _kernel_problem(encoding: PositionEncoding, model: Any) -> str:
-    implementation = (model.config._attn_implementation or "").removeprefix(PREFIX)
-    if "flash" not in implementation:
-        return ""
-    for layer in _decoder_layers(encoding):
-        bias = layer.logit_bias
-        linear = isinstance(bias, DistanceBias) and bias.slopes_behind(torch.device("cpu")) is not None
-        foldable = (linear or isinstance(bias, SeparableBias)) and layer.logit_scale is None
-        if bias is not None and not foldable:
-            return (
-                f"its {type(bias).__name__} cannot be folded into the queries and keys of {implementation!r}. Call "
-                'model.set_attn_implementation("sdpa").'
-            )
-    return ""
 
 
 def refuse_running_batches(model: nn.Module) -> None:

@@ -22,6 +22,9 @@ from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreeme
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.environments import GROWING_CACHE
+from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.reach import Reach, shortest
 
@@ -52,6 +55,11 @@ class PositionEncoding(AddedModule):
         return self.record.scheme
 
     @property
+    def label(self) -> str:
+        """The scheme in messages."""
+        return f"the scheme {scheme_label(self.config)!r}"
+
+    @property
     def lengths(self) -> Lengths | None:
         """The sequence lengths of the model; set while the scheme is in place."""
         return self.record.lengths_by_part.get(None)
@@ -65,6 +73,10 @@ class PositionEncoding(AddedModule):
         chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
         found = [part for stack in chosen for part in stack.acting_parts()]
         return list({id(part): part for part in found}.values())
+
+    def needs(self) -> dict[Need, Part]:
+        """What the parts in use need."""
+        return {need: part for stack in self.stacks.values() for need, part in stack.needs().items()}
 
     def reach(self, stacks: Collection[str] | None = None) -> Reach:
         """The longest sequence that the scheme can encode, and the length it was made for.
@@ -180,8 +192,7 @@ class PartParameters:
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
-    flags = ("length_dependent", "needs_whole_sequence")
-    return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
+    return any(GROWING_CACHE.problem(stack.needs()) for stack in growing)
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -15,7 +15,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.caches import cache_argument
 from hf_posenc.patching.call.generation_call import GENERATION, Generation
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
-from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.environments import GROWING_CACHE
 from hf_posenc.schemes.parts import Part
 
 _DEPTH = "num_hidden_layers"
@@ -61,7 +61,6 @@ GenerateCheck = Callable[[GenerateCall], None]
 _NEEDS_CACHE = (
     "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size",
 )  # fmt: skip
-_NO_GROWING_CACHE = "depends on the length of the sequence, or on tokens that a cache does not store"
 
 
 def refuse_growing_caches(call: GenerateCall) -> None:
@@ -73,7 +72,7 @@ def refuse_growing_caches(call: GenerateCall) -> None:
     """
     if not is_length_dependent(call.encoding):
         return
-    scheme = scheme_label(call.encoding.config)
+    problem = GROWING_CACHE.problem(call.encoding.needs())
     if call.drafts:
         tokens = call.arguments.get("input_ids")
         length = tokens.shape[1] if isinstance(tokens, torch.Tensor) else 1
@@ -83,15 +82,15 @@ def refuse_growing_caches(call: GenerateCall) -> None:
                     part.check_cache(length, length + 1)
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"This assistant model cannot draft: its scheme {scheme!r} {_NO_GROWING_CACHE}, and drafting needs "
-                "a growing cache. Use an assistant with another scheme, or generate without one."
+                f"This assistant model cannot draft, because drafting needs a growing cache, which cannot run "
+                f"{call.encoding.label}: {problem}. Use an assistant with another scheme, or generate without one."
             ) from error
         return
     asked = [name for name in _NEEDS_CACHE if call.setting(name)]
     if asked and not call.setting("use_cache"):
         raise UnsupportedError(
-            f"{asked[0]} needs a growing cache, but the scheme {scheme!r} of this {type(call.model).__name__} "
-            f"{_NO_GROWING_CACHE}. Generate without {asked[0]}."
+            f"{asked[0]} needs a growing cache, which cannot run {call.encoding.label} of this "
+            f"{type(call.model).__name__}: {problem}. Generate without {asked[0]}."
         )
 
 

@@ -10,14 +10,14 @@ from torch import nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.call.additive_site import AddToHiddenStates
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.parallel import refuse_replicas
 from hf_posenc.patching.call.placed_forward import ZeroOutput, unrotated
-from hf_posenc.patching.call.replicas import refuse_replicas
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
+from hf_posenc.patching.call.vector_sites import AddToHiddenStates
 from hf_posenc.patching.call.view import WithoutTable
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.record import SchemeRecord

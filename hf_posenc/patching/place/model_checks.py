@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.schemes.parts import QueryKeyMap
+from hf_posenc.schemes.environments import ADAPTION_PROMPTS, SHARDED_WEIGHTS
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -76,11 +76,8 @@ def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_nat
         UnsupportedError: if the scheme rotates queries in another way than the stock model.
     """
     sites = [site for site in encoding.record.journal.forwards() if isinstance(site, RotaryModuleSite)]
-    if sites and not is_native and any(isinstance(part, QueryKeyMap) for part in encoding.parts()):
-        raise UnsupportedError(
-            f"{_PROMPTS}, which the scheme {encoding.config.name!r} of this {type(model).__name__} does not use. Use "
-            "LoRA, prompt tuning or prefix tuning, or a scheme that leaves queries as they are, such as alibi."
-        )
+    if sites and not is_native:
+        ADAPTION_PROMPTS.refuse(encoding.needs(), encoding.label)
     for site in sites:
         site.neutral, site.unused = not is_native, site.unused and not is_native
 
@@ -102,12 +99,7 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
     """
     if not _is_sharded(model) or all(hasattr(weight, "device_mesh") for weight in encoding.parameters()):
         return
-    raise UnsupportedError(
-        f"FSDP2 has already sharded the weights of this {type(model).__name__}, and the scheme "
-        f"{encoding.config.name!r} has parameters, which FSDP2 would not shard and whose gradients it would not "
-        "reduce. Call patch_model before fully_shard, or save the patched model and load it with its "
-        "distributed_config."
-    )
+    SHARDED_WEIGHTS.refuse(encoding.needs(), encoding.label)
 
 
 def _is_sharded(model: nn.Module) -> bool:

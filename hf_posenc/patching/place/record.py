@@ -25,8 +25,8 @@ from hf_posenc.patching.anatomy.fingerprint import Sample
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.stack_record import StackRecord, exchanged
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.limits import shown
 from hf_posenc.schemes.registry import scheme_from_dict
+from hf_posenc.schemes.validation import shown
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.lengths import Lengths

@@ -12,11 +12,13 @@ from torch import nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.layer_context import build_context, execution_device, with_layout
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.call.context_parallel import needs_all_tokens
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.environments import CAPPED_LOGITS, CONTEXT_PARALLELISM, LATENT_ATTENTION, SHARED_KEYS
+from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.needs import Environment, Need, needs_of
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
@@ -26,7 +28,6 @@ from hf_posenc.schemes.parts import (
     QueryKeyMap,
     SchemeParts,
 )
-from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "additive": (AdditiveEncoding,),
@@ -75,8 +76,9 @@ class StackEncoding(nn.Module):
             context = build_context(stack, attention)
             layer_config = with_layout(layer_config, stack, attention)
             parts = self._parts(layer_config, context, attention.path)
-            _refuse_unsuited(attention.module, parts)
-            _refuse_in_layers(stack, parts)
+            for environment in _environments(stack, attention.module):
+                layer = f"layer {attention.layer} ({type(attention.module).__name__})"
+                environment.refuse(needs_of(parts), f"the scheme {scheme_label(layer_config)!r} in {layer}")
             stack.layout.check_parts(layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(
@@ -93,7 +95,7 @@ class StackEncoding(nn.Module):
         self._built.clear()
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
-        self.runtime.needs_all_tokens = needs_all_tokens(self.acting_parts())
+        self.runtime.split_problem = CONTEXT_PARALLELISM.problem(self.needs())
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
     def acting_parts(self) -> Iterator[Part]:
@@ -102,6 +104,14 @@ class StackEncoding(nn.Module):
             yield self.additive
         for layer in self.layers:
             yield from (part for part in (layer.query_key_map, layer.logit_bias, layer.logit_scale) if part is not None)
+
+    def needs(self) -> dict[Need, Part]:
+        """What the parts in use need."""
+        places = {tuple(map(id, layer.parts)): layer.parts for layer in self.layers}
+        needs = needs_of([] if self.additive is None else [self.additive])
+        for parts in places.values():
+            needs = needs_of(parts) | needs
+        return needs
 
     def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
         """The parts at one layer: those of an earlier layer, unless the scheme has separate parts in every layer.
@@ -127,19 +137,13 @@ class StackEncoding(nn.Module):
         return parts
 
     def _check_shared_keys(self, stack: Stack) -> None:
-        """Checks layers that read the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
+        """Refuses a layer that reads keys which an earlier layer has mapped in another way."""
         owners: dict[str | None, tuple[int, Any]] = {}
         for attention, layer in zip(stack.attentions, self.layers, strict=True):
-            if not getattr(attention.module, "is_kv_shared_layer", False):
+            if not _reads_earlier_keys(attention.module):
                 owners[attention.layer_type] = (attention.layer, layer.query_key_map)
                 continue
             own = layer.query_key_map
-            asymmetric = own is not None and (own.whole_heads or not own.symmetric)
-            if asymmetric or layer.num_features > 0:
-                raise UnsupportedError(
-                    f"Layer {attention.layer} reads the keys of an earlier layer, so it does not update the cache, but "
-                    f"{type(own or layer.logit_bias).__name__} changes keys when the cache is updated."
-                )
             source, query_key_map = owners.get(attention.layer_type, (None, own))
             if query_key_map is not own:
                 raise UnsupportedError(
@@ -216,35 +220,18 @@ def _check_bias(bias: DistanceBias) -> None:
         )
 
 
-def _refuse_in_layers(stack: Stack, parts: SchemeParts) -> None:
-    """Refuses parts in the attention layers of an architecture that can only take vectors."""
-    reason = stack.architecture.additive_only
-    if reason is not None and any(part is not parts.additive for part in parts):
-        raise UnsupportedError(
-            f"{type(stack.module).__name__} ({stack.config.model_type}) can only take additive schemes, or 'none': "
-            f"{reason}"
-        )
+def _environments(stack: Stack, module: nn.Module) -> Iterator[Environment]:
+    """What limits the parts of a scheme in one attention module."""
+    if stack.architecture.limits is not None:
+        yield stack.architecture.limits
+    if hasattr(module, "kv_lora_rank"):
+        yield LATENT_ATTENTION
+    if getattr(module, "attn_logit_softcapping", None):
+        yield CAPPED_LOGITS
+    if _reads_earlier_keys(module):
+        yield SHARED_KEYS
 
 
-def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
-    """Refuses parts that would be applied incorrectly in one attention module."""
-    if parts.query_key_map is not None and parts.query_key_map.mapped_again and hasattr(module, "kv_lora_rank"):
-        raise UnsupportedError(
-            f"{type(module).__name__} (multi-head latent attention) rotates the last dimensions of its heads, but this "
-            "scheme has to rotate distant pairs a second time, in the first dimensions of whole heads. Use a RoPE "
-            "scaling or position_scale instead."
-        )
-    summands = () if parts.logit_bias is None else parts.logit_bias.summands()
-    rotates = any(isinstance(one, ContextualRotation) for one in summands)
-    if rotates and hasattr(module, "kv_lora_rank"):
-        raise UnsupportedError(
-            f"{type(module).__name__} (multi-head latent attention) rotates the last dimensions of its heads, but this "
-            "scheme rotates the first dimensions of whole heads by the layer's input. Use 'forget_gate' or 'rope'."
-        )
-    replaces = isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.replaces_logits
-    if replaces and getattr(module, "attn_logit_softcapping", None):
-        raise UnsupportedError(
-            f"{type(module).__name__} caps its logits (attn_logit_softcapping={module.attn_logit_softcapping}) before "
-            "a bias is added, but this scheme corrects logits with a bias. Use a RoPE scaling or position_scale "
-            "instead."
-        )
+def _reads_earlier_keys(module: nn.Module) -> bool:
+    """Whether a layer reads the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
+    return bool(getattr(module, "is_kv_shared_layer", False))

@@ -69,7 +69,7 @@ class Transaction:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: PreTrainedModel = unwrapped(model)
-        self._anatomies: dict[int, Anatomy] = {}
+        self._anatomies: dict[int, tuple[nn.Module | None, Anatomy]] = {}
 
     @property
     def encoding(self) -> PositionEncoding | None:
@@ -79,10 +79,11 @@ class Transaction:
     @property
     def anatomy(self) -> Anatomy:
         """What the model has, found once for each encoding in force, which may hide native mechanisms."""
-        key = id(self.encoding)
-        if key not in self._anatomies:
-            self._anatomies[key] = Anatomy(self.model)
-        return self._anatomies[key]
+        # Kept with it, so that its id names no other encoding.
+        placed = self.model.base_model._modules.get(ATTRIBUTE)
+        if id(placed) not in self._anatomies:
+            self._anatomies[id(placed)] = placed, Anatomy(self.model)
+        return self._anatomies[id(placed)][1]
 
     def verified_stacks(self, part: str) -> list[Stack]:
         """The stacks of a part, of which short runs have shown that discovery was right. Patched ones are not run.

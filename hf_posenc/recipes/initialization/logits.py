@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from hf_posenc.patching.anatomy.anatomy import find_stacks, model_parts
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
@@ -65,13 +64,13 @@ def layers_of(encoding: PositionEncoding, part: str) -> list[LayerEncoding]:
     return [layer for stack in stacks_in_part(encoding, part).values() for layer in stack.layers]
 
 
-def readers_of(model: PreTrainedModel, part: str) -> list[nn.Module]:
+def readers_of(anatomy: Anatomy, part: str) -> list[nn.Module]:
     """Returns the modules that run a part of a model on token ids: the whole model, or the stacks of one part of it.
 
     The list is empty for a part that does not read token ids.
     """
-    stacks = [stack.module for stack in find_stacks(model, [part])]
-    readers = [model] if len(model_parts(model)) == 1 else stacks
+    stacks = [stack.module for stack in anatomy.stacks([part])]
+    readers = [anatomy.model] if len(anatomy.parts) == 1 else stacks
     reads_ids = all("input_ids" in inspect.signature(type(module).forward).parameters for module in (*readers, *stacks))
     return readers if reads_ids else []
 
@@ -84,28 +83,29 @@ def _recording(layers: list[LayerEncoding], biases: bool) -> Iterator[list[tuple
     try:
         for layer, (recording, recorder) in zip(layers, recorders, strict=True):
             bias = layer.logit_bias if biases else None
-            layer.query_key_map = recording
-            layer.logit_bias = recorder if bias is None else SummedPairwiseBias([bias, recorder])
+            recorded = recorder if bias is None else SummedPairwiseBias([bias, recorder])
+            layer.exchange(query_key_map=recording, logit_bias=recorded)
         yield recorders
     finally:
         for layer, parts in zip(layers, before, strict=True):
-            layer.query_key_map, layer.logit_bias = parts
+            layer.exchange(query_key_map=parts[0], logit_bias=parts[1])
 
 
 def recorded_heads(
-    model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT, *, biases: bool = True
+    anatomy: Anatomy, encoding: PositionEncoding, sample: Tensor, part: str = TEXT, *, biases: bool = True
 ) -> list[AttentionPairs]:
     """Runs a part of a patched model on a sample and returns the inputs of the logits of each layer, before any map.
 
     Args:
-        model: patched with `encoding`. Dropout is disabled during the run, and the mode of every module is restored.
+        anatomy: of a model that is patched with `encoding`. Dropout is disabled during the run, and the mode of every
+            module is restored.
         encoding: the current encoding.
         sample: `(batch, length)` token ids without padding.
         part: a part that reads token ids.
         biases: whether the biases of the scheme act during the run.
     """
-    with evaluation_mode(model), _recording(layers_of(encoding, part), biases) as recorders:
-        for module in readers_of(model, part):
+    with evaluation_mode(anatomy.model), _recording(layers_of(encoding, part), biases) as recorders:
+        for module in readers_of(anatomy, part):
             module(**_inputs_of(module, sample))
     return [dataclasses.replace(bias.pairs, query=recorder.query, key=recorder.key) for recorder, bias in recorders]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
@@ -33,7 +33,7 @@ SHORTEST_SAMPLE = 16
 
 
 def fit_encoding(
-    model: PreTrainedModel,
+    transaction: Transaction,
     old: PositionEncoding,
     new: PositionEncoding,
     sample: Tensor | None,
@@ -43,7 +43,7 @@ def fit_encoding(
     """Fits everything that can be fitted in one part of a model.
 
     Args:
-        model: patched with `new`.
+        transaction: of a model that is patched with `new`.
         old: the previous encoding, already removed.
         new: the encoding to fit, or a blend, of which the new parts are fitted.
         sample: `(batch, length)` token ids without padding; needed to fit a bias.
@@ -55,11 +55,12 @@ def fit_encoding(
             not read token ids.
     """
     fits: list[Fit] = []
-    readers = readers_of(model, part)
+    anatomy = transaction.anatomy
+    readers = readers_of(anatomy, part)
     if sample is not None and not readers:
         raise ValueError(
-            f"The {part} part of {type(model).__name__} does not read token ids, so `sample` cannot be run there, and "
-            "biases are not fitted. Leave `sample` out: they start as in patch_model."
+            f"The {part} part of {type(anatomy.model).__name__} does not read token ids, so `sample` cannot be run "
+            "there, and biases are not fitted. Leave `sample` out: they start as in patch_model."
         )
     stacks, old_stacks = stacks_in_part(new, part), stacks_in_part(old, part)
     for name, stack in stacks.items():
@@ -75,8 +76,8 @@ def fit_encoding(
             fits.append(fit_scale(scale, old_scale, length, f"logit_scale of {_layers(layers)}"))
     biases = [(bias, layers) for bias, layers in _shared(new_layers, "logit_bias") if is_fittable_bias(bias)]
     if biases and readers and any(place is not None for place in places_of_parts(old_stacks)):
-        sample = _checked(sample).to(next(model.parameters()).device)
-        targets = _bias_targets(model, old, new, sample, part)
+        sample = _checked(sample).to(next(anatomy.model.parameters()).device)
+        targets = _bias_targets(transaction, old, new, sample, part)
         for bias, layers in biases:
             where = f"logit_bias of {_layers(layers)}"
             fits.append(fit_bias(bias, [targets[layer] for layer in layers], sample.shape[-1], where))
@@ -135,15 +136,16 @@ def _checked(sample: Tensor | None) -> Tensor:
 
 
 def _bias_targets(
-    model: PreTrainedModel, old: PositionEncoding, new: PositionEncoding, sample: Tensor, part: str
+    transaction: Transaction, old: PositionEncoding, new: PositionEncoding, sample: Tensor, part: str
 ) -> list[Tensor]:
     """Computes the target of every layer's bias: the mean logits by distance of the old scheme minus those of the new
     scheme without its bias. Afterwards the model is patched with `new`.
     """
-    with Transaction(model).installed(old):
-        before = recorded_heads(model, old, sample, part)
+    anatomy = transaction.anatomy
+    with transaction.installed(old):
+        before = recorded_heads(anatomy, old, sample, part)
     adds = any(stack.additive is not None for stack in stacks_in_part(old, part).values())
-    after = _heads_without_bias(model, new, sample, part) if adds else before
+    after = _heads_without_bias(anatomy, new, sample, part) if adds else before
     return [
         mean_logits(SchemeParts(None, layer.query_key_map, layer.logit_bias, layer.logit_scale), heads, layer.causal)
         - mean_logits(SchemeParts(None, _new(fresh.query_key_map), None, _new(fresh.logit_scale)), bare, layer.causal)
@@ -151,16 +153,14 @@ def _bias_targets(
     ]
 
 
-def _heads_without_bias(
-    model: PreTrainedModel, new: PositionEncoding, sample: Tensor, part: str
-) -> list[AttentionPairs]:
+def _heads_without_bias(anatomy: Anatomy, new: PositionEncoding, sample: Tensor, part: str) -> list[AttentionPairs]:
     """Records the heads of layers under the new scheme, without its biases."""
     blends = [place for place in places_of_parts(stacks_in_part(new, part)) if is_blend(place)]
     strengths = [blend.strength for blend in blends]
     try:
         for blend in blends:
             blend.strength = 1.0
-        return recorded_heads(model, new, sample, part, biases=False)
+        return recorded_heads(anatomy, new, sample, part, biases=False)
     finally:
         for blend, strength in zip(blends, strengths, strict=True):
             blend.strength = strength

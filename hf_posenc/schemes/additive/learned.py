@@ -1,4 +1,4 @@
-"""A learned table with one row per position."""
+"""Learned tables with one row per position, in the order of tokens or on a grid."""
 
 from __future__ import annotations
 
@@ -9,27 +9,48 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.additive.learned_grid import LearnedGridEncoding
-from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
+from hf_posenc.schemes.grids import Places, places
 from hf_posenc.schemes.parts import AdditiveEncoding, Positions, Reach
-from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing
+from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, by, tables_of_call
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
-from hf_posenc.schemes.validation import option, whole_positions
+from hf_posenc.schemes.validation import MOST_ROWS, option, rows_of_table, whole_positions
 from hf_posenc.schemes.weights import NormalWeights
 
 
-class LearnedEncoding(NormalWeights, AdditiveEncoding):
-    """Row `p + offset` of a trainable table."""
+class LearnedTable(NormalWeights, AdditiveEncoding):
+    """A trainable table.
+
+    Args:
+        rows: number of its rows.
+        leading_rows: how many of them, the first ones, are not of positions.
+        context: the place in the model.
+    """
 
     whole_positions = True
 
-    def __init__(self, config: LearnedConfig, context: BuildContext) -> None:
+    def __init__(self, rows: int, leading_rows: int, context: BuildContext) -> None:
         super().__init__()
+        self.leading_rows = leading_rows
+        self.initializer_range = context.initializer_range
+        self.weight = nn.Parameter(torch.empty(rows, context.hidden_size))
+        self.reset_parameters()
+
+    def separated(self, native: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The leading rows of a stock table, and those of its positions; `None` for a table that does not fit."""
+        if native.ndim != 2 or native.shape[1] != self.weight.shape[1] or native.shape[0] <= self.leading_rows:
+            return None
+        return native[: self.leading_rows], native[self.leading_rows :]
+
+
+class LearnedEncoding(LearnedTable):
+    """Row `p + offset` of a trainable table."""
+
+    def __init__(self, config: LearnedConfig, context: BuildContext) -> None:
         num_positions = rows_of_table(config, context.max_positions)
+        super().__init__(num_positions + config.offset, config.offset, context)
         self.num_positions = num_positions
         self.offset = config.offset
         self.extension = config.extension
-        self.initializer_range = context.initializer_range
         self.length_dependent = config.extension == "interpolate"
         if config.extension == "error":
             self.length_reach = Reach(
@@ -38,8 +59,6 @@ class LearnedEncoding(NormalWeights, AdditiveEncoding):
                 f"extension='interpolate' to stretch the {num_positions} rows over longer sequences.",
                 made_for=num_positions,
             )
-        self.weight = nn.Parameter(torch.empty(num_positions + config.offset, context.hidden_size))
-        self.reset_parameters()
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len, hidden)` in the dtype of the table.
@@ -70,17 +89,16 @@ class LearnedEncoding(NormalWeights, AdditiveEncoding):
         A shorter table takes the first rows. A longer one keeps fresh rows past the native ones, or, with
         `extension="interpolate"`, takes the native rows stretched over its whole length.
         """
-        native_positions = native.shape[0] - self.offset
-        if native.ndim != 2 or native.shape[1] != self.weight.shape[1] or native_positions < 1:
+        parts = self.separated(native)
+        if parts is None:
             return False
-        if native_positions < self.num_positions and self.extension == "interpolate":
-            self.weight[: self.offset].copy_(native[: self.offset])
+        leading, rows = parts
+        if len(rows) < self.num_positions and self.extension == "interpolate":
             ids = torch.arange(self.num_positions, device=native.device)
-            low, fraction = _stretch(ids, native_positions, torch.as_tensor(self.num_positions, device=native.device))
-            self.weight[self.offset :].copy_(_interpolate(native[self.offset :], low, fraction))
-        else:
-            rows = min(native.shape[0], self.weight.shape[0])
-            self.weight[:rows].copy_(native[:rows])
+            low, fraction = _stretch(ids, len(rows), torch.as_tensor(self.num_positions, device=native.device))
+            native = torch.cat((leading, _interpolate(rows, low, fraction)))
+        count = min(native.shape[0], self.weight.shape[0])
+        self.weight[:count].copy_(native[:count])
         return True
 
     def _rows(self, ids: Tensor) -> Tensor:
@@ -93,6 +111,99 @@ class LearnedEncoding(NormalWeights, AdditiveEncoding):
         low, fraction = _stretch(ids, self.num_positions, total)
         low = torch.where(positions.ids < 0, self._rows(positions.ids), low + self.offset)
         return _interpolate(self.weight, low, fraction)
+
+
+class LearnedGridEncoding(LearnedTable):
+    """The row of a token's place in a table that is resized to the grid of the call, or an own row without a place."""
+
+    reads_coordinates = True
+
+    def __init__(self, config: LearnedConfig, context: BuildContext) -> None:
+        assert config.grid is not None
+        super().__init__(config.num_prefix_tokens + math.prod(config.grid), config.num_prefix_tokens, context)
+        self.axes = len(config.grid)
+        self.grid = config.grid
+        self.num_prefix_tokens = config.num_prefix_tokens
+        self.resizing = config.resizing
+        # Of a model without coordinates; otherwise the table is resized.
+        self.length_reach = Reach(
+            len(self.weight),
+            f"of the learned grid of {by(self.grid)}, and without coordinates from the model it cannot be resized. "
+            "Shorten the input, or patch with 'learned' and a larger grid.",
+            made_for=len(self.weight),
+        )
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, query_len, hidden)` in the dtype of the table. Padding and tokens without a place past
+        the prefix tokens get zeros.
+
+        Raises:
+            SequenceLengthError: without coordinates, for more tokens than the table has rows.
+            ValueError: for a grid that the table cannot be resized to, coordinates of another number of axes, or
+                positions that are not integers.
+        """
+        whole_positions(positions.ids, "learned")
+        if positions.coordinates is None:
+            self.length_reach.check(positions)
+        where = places(positions, self.axes, "learned", self.grid[1:], self.num_prefix_tokens)
+        vectors = self._of_places(positions, where)
+        without = positions.ids < 0
+        if where.placed is not None:
+            vectors = torch.where(where.placed.unsqueeze(-1), vectors, self._of_prefix(~where.placed & ~without))
+        return vectors.masked_fill(without.unsqueeze(-1), 0.0)
+
+    def _of_places(self, positions: Positions, where: Places) -> Tensor:
+        """The row of each token's place; any row where a token has none."""
+        coordinates = whole_positions(where.coordinates, "learned")
+        if where.placed is not None:
+            coordinates = coordinates * where.placed
+        if positions.coordinates is not None and positions.grid is None and where.extents is None:
+            self._check_coordinates(coordinates)
+        table = self.weight[self.num_prefix_tokens :].view(*self.grid, -1)
+        rows, sizes, start = tables_of_call(
+            table, positions, where, self.resizing, lambda size: size, self.grid, "learned"
+        )
+        row = coordinates[0]
+        for axis in range(1, self.axes):
+            row = row * sizes[axis] + coordinates[axis]
+        return nn.functional.embedding(row if start is None else row + start, rows)
+
+    def _of_prefix(self, unplaced: Tensor) -> Tensor:
+        """The own row of each token without a place, in their order; zeros past the last row."""
+        rank = unplaced.long().cumsum(-1) - 1
+        if not self.num_prefix_tokens:
+            return self.weight.new_zeros(*rank.shape, self.weight.shape[-1])
+        rows = nn.functional.embedding(rank.clamp(0, self.num_prefix_tokens - 1), self.weight)
+        return rows.masked_fill((rank >= self.num_prefix_tokens).unsqueeze(-1), 0.0)
+
+    def _check_coordinates(self, coordinates: Tensor) -> None:
+        """Refuses places outside the table where the size of the call's grid is unknown."""
+        if torch.compiler.is_compiling() or coordinates.is_meta or coordinates.numel() == 0:
+            return
+        largest = coordinates.flatten(1).amax(1).tolist()
+        if any(coordinate >= size for coordinate, size in zip(largest, self.grid, strict=True)):
+            needed = tuple(max(coordinate + 1, size) for coordinate, size in zip(largest, self.grid, strict=True))
+            raise ValueError(
+                f"Tokens are at coordinates up to {tuple(largest)}, outside of the learned grid of {by(self.grid)}, "
+                f"and the size of their grid is unknown, so that it cannot be resized. Patch with grid={needed}."
+            )
+
+    @torch.no_grad()
+    def adopt(self, native: Tensor) -> bool:
+        """Copies a stock table `(num_prefix_tokens + places, hidden)`; one of a square grid of another size is resized
+        first.
+        """
+        parts = self.separated(native)
+        if parts is None:
+            return False
+        prefix, rows = parts
+        if native.shape != self.weight.shape:
+            side = math.isqrt(len(rows))
+            if side**2 != len(rows) or self.axes != 2 or self.resizing.interpolation == "none":
+                return False
+            rows = self.resizing.resized(rows.view(side, side, -1), self.grid).flatten(0, 1)
+        self.weight.copy_(torch.cat((prefix, rows)))
+        return True
 
 
 @register_scheme

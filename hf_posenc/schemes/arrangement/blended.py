@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
+from hf_posenc.schemes.environments import GRADUAL_SWAP
+from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.outer_parts import ChainedMap, CombinedScale, SummedEncoding, sum_of_biases
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.rotary.rope import RopeConfig
 from hf_posenc.schemes.scheme import OuterConfig, SchemeConfig, option, register_scheme
 
@@ -66,7 +67,7 @@ class BlendedConfig(OuterConfig):
         """
         old, new = built
         for (name, config), parts in zip(self.children().items(), built, strict=True):
-            _refuse_unblendable(f"BlendedConfig.{name}", config, parts)
+            GRADUAL_SWAP.refuse(needs_of(parts), f"BlendedConfig.{name}, which is {config.name!r}")
         strength = float(self.strength)
 
         def blended(kind: Any, name: str) -> Any:
@@ -78,20 +79,4 @@ class BlendedConfig(OuterConfig):
             query_key_map=blended(ChainedMap, "query_key_map"),
             logit_bias=blended(sum_of_biases, "logit_bias"),
             logit_scale=blended(CombinedScale, "logit_scale"),
-        )
-
-
-def _refuse_unblendable(owner: str, config: SchemeConfig, parts: SchemeParts) -> None:
-    rotation, bias = parts.query_key_map, parts.logit_bias
-    reason = None
-    if isinstance(bias, PairwiseBias) and bias.replaces_logits:
-        reason = "replaces logits of a single rotation"
-    elif rotation is not None and rotation.width_factor != 1:
-        reason = "changes the width of heads, which cannot be done gradually"
-    elif rotation is not None and any(getattr(module, "whole_positions", False) for module in rotation.modules()):
-        reason = "supports only whole positions, but a blend multiplies them by a fraction"
-    if reason is not None:
-        raise UnsupportedError(
-            f"{owner} is {config.name!r}, which {reason}. Swap to it, or from it, in one step: swap_scheme(model, "
-            "scheme) without gradual=True."
         )

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import OuterConfig, SchemeConfig
-from hf_posenc.schemes.limits import MOST_PARTS, shown
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.outer_parts import CombinedScale, SummedEncoding, sum_of_biases
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import as_scheme, register_scheme
+from hf_posenc.schemes.validation import MOST_PARTS, shown
 
 
 @register_scheme
@@ -90,7 +90,7 @@ class ComposedConfig(OuterConfig):
             )
 
         def combined(kind: Callable[[list[Any]], Any], name: str) -> Any:
-            parts = [part for one in built if (part := getattr(one, name)) is not None]
+            parts = [part for scheme_parts in built if (part := getattr(scheme_parts, name)) is not None]
             return kind(parts) if len(parts) > 1 else next(iter(parts), None)
 
         return SchemeParts(

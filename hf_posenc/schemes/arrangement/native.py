@@ -49,13 +49,13 @@ class NativeConfig(SchemeConfig):
 
 def names_native(config: SchemeConfig) -> bool:
     """Whether a config, or any config inside it, is `NativeConfig`."""
-    return any(isinstance(found, NativeConfig) for found in walk(config))
+    return any(isinstance(nested, NativeConfig) for nested in walk(config))
 
 
 def asked_scalings(config: SchemeConfig) -> list[RopeScaling]:
     """The scalings that a config asks for in native schemes."""
-    found = [one.scaling for one in walk(config) if isinstance(one, NativeConfig)]
-    return [scaling for scaling in found if scaling is not None]
+    scalings = [nested.scaling for nested in walk(config) if isinstance(nested, NativeConfig)]
+    return [scaling for scaling in scalings if scaling is not None]
 
 
 def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequence[str | None]) -> SchemeConfig:
@@ -133,4 +133,4 @@ def _far_layers(natives: Sequence[SchemeConfig], layer_types: Sequence[str | Non
 
 
 def _rotations(config: SchemeConfig) -> list[SchemeConfig]:
-    return [one for one in walk(config) if hasattr(one, "theta") and not one.children()]
+    return [nested for nested in walk(config) if hasattr(nested, "theta") and not nested.children()]

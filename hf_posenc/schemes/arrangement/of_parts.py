@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.limits import shown
 from hf_posenc.schemes.registry import as_scheme, register_scheme
+from hf_posenc.schemes.validation import shown
 
 
 @register_scheme
@@ -45,8 +45,10 @@ class PartsConfig(SchemeConfig):
         if not all(isinstance(name, str) and name for name in names):
             raise ValueError(f"PartsConfig.names is {shown(names)}; expected the names of parts, such as 'text'.")
         object.__setattr__(self, "names", tuple(names))
-        object.__setattr__(self, "schemes", tuple(as_scheme(one, "An entry of PartsConfig.schemes") for one in schemes))
-        if any(isinstance(one, PartsConfig) for one in self.schemes):
+        object.__setattr__(
+            self, "schemes", tuple(as_scheme(scheme, "An entry of PartsConfig.schemes") for scheme in schemes)
+        )
+        if any(isinstance(scheme, PartsConfig) for scheme in self.schemes):
             raise ValueError("A part of a model has one scheme, but PartsConfig.schemes contains a PartsConfig.")
 
     def by_part(self) -> dict[str, SchemeConfig]:

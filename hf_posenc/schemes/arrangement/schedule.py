@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.schemes.limits import MOST_LAYERS, shown
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
 from hf_posenc.schemes.scheme import SchemeConfig, option
+from hf_posenc.schemes.validation import MOST_LAYERS, shown
 
 
 @dataclass(frozen=True)

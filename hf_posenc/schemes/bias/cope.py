@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
+from hf_posenc.schemes.validation import MOST_DISTANCES
 from hf_posenc.schemes.weights import NormalWeights
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows, select_rows_of_keys
-from hf_posenc.schemes.limits import LARGEST_LENGTH, MOST_DISTANCES
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
-from hf_posenc.schemes.validation import check_integer, option
+from hf_posenc.schemes.validation import LARGEST_LENGTH, MOST_DISTANCES, check_integer, option
 from hf_posenc.schemes.weights import NormalWeights
 
 BOTH_TERMS = "c2p|p2c"
@@ -68,10 +67,10 @@ class DisentangledBias(NormalWeights, PairwiseBias):
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:
         """Copies stock tables `(terms, heads, rows, head_dim)`, that of the keys first; rows from the latest key on."""
-        own = list(self.parameters())
-        if native.shape != (len(own), *own[0].shape):
+        weights = list(self.parameters())
+        if native.shape != (len(weights), *weights[0].shape):
             return False
-        for weight, table in zip(own, native, strict=True):
+        for weight, table in zip(weights, native, strict=True):
             weight.copy_(table)
         return True
 
@@ -83,12 +82,12 @@ class DisentangledBias(NormalWeights, PairwiseBias):
         """
         first, last = pairs.occurring(self.first, self.span - 1)
         rows = pairs.remembered(self._name_of_rows, lambda: self._rows(pairs, first, last))
-        own = slice(first - self.first, last - self.first + 1)
+        occurring = slice(first - self.first, last - self.first + 1)
         if self.key_weight is None:
-            return self._of_keys(pairs, rows, own)
-        products = pairs.query.float() @ self.key_weight[:, own].float().transpose(-1, -2)
+            return self._of_keys(pairs, rows, occurring)
+        products = pairs.query.float() @ self.key_weight[:, occurring].float().transpose(-1, -2)
         of_queries = select_rows(products, rows) * pairs.query_scaling
-        return of_queries if self.query_weight is None else of_queries + self._of_keys(pairs, rows, own)
+        return of_queries if self.query_weight is None else of_queries + self._of_keys(pairs, rows, occurring)
 
     def _rows(self, pairs: AttentionPairs, first: int, last: int) -> Tensor:
         """`(batch or 1, query_len, key_len)` int64: the row of each pair, counted from that of the first distance."""
@@ -99,9 +98,9 @@ class DisentangledBias(NormalWeights, PairwiseBias):
             behind = self.buckets(behind)
         return behind.clamp(first, last) - first
 
-    def _of_keys(self, pairs: AttentionPairs, rows: Tensor, own: slice) -> Tensor:
+    def _of_keys(self, pairs: AttentionPairs, rows: Tensor, occurring: slice) -> Tensor:
         assert self.query_weight is not None
-        table = self.query_weight[:, own].float()
+        table = self.query_weight[:, occurring].float()
         return select_rows_of_keys(pairs.expanded_key.float(), table, rows) * pairs.key_scaling
 
 

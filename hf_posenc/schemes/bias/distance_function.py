@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.option_types import check_declared
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
+from hf_posenc.schemes.validation import check_declared
 
 #: Parameters of a function that are no options: the place in the model gives them.
 _OF_PLACE = ("head", "num_heads")
@@ -147,7 +147,7 @@ def config_of_function(function: Callable[..., Tensor], per_layer: bool = False,
         raise ValueError(f"{function.__name__} takes no distance: the first parameter of a `distance_bias` is one.")
     _, *parameters = inspect.signature(function).parameters.values()
     options = [parameter for parameter in parameters if parameter.name not in _OF_PLACE]
-    learned = frozenset(one.name for one in options if isinstance(one.default, LearnedPerHead))
+    learned = frozenset(parameter.name for parameter in options if isinstance(parameter.default, LearnedPerHead))
     taken = {*dir(FunctionConfig), *dir(FunctionOfDistance), *vars(nn.Module()), "config"}
     for parameter in options:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or parameter.name in taken:
@@ -167,7 +167,7 @@ def config_of_function(function: Callable[..., Tensor], per_layer: bool = False,
             "causal_only": causal_only,
             "function": staticmethod(function),
             "learned": learned,
-            "of_place": frozenset(one.name for one in parameters) & frozenset(_OF_PLACE),
+            "of_place": frozenset(parameter.name for parameter in parameters) & frozenset(_OF_PLACE),
         },
     )
     config_class.__module__, config_class.__qualname__ = function.__module__, function.__qualname__

@@ -7,11 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.limits import LARGEST_LENGTH
 from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
-from hf_posenc.schemes.validation import check_numbers, option
+from hf_posenc.schemes.validation import LARGEST_LENGTH, check_numbers, option
 
 
 class ForgetGateBias(SeparableBias):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.alibi import alibi_slopes
-from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import DeviceConstant, PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
+from hf_posenc.schemes.validation import SMALLEST_FACTOR
 
 #: The parameters of the gates.
 _DIRECTIONS = {"key": "direction", "query": "query_direction"}

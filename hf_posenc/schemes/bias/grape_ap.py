@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.alibi import alibi_slopes
-from hf_posenc.schemes.limits import LARGEST_WIDTH
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
+from hf_posenc.schemes.validation import LARGEST_WIDTH
 from hf_posenc.schemes.weights import NormalWeights
 
 _LAYOUT = "half_reversed"

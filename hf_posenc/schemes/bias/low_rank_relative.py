@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows
-from hf_posenc.schemes.limits import LARGEST_WIDTH, MOST_DISTANCES
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
+from hf_posenc.schemes.validation import LARGEST_WIDTH, MOST_DISTANCES
 from hf_posenc.schemes.weights import NormalWeights
 
 

@@ -159,16 +159,16 @@ def sinusoidal_products(
 
     def of_queries() -> tuple[Tensor, Tensor]:
         sine, cosine = sinusoidal_vectors(query_positions - origin, frequencies).unsqueeze(1).chunk(2, dim=-1)
-        own = torch.cat((-cosine if mirrored else cosine, cosine), dim=-1)
-        return own, torch.cat((sine, sine if mirrored else -sine), dim=-1)
+        direct = torch.cat((-cosine if mirrored else cosine, cosine), dim=-1)
+        return direct, torch.cat((sine, sine if mirrored else -sine), dim=-1)
 
     def of_keys() -> Tensor:
         return sinusoidal_vectors(keys.ids - origin, frequencies).unsqueeze(1).transpose(-1, -2)
 
-    own, exchanged = keys.remembered(f"turns {name}", of_queries, query_positions, keys.ids)
+    direct, exchanged = keys.remembered(f"turns {name}", of_queries, query_positions, keys.ids)
     vectors = keys.remembered(f"sinusoids {name}", of_keys, keys.ids)
     halves_exchanged = query.roll(query.shape[-1] // 2, dims=-1)
-    return torch.addcmul(query * own, halves_exchanged, exchanged) @ vectors
+    return torch.addcmul(query * direct, halves_exchanged, exchanged) @ vectors
 
 
 def plus(first: Tensor, second: Tensor, factor: float | Tensor) -> Tensor:

@@ -7,10 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.limits import LARGEST_WIDTH
 from hf_posenc.schemes.parts import DeviceConstant, DistanceBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
-from hf_posenc.schemes.validation import check_base, option
+from hf_posenc.schemes.validation import LARGEST_WIDTH, check_base, option
 
 
 class SandwichBias(DistanceBias):

@@ -14,9 +14,9 @@ from hf_posenc.schemes.bias.relative_tables import (
     turn_frequencies,
 )
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
-from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
+from hf_posenc.schemes.validation import MOST_DISTANCES
 from hf_posenc.schemes.weights import NativeTable
 
 #: The clipping distance of the paper's base model.

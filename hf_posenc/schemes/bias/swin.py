@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.grids import Places, distances_by_axis, entries_of_pairs, places
-from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, tables_of_call
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
-from hf_posenc.schemes.validation import option, whole_positions
+from hf_posenc.schemes.validation import MOST_ROWS, option, whole_positions
 from hf_posenc.schemes.weights import NativeTable
 
 #: Entries of BEiT for pairs with a token without a place: that token as the query, as the key, and as both.
@@ -55,9 +54,9 @@ class SwinBias(NativeTable, PairwiseBias):
             # Which of the entries after the displacements: the query has no place, the key, or both; 3 is a zero.
             kind = torch.where(queries, 1, torch.where(keys, 0, 2)) if self.class_entries else CLASS_ENTRIES
             rows = rows.where(queries & keys, entries.shape[0] + kind)
-            own = self.weight[displacements(self.grid) :].float()
-            zero = own.new_zeros(CLASS_ENTRIES + 1 - own.shape[0], own.shape[1])
-            entries = torch.cat((entries, own, zero))
+            without_place = self.weight[displacements(self.grid) :].float()
+            zero = without_place.new_zeros(CLASS_ENTRIES + 1 - without_place.shape[0], without_place.shape[1])
+            entries = torch.cat((entries, without_place, zero))
         return entries_of_pairs(entries, rows)
 
     def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.grids import GridBias, entries_of_pairs
-from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, SchemeParts
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
-from hf_posenc.schemes.validation import option, whole_positions
+from hf_posenc.schemes.validation import MOST_DISTANCES, option, whole_positions
 from hf_posenc.schemes.weights import NativeTable, NormalWeights
 
 #: Up to this `max_distance`, the buckets of all distances along an axis are computed, and not those of all pairs.

@@ -15,10 +15,9 @@ from hf_posenc.schemes.bias.relative_tables import (
     sinusoidal_vectors,
     turn_frequencies,
 )
-from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
-from hf_posenc.schemes.validation import check_base, option
+from hf_posenc.schemes.validation import MOST_DISTANCES, check_base, option
 from hf_posenc.schemes.weights import NormalWeights
 
 

@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Reach, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
-from hf_posenc.schemes.validation import option, whole_positions
+from hf_posenc.schemes.validation import MOST_ROWS, option, rows_of_table, whole_positions
 
 #: Row 0 of the table stands for every pair whose query is the first token, row 1 for those whose key it is.
 _FIRST_ROW = 1

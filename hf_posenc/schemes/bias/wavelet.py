@@ -60,9 +60,9 @@ class WaveletBias(PairwiseBias):
         scales, shifts = self._family.on(query.device)
         total = query.new_zeros(*query.shape[:-1], distance.shape[-1])
         for component in range(query.shape[-1]):
-            one = slice(component, component + 1)
-            wavelet = ricker_wavelets(distance, scales[one], shifts[one]).squeeze(-1)
-            total = total + query[..., one] * wavelet.unsqueeze(1)
+            column = slice(component, component + 1)
+            wavelet = ricker_wavelets(distance, scales[column], shifts[column]).squeeze(-1)
+            total = total + query[..., column] * wavelet.unsqueeze(1)
         return total
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PositionMap, Positions
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
 from hf_posenc.schemes.scheme import option, register_scheme
+from hf_posenc.schemes.validation import SMALLEST_FACTOR
 
 
 class AffineMap(PositionMap):

@@ -13,12 +13,11 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.binary import BinaryEncoding
 from hf_posenc.schemes.additive.learned import LearnedEncoding
-from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.outer_parts import SummedEncoding
 from hf_posenc.schemes.parts import AdditiveEncoding, PositionMap, Positions, Reach, SchemeParts
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
 from hf_posenc.schemes.scheme import BuildContext, register_scheme
-from hf_posenc.schemes.validation import option, whole_positions
+from hf_posenc.schemes.validation import MOST_ROWS, option, whole_positions
 
 
 class RandomizedMap(PositionMap):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Positions
+from hf_posenc.schemes.parts import AttentionPairs, LogitBias, PairwiseBias, Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 
@@ -66,8 +67,8 @@ class ContextualRotation(PairwiseBias):
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the features of each token, `(batch, key_value_heads, length, num_features)` float32."""
-        own = self.own_features(hidden_states.float())
-        return own if own.shape[1] == self.num_key_heads else own.expand(-1, self.num_key_heads, -1, -1)
+        features = self.own_features(hidden_states.float())
+        return features if features.shape[1] == self.num_key_heads else features.expand(-1, self.num_key_heads, -1, -1)
 
     def rotated(self, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
         """Rotates queries and keys; each keeps its shape and dtype.
@@ -96,6 +97,17 @@ class ContextualRotation(PairwiseBias):
         query, key = self.rotated(before)
         after = dataclasses.replace(pairs, query=query, key=key)
         return (after.products - before.products) * pairs.scaling
+
+
+def rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
+    """The rotation by the layer's input, if it needs no other token, and no other summand needs keys without it."""
+    rotations = [one for one in summands if isinstance(one, ContextualRotation)]
+    others = [one for one in summands if not isinstance(one, ContextualRotation)]
+    if len(rotations) != 1 or not rotations[0].angles_of_own_token:
+        return None
+    if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
+        return None
+    return rotations[0]
 
 
 class ContextualPlaces(ContextualRotation):

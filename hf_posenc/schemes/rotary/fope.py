@@ -48,8 +48,8 @@ def share_sums(coefficients: Tensor) -> Tensor:
 
 def normalized_shares(coefficients: Tensor) -> Tensor:
     """Normalises the shares of each pair, including its own, to the sum 1; shape `(2, heads, n, m)`."""
-    own = torch.eye(coefficients.shape[-1], device=coefficients.device)
-    return (own + coefficients) / share_sums(coefficients)
+    identity = torch.eye(coefficients.shape[-1], device=coefficients.device)
+    return (identity + coefficients) / share_sums(coefficients)
 
 
 def released_shares(coefficients: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ def released_shares(coefficients: Tensor) -> Tensor:
     remaining pairs have none, as in the released code.
     """
     num_turning, num_mixed = coefficients.shape[-2:]
-    own = torch.zeros(num_turning, num_mixed, device=coefficients.device)
+    identity = torch.zeros(num_turning, num_mixed, device=coefficients.device)
     step = math.ceil(num_turning / num_mixed)
     pairs = torch.arange(math.ceil(num_turning / step), device=coefficients.device)
-    own[pairs * step, pairs] = 1.0
-    return own + coefficients
+    identity[pairs * step, pairs] = 1.0
+    return identity + coefficients
 
 
 class FourierMap(RotaryMap):
@@ -122,12 +122,12 @@ class FourierMap(RotaryMap):
         return tuple(mixed)
 
 
-def _full_precision_product(own: Tensor, mix: Tensor) -> Tensor:
+def _full_precision_product(waves: Tensor, mix: Tensor) -> Tensor:
     """`(batch or 1, length, n)` and `(heads, n, m)` -> `(batch or 1, length, heads, m)`, float32 under autocast too."""
-    if own.device.type == "meta":
-        return torch.einsum("bln,hnm->blhm", own, mix)
-    with torch.autocast(own.device.type, enabled=False):
-        return torch.einsum("bln,hnm->blhm", own, mix)
+    if waves.device.type == "meta":
+        return torch.einsum("bln,hnm->blhm", waves, mix)
+    with torch.autocast(waves.device.type, enabled=False):
+        return torch.einsum("bln,hnm->blhm", waves, mix)
 
 
 @register_scheme

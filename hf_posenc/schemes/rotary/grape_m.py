@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
+from hf_posenc.schemes.validation import LARGEST_LENGTH, SMALLEST_FACTOR
 
 #: The official code initialises its gates with the inverse of softplus at 1e-3, and then applies a sigmoid to them.
 _INITIAL_BIAS = math.log(math.expm1(1e-3))

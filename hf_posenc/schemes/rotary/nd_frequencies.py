@@ -26,8 +26,10 @@ def axial_frequencies(theta: float, rotary_dim: int, axes: int, assignment: str)
     start = 0
     for axis, columns in enumerate(owned):
         place = slice(start, start + len(columns)) if assignment in ("block", "split") else columns
-        own = assignment in ("block", "alternating")
-        frequencies[axis, place] = rope_inverse_frequencies(theta, 2 * len(columns)) if own else spectrum[columns]
+        full_spectrum = assignment in ("block", "alternating")
+        frequencies[axis, place] = (
+            rope_inverse_frequencies(theta, 2 * len(columns)) if full_spectrum else spectrum[columns]
+        )
         start += len(columns)
     return frequencies
 

@@ -69,7 +69,7 @@ class PopeMap(QueryKeyMap):
 def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     magnitude = softplus(x.float())
     # Queries have the phase of their key head, so that logits are relative.
-    phases = (RotationFactors(with_heads_axis(phase), None).for_heads(x.shape[1]).own for phase in (cosine, sine))
+    phases = (RotationFactors(with_heads_axis(phase), None).for_heads(x.shape[1]).direct for phase in (cosine, sine))
     return torch.cat([magnitude * phase for phase in phases], dim=-1).to(x.dtype)
 
 

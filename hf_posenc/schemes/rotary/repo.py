@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
+from hf_posenc.schemes.validation import SMALLEST_FACTOR
 from hf_posenc.schemes.weights import NormalWeights
 
 

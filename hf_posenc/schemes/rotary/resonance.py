@@ -53,8 +53,8 @@ class ResonanceScaling(RopeScaling):
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """Broadcasts to `(*lengths.shape, d/2)`."""
-        found = self._inner.at_lengths(constants, theta, rotary_dim, lengths)
-        return resonant(found) if self.length_dependent else found
+        frequencies = self._inner.at_lengths(constants, theta, rotary_dim, lengths)
+        return resonant(frequencies) if self.length_dependent else frequencies
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
         """Returns the attention scaling of the inner scaling."""

@@ -32,25 +32,25 @@ class RotationFactors(NamedTuple):
     """The factors of a rotation, in the dtype of the heads.
 
     Args:
-        own: `(batch or 1, heads or 1, length, rotary_dim)`, the factor of the dimension itself: the cosine. If `other`
-            is `None`, the complex number `cosine + i sine` of each pair, `(batch or 1, heads or 1, length, rotary_dim /
-            2)`.
+        direct: `(batch or 1, heads or 1, length, rotary_dim)`, the factor of the dimension itself: the cosine. If
+            `other` is `None`, the complex number `cosine + i sine` of each pair, `(batch or 1, heads or 1, length,
+            rotary_dim / 2)`.
         other: the factor of the other dimension of the pair: the sine, with the sign of the direction; or `None`.
     """
 
-    own: Tensor
+    direct: Tensor
     other: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> RotationFactors:
         """Both factors, changed by a function."""
-        return RotationFactors(change(self.own), None if self.other is None else change(self.other))
+        return RotationFactors(change(self.direct), None if self.other is None else change(self.other))
 
     def for_heads(self, heads: int) -> RotationFactors:
         """Repeats factors per key head for the query heads."""
-        own_heads = self.own.shape[1]
-        if own_heads in (1, heads):
+        key_heads = self.direct.shape[1]
+        if key_heads in (1, heads):
             return self
-        return self.each(lambda factor: factor.repeat_interleave(heads // own_heads, dim=1))
+        return self.each(lambda factor: factor.repeat_interleave(heads // key_heads, dim=1))
 
 
 def for_both_of_pair(values: Tensor, layout: str) -> Tensor:
@@ -87,11 +87,11 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
         factors: as `rotation_factors` returns them, in the dtype of `x`.
         layout: the layout they were made for.
     """
-    own, other = factors
-    if other is not None and x.numel() <= _FEW and own.shape[1] == 1 and own.shape[-1] == x.shape[-1]:
+    direct, other = factors
+    if other is not None and x.numel() <= _FEW and direct.shape[1] == 1 and direct.shape[-1] == x.shape[-1]:
         # Nearly every decoding step takes this path, where the overhead of each call matters.
-        partner = _partner(x, layout) if layout == "interleaved" else x.roll(own.shape[-1] // 2, -1)
-        return x * own + partner * other
+        partner = _partner(x, layout) if layout == "interleaved" else x.roll(direct.shape[-1] // 2, -1)
+        return x * direct + partner * other
     factors = factors.for_heads(x.shape[1])
     if x.numel() <= _FEW or _needs_plain_torch(x, factors):
         return _rotated_without_kernel(x, factors, layout)
@@ -105,30 +105,30 @@ def _needs_plain_torch(x: Tensor, factors: RotationFactors) -> bool:
     """Whether single torch operations are needed: for compilers, gradients of the factors, and other derivatives."""
     if traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    return type(x) is not Tensor or (torch.is_grad_enabled() and factors.own.requires_grad)
+    return type(x) is not Tensor or (torch.is_grad_enabled() and factors.direct.requires_grad)
 
 
 def _rotated_without_kernel(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
     """The rotation as one torch expression, which torch can differentiate and fuse."""
-    own, other = factors
-    width = own.shape[-1] if other is not None else 2 * own.shape[-1]
+    direct, other = factors
+    width = direct.shape[-1] if other is not None else 2 * direct.shape[-1]
     rotated = x if width == x.shape[-1] else x[..., :width]
     if other is None:
-        rotated = torch.view_as_real(_as_complex(rotated) * own).flatten(-2)
+        rotated = torch.view_as_real(_as_complex(rotated) * direct).flatten(-2)
     else:
-        rotated = rotated * own + _partner(rotated, layout) * other
+        rotated = rotated * direct + _partner(rotated, layout) * other
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
 
 def _kernel(x: Tensor, factors: RotationFactors, layout: str, strides: tuple[int, ...] | None = None) -> Tensor:
     """The same result without autograd, with the memory layout of `x` or with `strides`."""
-    own, other = factors
-    width = own.shape[-1] * (2 if other is None else 1)
+    direct, other = factors
+    width = direct.shape[-1] * (2 if other is None else 1)
     if strides is None and width == x.shape[-1]:
         if other is None:
-            return torch.view_as_real(_as_complex(x) * own).flatten(-2)
+            return torch.view_as_real(_as_complex(x) * direct).flatten(-2)
         if x.numel() * x.element_size() <= _piece_bytes(x):
-            return (x * own).add_(_partner(x, layout).mul_(other))
+            return (x * direct).add_(_partner(x, layout).mul_(other))
     if strides is None:
         out = torch.empty_like(x)
     else:
@@ -139,14 +139,14 @@ def _kernel(x: Tensor, factors: RotationFactors, layout: str, strides: tuple[int
         turning, place = x[..., :width], out[..., :width]
     if other is None:
         target = torch.view_as_complex(place.unflatten(-1, (-1, 2))) if _is_complex(place) else None
-        product = torch.mul(_as_complex(turning), own, out=target)
+        product = torch.mul(_as_complex(turning), direct, out=target)
         if target is None:
             place.copy_(torch.view_as_real(product).flatten(-2))
         return out
     pieces = -(-turning.numel() * turning.element_size() // _piece_bytes(x))
     length = max(1, -(-x.shape[-2] // max(pieces, 1)))
     for part, part_place, part_own, part_other in zip(
-        *(tensor.split(length, dim=-2) for tensor in (turning, place, own, other)), strict=True
+        *(tensor.split(length, dim=-2) for tensor in (turning, place, direct, other)), strict=True
     ):
         torch.mul(part, part_own, out=part_place)
         part_place.add_(_partner(part, layout).mul_(part_other))
@@ -187,22 +187,22 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, own: Tensor, other: Tensor | None, layout: str, strides: tuple[int, ...] | None
+        ctx: Any, x: Tensor, direct: Tensor, other: Tensor | None, layout: str, strides: tuple[int, ...] | None
     ) -> Tensor:
         """Like `apply_rotation`, with the `strides` of the result."""
-        ctx.save_for_backward(own, other)
+        ctx.save_for_backward(direct, other)
         ctx.layout = layout
-        out = _kernel(x, RotationFactors(own, other), layout, strides)
+        out = _kernel(x, RotationFactors(direct, other), layout, strides)
         ctx.strides = out.stride()
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Returns the gradient of `x` in the memory layout of the result, which the producer of `x` expects."""
-        own, other = ctx.saved_tensors
+        direct, other = ctx.saved_tensors
         if other is None:
-            own = own.conj()
+            direct = direct.conj()
         else:
             other = _partner(other, ctx.layout)
-        back = _Rotation.apply(*gradients, own, other, ctx.layout, ctx.strides)
+        back = _Rotation.apply(*gradients, direct, other, ctx.layout, ctx.strides)
         return back, None, None, None, None

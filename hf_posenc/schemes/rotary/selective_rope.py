@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.limits import LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
+from hf_posenc.schemes.validation import LARGEST_WIDTH, SMALLEST_FACTOR
 
 
 class SelectiveRotation(ContextualRotation):
@@ -85,9 +85,9 @@ class SelectiveRotation(ContextualRotation):
             neighbours: of `_neighbours`.
         """
         count, length = self.kernel.shape[1], features.shape[-2]
-        own, kernel = features[..., :count], self.kernel.float().unsqueeze(-3)
-        combined = own * kernel[..., -1]
-        earlier = nn.functional.pad(own, (0, 0, len(neighbours), 0)) if len(neighbours) else own
+        current, kernel = features[..., :count], self.kernel.float().unsqueeze(-3)
+        combined = current * kernel[..., -1]
+        earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if len(neighbours) else current
         for steps, same in enumerate(neighbours.unbind(0), start=1):
             shifted = earlier.narrow(-2, len(neighbours) - steps, length)
             combined = torch.addcmul(combined, shifted * same, kernel[..., -1 - steps])

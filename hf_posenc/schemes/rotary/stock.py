@@ -119,7 +119,7 @@ def from_rope_parameters(
 def _scaling(rope_type: str, parameters: Mapping[str, Any], max_positions: int | None) -> RopeScaling | None:
     if rope_type == "default":
         return None
-    kind = next((one for one in _STOCK_SCALINGS if one.type == rope_type), None)
+    kind = next((candidate for candidate in _STOCK_SCALINGS if candidate.type == rope_type), None)
     if kind is None:
         raise UnsupportedError(
             f"rope_parameters have the type {rope_type!r}; supported types are default, linear, dynamic, yarn, "

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
+from hf_posenc.schemes.validation import SMALLEST_FACTOR
 
 
 def mean_log(length: int) -> float:

@@ -16,9 +16,9 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import strengthen, tokens
 from tests.matrix.test_behaviour import SCHEMES
 from tests.models import tiny
-from tests.patching.audio.families import WHISPER, normal, stir
+from tests.patching.audio.whisper import WHISPER, normal, stir
 from tests.patching.composites.models import COMPOSITES
-from tests.patching.vision.test_vit import vit
+from tests.patching.vision.models import vit
 
 __all__ = ["SCHEMES", "SUBJECTS", "Subject"]
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.llama_cpp import timed
-from benchmarks.rounds import PHASES, measure, ratios, spread
+from benchmarks.llama_cpp import PHASES, measure, timed
+from benchmarks.timing import quartiles
 from hf_posenc.report import Record
 from tests.kits.everywhere.launch import run_script
 from tests.kits.everywhere.plan import Plan
@@ -69,11 +69,10 @@ def _onnx(folder: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
 
 def _records(name: str, program: str, phase: str, times: list[float], first: list[float]) -> list[Record]:
     at = {"program": program}
-    middle, low, high = ratios(times, first)
-    time, quartiles = statistics.median(times), {"low": low, "high": high}
+    ratios, time = quartiles(times, first), statistics.median(times)
+    shown = "{median:.2f} ({low:.2f} to {high:.2f})".format(**ratios)
+    middle = ratios.pop("median")
     return [
         Record(name, f"{phase}_ms", time, at, count=len(times), shown=f"{time:.2f}"),
-        Record(
-            name, f"{phase}_ratio", middle, at, count=len(times), shown=spread(middle, low, high), details=quartiles
-        ),
+        Record(name, f"{phase}_ratio", middle, at, count=len(times), shown=shown, details=ratios),
     ]

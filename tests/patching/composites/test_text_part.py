@@ -12,14 +12,6 @@ from hf_posenc import MRopeConfig, UnknownNameError, native_scheme, patch_model,
 
 from .models import COMPOSITES, MULTIMODAL_ROPE, Composite
 
-SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("none", {}),
-    ("alibi", {}),
-    ("rope", {"theta": 300.0}),
-    ("sinusoidal", {}),
-    ("forget_gate", {"initial_bias": 2.0}),
-)
-
 
 def logits(composite: Composite, model: Any, **arguments: Any) -> Tensor:
     given = {name: value for name, value in arguments.items() if name != "mm_token_type_ids" or takes_types(model)}
@@ -60,22 +52,6 @@ def _features(model: Any, prompt: dict[str, Tensor]) -> Tensor:
     return torch.cat([one.flatten() for one in found]) if isinstance(found, list | tuple) else found
 
 
-def test_the_native_scheme_gives_the_stock_outputs_with_images(composite: Composite) -> None:
-    model = composite.model()
-    prompt = composite.prompt(images=2)
-    stock = logits(composite, model, **prompt)
-    patch_model(model, "native")
-    assert float((logits(composite, model, **prompt) - stock).abs().max()) <= 1e-5
-
-
-@pytest.mark.parametrize(("scheme", "options"), SCHEMES, ids=[name for name, _ in SCHEMES])
-def test_decoding_after_an_image_gives_the_logits_of_the_whole_sequence(
-    composite: Composite, scheme: str, options: dict[str, Any]
-) -> None:
-    model = patch_model(composite.model(), scheme, **options)
-    check_decoding(composite, model)
-
-
 def check_decoding(composite: Composite, model: Any) -> None:
     prompt = composite.prompt(images=2)
     given = prompt if takes_types(model) else {key: one for key, one in prompt.items() if key != "mm_token_type_ids"}
@@ -86,17 +62,6 @@ def check_decoding(composite: Composite, model: Any) -> None:
     types = torch.nn.functional.pad(prompt["mm_token_type_ids"], (0, 3))
     whole = logits(composite, model, **prompt | {"input_ids": ids, "mm_token_type_ids": types})
     assert float((whole[:, -4:] - torch.stack(generated.logits, 1)).abs().max()) <= 1e-4
-
-
-@pytest.mark.parametrize("scheme", ["native", "none", "alibi", "sinusoidal"])
-def test_a_padded_prompt_with_an_image_gives_the_logits_of_the_prompt(composite: Composite, scheme: str) -> None:
-    model = patch_model(composite.model(), scheme)
-    prompt = composite.prompt()
-    expected = logits(composite, model, **prompt)
-    padded = {name: torch.nn.functional.pad(prompt[name], (3, 0)) for name in ("input_ids", "mm_token_type_ids")}
-    mask = torch.nn.functional.pad(torch.ones_like(prompt["input_ids"]), (3, 0))
-    found = logits(composite, model, **prompt | padded, attention_mask=mask)
-    assert float((found[:, 3:] - expected).abs().max()) <= 1e-4
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "shaw", "fire"])

@@ -5,6 +5,8 @@ A new scheme adds a row to the file of its family; `test_all_schemes.py` fails u
 
 from __future__ import annotations
 
+from hf_posenc.schemes import SchemeConfig
+
 from . import (
     arrangements,
     content_biases,
@@ -31,9 +33,15 @@ FAMILIES = (
 )
 TABLE: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.ROWS.items()}
 
-VARIANTS = [
-    (name, config, f"{name}-{index}") for name, row in TABLE.items() for index, config in enumerate(row.variants)
-]
+
+def variants_of(rows: dict[str, Row]) -> list[tuple[str, SchemeConfig, str]]:
+    """Name, config and label of each variant."""
+    return [
+        (name, config, f"{name}-{index}") for name, row in rows.items() for index, config in enumerate(row.variants)
+    ]
+
+
+VARIANTS = variants_of(TABLE)
 
 __all__ = [
     "HEADS",
@@ -47,4 +55,5 @@ __all__ = [
     "context_for",
     "parts_for",
     "positions_of",
+    "variants_of",
 ]

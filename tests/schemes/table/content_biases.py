@@ -1,6 +1,10 @@
-"""Biases that read queries, keys or hidden states."""
+"""Biases that read queries, keys or hidden states, in plain Python from the papers, one pair at a time."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 from hf_posenc.schemes.bias.cope import CopeConfig
 from hf_posenc.schemes.bias.disentangled import DisentangledConfig
@@ -15,13 +19,317 @@ from hf_posenc.schemes.rotary.grape_m import GrapeMConfig
 from hf_posenc.schemes.rotary.repo import RepoConfig
 from hf_posenc.schemes.rotary.selective_rope import SelectiveRopeConfig
 
-from ..references import content_biases
-from .row import Row
+from .row import LogitCase, Logits, Row, dot
+from .seeds import alibi_slope, rope_spectrum, rotate
+
+
+def logistic(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+def forget_gate(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2503.02130: the product of all gates from behind the key up to the query, inside the softmax."""
+    offsets = parts.logit_bias.bias.tolist()
+
+    def gate(head: int, token: int) -> float:
+        weights = parts.logit_bias.weight[head].tolist()
+        return logistic(dot(weights, case.hidden[token]) + offsets[head])
+
+    def bias(head: int, query: int, key: int) -> float:
+        if config.gate == "bias_only":
+            return (case.distance(query, key)) * math.log(logistic(offsets[head]))
+        return math.log(math.prod(gate(head, token) for token in range(key + 1, query + 1)))
+
+    return case.biased(bias)
+
+
+def sinusoid(position: float, width: int, base: float = 10000.0) -> list[float]:
+    """All sines, then all cosines."""
+    angles = [position * base ** (-2 * pair / width) for pair in range(width // 2)]
+    return [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
+
+
+def ricker_family(distance: float, width: int, num_scales: int) -> list[float]:
+    """arXiv:2502.02004: all scales, each with all shifts."""
+    values = []
+    for scale in range(num_scales):
+        for shift in range(width // num_scales):
+            u = (distance - shift) / 2**scale
+            values.append((1 - u * u) * math.exp(-u * u / 2))
+    return values
+
+
+def shaw(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:1803.02155, eq. 4: a vector of the relation is added to the key."""
+    width = len(case.query[0][0])
+    behind = config.max_distance or 16
+    ahead = behind if config.max_distance_ahead is None else config.max_distance_ahead
+
+    def relation(head: int, query: int, key: int) -> list[float]:
+        distance = case.positions[key] - case.positions[query]
+        if config.table == "sinusoidal":
+            return sinusoid(distance, width)
+        if config.table == "wavelet":
+            return ricker_family(-distance, width, 8)
+        table = parts.logit_bias.weight[head] if config.per_head else parts.logit_bias.weight
+        assert len(table) == behind + 1 + ahead
+        row: list[float] = table[max(-behind, min(ahead, distance)) + behind].tolist()
+        return row
+
+    return case.biased(lambda head, query, key: case.scaling * dot(case.query[head][query], relation(head, query, key)))
+
+
+def disentangled_row(config: Any, distance: int) -> int:
+    """arXiv:2006.03654, eq. 3, for the distance i - j; with buckets as in the code of DeBERTa-v2."""
+    span = config.buckets or config.max_distance
+    steps = abs(distance)
+    if config.buckets and steps > span // 2:
+        middle = span // 2
+        share = math.log(steps / middle) / math.log((config.max_distance - 1) / middle)
+        # The rounding of float64 must not lift a whole number over the next bucket.
+        steps = middle + math.ceil(share * (middle - 1) - 1e-9)
+        distance = steps if distance > 0 else -steps
+    if distance <= -span:
+        return 0
+    return 2 * span - 1 if distance >= span else distance + span
+
+
+def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2006.03654, eq. 4. The rows of later keys come first, and are missing in a causal model."""
+    bias = parts.logit_bias
+    span = config.buckets or config.max_distance
+    terms = [("c2p" in config.terms, bias.key_weight), ("p2c" in config.terms, bias.query_weight)]
+    tables = [table.tolist() if used else None for used, table in terms]
+    assert sum(table is not None for _, table in terms) == sum(used for used, _ in terms)
+
+    def vector(table: Any, head: int, query: int, key: int) -> list[float]:
+        row = disentangled_row(config, case.distance(query, key))
+        if len(table[head]) == span:
+            row = max(row - span, 0)
+        row_of_pair: list[float] = table[head][row]
+        return row_of_pair
+
+    def value(head: int, query: int, key: int) -> float:
+        total = 0.0
+        if tables[0] is not None:
+            total += dot(case.query[head][query], vector(tables[0], head, query, key))
+        if tables[1] is not None:
+            total += dot(case.key[head][key], vector(tables[1], head, query, key))
+        return case.scaling * total
+
+    divisor = math.sqrt(1 + sum(used for used, _ in terms))
+    return [[[logit / divisor for logit in row] for row in rows] for rows in case.biased(value)]
+
+
+def wavelet(config: Any, parts: Any, case: LogitCase) -> Logits:
+    width = len(case.query[0][0])
+
+    def bias(head: int, query: int, key: int) -> float:
+        values = ricker_family(case.distance(query, key), width, config.num_scales)
+        return case.scaling * dot(case.query[head][query], values)
+
+    return case.biased(bias)
+
+
+def transformer_xl(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:1901.02860, section 3.3: terms (b), (c) and (d)."""
+    width = len(case.query[0][0])
+    for_keys = parts.logit_bias.content_bias.tolist()
+    for_distances = parts.logit_bias.position_bias.tolist()
+    projection = parts.logit_bias.position_projection.tolist()
+
+    def bias(head: int, query: int, key: int) -> float:
+        distance = case.distance(query, key)
+        if config.clamp_length is not None:
+            distance = max(-config.clamp_length, min(config.clamp_length, distance))
+        wave = sinusoid(distance, len(case.hidden[0]), config.base)
+        projected = [dot(row, wave) for row in projection[head * width : (head + 1) * width]]
+        content = dot(for_keys[head], case.key[head][key])
+        position = dot(case.query[head][query], projected) + dot(for_distances[head], projected)
+        return case.scaling * (content + position)
+
+    return case.biased(bias)
+
+
+def cope(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2405.18719, eq. 3 to 7, with the scaled logits of the listing."""
+    table = parts.logit_bias.weight.tolist()
+
+    def bias(head: int, query: int, key: int) -> float:
+        position = sum(logistic(case.product(head, query, token)) for token in range(key, query + 1))
+        position = min(position, len(table) - 1)
+        low, high = math.floor(position), math.ceil(position)
+        share = position - low
+        below, above = dot(case.query[head][query], table[low]), dot(case.query[head][query], table[high])
+        return share * above + (1 - share) * below
+
+    return case.biased(bias)
+
+
+def softplus(value: float) -> float:
+    return math.log(1 + math.exp(value))
+
+
+def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.07805, the gated additive forms with the official code's slopes."""
+    rates = parts.logit_bias.rate.tolist()
+    of_keys, of_queries = parts.logit_bias.direction, parts.logit_bias.query_direction
+
+    def gate(directions: Any, head: int, vector: list[float]) -> float:
+        if directions is None:
+            return 0.0
+        direction = directions[head].tolist()
+        if config.normalize:
+            length = math.sqrt(dot(direction, direction))
+            direction = [component / length for component in direction]
+        return softplus(dot(direction, vector) / math.sqrt(len(direction)))
+
+    def bias(head: int, query: int, key: int) -> float:
+        gates = gate(of_keys, head, case.key[head][key]) + gate(of_queries, head, case.query[head][query])
+        distance = abs(case.distance(query, key))
+        return -distance * alibi_slope(len(case.query), head) * softplus(rates[head]) * gates
+
+    return case.biased(bias)
+
+
+def grape_ap(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.07805, the path-integral form with the official code's vectors: one penalty per token in between."""
+    half = config.width // 2
+
+    def vector(head: int, token: int) -> list[float]:
+        return [dot(row, case.hidden[token]) for row in parts.logit_bias.projection[head].tolist()]
+
+    def turned(head: int, token: int) -> list[float]:
+        plain = vector(head, token)
+        length = math.sqrt(dot(plain, plain) / len(plain))
+        cosine, sine = math.cos(case.positions[token]), math.sin(case.positions[token])
+        pairs = [(plain[pair] / length, plain[pair + half] / length) for pair in range(half)]
+        return [x * cosine + y * sine for x, y in pairs] + [y * cosine - x * sine for x, y in pairs]
+
+    def bias(head: int, query: int, key: int) -> float:
+        of_query = vector(head, query)
+        penalties = (
+            math.log(logistic(dot(of_query, turned(head, between)) / config.width))
+            for between in range(key + 1, query + 1)
+        )
+        return alibi_slope(len(case.query), head) * sum(penalties)
+
+    return case.biased(bias)
+
+
+def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """A mixture of profiles per query token; nothing beyond their length."""
+    profiles = parts.logit_bias.profiles.tolist()
+    projection = parts.logit_bias.projection.tolist()
+
+    def bias(head: int, query: int, key: int) -> float:
+        distance = case.distance(query, key)
+        if not 0 <= distance < config.window:
+            return 0.0
+        mixture = [dot(row, case.hidden[query]) for row in projection[head * config.rank : (head + 1) * config.rank]]
+        return dot(mixture, [profile[distance] for profile in profiles])
+
+    return case.biased(bias)
+
+
+def rotated_products(case: LogitCase, parts: Any, half: int, angle: Callable[[int, int, int], float]) -> Logits:
+    """The scaled products after pair `m` of both, of `half` pairs, is turned by `angle(key_head, token, m)`."""
+    groups = parts.logit_bias.groups
+    return case.mapped(
+        lambda vector, head, token: rotate(
+            vector, [angle(head // groups, token, pair) for pair in range(half)], "half", 1, 1.0
+        )
+    )
+
+
+def repo(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.14391, section 3, with the official code's gated projection: a position for each token and head."""
+    bias = parts.logit_bias
+    gate, content = bias.gate.tolist(), bias.content.tolist()
+    heads = bias.places_of_heads.tolist()
+
+    def place(head: int, token: int) -> float:
+        gated = []
+        for gate_row, content_row in zip(gate, content, strict=True):
+            value = dot(gate_row, case.hidden[token])
+            gated.append(value * logistic(value) * dot(content_row, case.hidden[token]))
+        return dot(heads[head], gated)
+
+    frequencies = rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0]))
+    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(len(heads))]
+    return rotated_products(
+        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
+    )
+
+
+def grape_m(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.07805, contextual GRAPE-M: the place is the sum of the increments of all earlier tokens."""
+    bias = parts.logit_bias
+    weight, offset = bias.weight.tolist(), bias.bias.tolist()
+    frequencies = [
+        frequency * math.exp(change)
+        for frequency, change in zip(
+            rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0])),
+            bias.rotation.log_offsets.tolist(),
+            strict=True,
+        )
+    ]
+
+    def place(head: int, token: int) -> float:
+        row = head if config.per_head else 0
+        return sum(
+            logistic((dot(weight[row], case.hidden[earlier]) + offset[row]) / config.gate_scale)
+            for earlier in range(token)
+        )
+
+    key_heads = len(case.query) // bias.groups
+    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(key_heads)]
+    return rotated_products(
+        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
+    )
+
+
+def selective_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2511.17388, with the official code's projections: convolved angles, summed over the tokens."""
+    bias = parts.logit_bias
+    down, up, kernel = bias.down.tolist(), bias.up.tolist(), bias.kernel.tolist()
+    rotary_dim = config.rotary_dim or len(case.query[0][0])
+    frequencies = rope_spectrum(config.theta, rotary_dim)
+    share = len(case.hidden[0]) // len(up)
+
+    def scaled(token: int) -> list[float]:
+        result = []
+        for start in range(0, len(case.hidden[0]), share):
+            group = case.hidden[token][start : start + share]
+            result += [component / math.sqrt(dot(group, group)) for component in group]
+        return result
+
+    inputs = [scaled(token) for token in range(len(case.hidden))]
+    low = [[dot(row, vector) for row in down] for vector in inputs]
+
+    def convolved(head: int, token: int, pair: int) -> float:
+        taps = kernel[head][pair]
+        value = sum(
+            taps[-1 - steps] * dot(up[head][pair], low[token - steps]) for steps in range(min(len(taps), token + 1))
+        )
+        if not config.gate:
+            return value
+        return value * logistic(dot(bias.gate_weight[head].tolist(), inputs[token]) + bias.gate_bias[head].item())
+
+    sums: list[list[list[float]]] = []
+    for head in range(len(up)):
+        total = [0.0] * len(frequencies)
+        sums.append([])
+        for token in range(len(inputs)):
+            total = [before + convolved(head, token, pair) for pair, before in enumerate(total)]
+            sums[-1].append([angle * frequency for angle, frequency in zip(total, frequencies, strict=True)])
+    return rotated_products(case, parts, len(frequencies), lambda head, token, pair: sums[head][token][pair])
+
 
 ROWS: dict[str, Row] = {
     "forget_gate": Row(
         "logits",
-        content_biases.forget_gate,
+        forget_gate,
         (
             ForgetGateConfig(),
             ForgetGateConfig(initial_bias=2.0),
@@ -34,7 +342,7 @@ ROWS: dict[str, Row] = {
     ),
     "shaw": Row(
         "logits",
-        content_biases.shaw,
+        shaw,
         (
             ShawConfig(max_distance=4),
             ShawConfig(),
@@ -47,7 +355,7 @@ ROWS: dict[str, Row] = {
     ),
     "disentangled": Row(
         "logits",
-        content_biases.disentangled,
+        disentangled,
         (
             DisentangledConfig(max_distance=4),
             DisentangledConfig(),
@@ -60,19 +368,19 @@ ROWS: dict[str, Row] = {
     ),
     "wavelet": Row(
         "logits",
-        content_biases.wavelet,
+        wavelet,
         (WaveletConfig(num_scales=4), WaveletConfig()),
         marks="-++.++..-++",
     ),
     "transformer_xl": Row(
         "logits",
-        content_biases.transformer_xl,
+        transformer_xl,
         (TransformerXLConfig(), TransformerXLConfig(base=100.0, clamp_length=6)),
         marks="+++.++..-++",
     ),
     "cope": Row(
         "logits",
-        content_biases.cope,
+        cope,
         # The matrix re-draws tables this small, so that they show.
         (CopeConfig(num_positions=4, initial_std=0.05), CopeConfig(initial_std=0.05)),
         causal_only=True,
@@ -81,7 +389,7 @@ ROWS: dict[str, Row] = {
     ),
     "grape": Row(
         "logits",
-        content_biases.grape,
+        grape,
         (
             GrapeConfig(),
             GrapeConfig(initial_rate=0.2, normalize=False, gates="both"),
@@ -91,7 +399,7 @@ ROWS: dict[str, Row] = {
     ),
     "grape_ap": Row(
         "logits",
-        content_biases.grape_ap,
+        grape_ap,
         (GrapeApConfig(), GrapeApConfig(width=2)),
         causal_only=True,
         everywhere=True,
@@ -99,21 +407,21 @@ ROWS: dict[str, Row] = {
     ),
     "low_rank_relative": Row(
         "logits",
-        content_biases.low_rank_relative,
+        low_rank_relative,
         (LowRankRelativeConfig(rank=4, window=8), LowRankRelativeConfig()),
         causal_only=True,
         marks="-++.++..-++",
     ),
     "repo": Row(
         "logits",
-        content_biases.repo,
+        repo,
         (RepoConfig(initial_std=0.2), RepoConfig(theta=100.0, width=5, initial_std=0.2, rotary_dim=8)),
         causal_only=True,
         marks="-++.++..-++",
     ),
     "grape_m": Row(
         "logits",
-        content_biases.grape_m,
+        grape_m,
         (
             GrapeMConfig(),
             GrapeMConfig(theta=100.0, per_head=True, gate_scale=2.0, initial_bias=0.0),
@@ -123,7 +431,7 @@ ROWS: dict[str, Row] = {
     ),
     "selective_rope": Row(
         "logits",
-        content_biases.selective_rope,
+        selective_rope,
         (
             SelectiveRopeConfig(initial_std=0.2),
             SelectiveRopeConfig(theta=100.0, rank=5, kernel_size=2, gate=True, initial_std=0.2, rotary_dim=8),

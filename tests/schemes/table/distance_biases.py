@@ -1,8 +1,9 @@
-"""Biases that are functions of distance or position."""
+"""Biases of distance, one number at a time in double precision."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hf_posenc.schemes.bias.fire import FireConfig
 from hf_posenc.schemes.bias.kerple import KerpleConfig
@@ -10,13 +11,67 @@ from hf_posenc.schemes.bias.sandwich import SandwichConfig
 from hf_posenc.schemes.bias.swin import SwinConfig
 from hf_posenc.schemes.bias.tisa import TisaConfig
 
-from ..references import distance_biases
-from .row import Row
+from . import coordinates
+from .row import LogitCase, Logits, Row
+
+
+def kerple(config: Any, part: Any, heads: int, causal: bool, head: int, distance: int) -> float:
+    """arXiv:2205.09921, section 4, with the floor of the authors' code."""
+    floor = config.minimum
+    r1 = max(part.r1[head].item(), floor)
+    if config.variant == "log":
+        return -r1 * math.log(1 + max(part.r2[head].item(), floor) * abs(distance))
+    exponent = config.exponent if config.exponent is not None else min(max(part.r2[head].item(), floor), 2.0)
+    return -r1 * abs(distance) ** exponent
+
+
+def fire_bias(part: Any, config: Any, head: int, distance: int, farthest: int) -> float:
+    """arXiv:2310.04418, section 3: distance over the farthest position, both compressed, through a small network."""
+
+    def compressed(x: float) -> float:
+        return math.log(1 + abs(part.c.item()) * x)
+
+    threshold = abs(part.threshold_factor.item() * config.initial_threshold)
+    x = compressed(abs(distance)) / (compressed(max(threshold, farthest)) + config.epsilon)
+    total = part.output_bias[head].item()
+    for unit in range(config.width):
+        total += part.output_weight[head, unit].item() * max(
+            0.0, part.hidden_weight[unit].item() * x + part.hidden_bias[unit].item()
+        )
+    return total
+
+
+def fire(config: Any, parts: Any, case: LogitCase) -> Logits:
+    def bias(head: int, query: int, key: int) -> float:
+        farthest = case.positions[query] if case.causal else max(case.positions)
+        return fire_bias(parts.logit_bias, config, head, case.distance(key, query), farthest)
+
+    return case.biased(bias)
+
+
+def swin(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2103.14030, equation 4, for tokens that fill the grid row by row; past the table, its edge."""
+    weight = parts.logit_bias.weight.tolist()
+
+    def bias(head: int, *pair: int) -> float:
+        positions = [case.positions[token] for token in pair]
+        without = [position < config.num_prefix_tokens for position in positions]
+        if any(without):
+            entry = 2 if all(without) else without.index(True)
+            return weight[len(weight) - 3 + entry][head] if config.class_entries else 0.0
+        index = 0
+        places = [coordinates.place(position, config.grid[1:], config.num_prefix_tokens) for position in positions]
+        for here, there, size in zip(*places, config.grid, strict=True):
+            index = index * (2 * size - 1) + min(max(here - there + size - 1, 0), 2 * size - 2)
+        return weight[index][head]
+
+    return case.biased(bias)
+
 
 ROWS: dict[str, Row] = {
     "kerple": Row(
         "bias",
-        distance_biases.kerple,
+        kerple,
         (
             KerpleConfig(),
             KerpleConfig("power"),
@@ -27,7 +82,7 @@ ROWS: dict[str, Row] = {
     ),
     "fire": Row(
         "logits",
-        distance_biases.fire,
+        fire,
         (
             FireConfig(initial_threshold=8.0),
             FireConfig(width=4, initial_c=2.0, initial_threshold=10.0, epsilon=0.01, shared=True),
@@ -50,7 +105,7 @@ ROWS: dict[str, Row] = {
     ),
     "swin": Row(
         "logits",
-        distance_biases.swin,
+        swin,
         (
             SwinConfig((3, 4)),
             SwinConfig((2, 3, 4), interpolation="none", shared=True),

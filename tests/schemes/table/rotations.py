@@ -1,6 +1,11 @@
-"""Maps of queries and keys beyond RoPE."""
+"""Maps of queries and keys beyond RoPE: slow, plain Python written from the papers."""
 
 from __future__ import annotations
+
+import cmath
+import math
+import random
+from typing import Any
 
 from hf_posenc.schemes import DynamicScaling, LinearScaling, YarnScaling
 from hf_posenc.schemes.rotary.fope import FopeConfig
@@ -11,13 +16,253 @@ from hf_posenc.schemes.rotary.resonance import ResonanceConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from ..references import rotations
-from .row import Row
+from .row import LogitCase, Logits, Row, dot
+from .seeds import rope_spectrum, rotate, scaled_spectrum
+
+#: What the model of the tests was built for.
+MAX_POSITIONS = 64
+
+Matrix = list[list[float]]
+
+
+def layout_of(config: Any) -> str:
+    return "half" if config.layout == "auto" else config.layout
+
+
+def floored(config: Any, width: int) -> list[float]:
+    """arXiv:2410.21216: a pair whose wavelength is longer than the training length does not turn."""
+    length = config.training_length or MAX_POSITIONS
+    return [w if 2 * math.pi / w <= length else 0.0 for w in rope_spectrum(config.theta, width)]
+
+
+def hope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
+    return rotate(vector, floored(config, config.rotary_dim or head_dim), layout_of(config), position, 1.0)
+
+
+def resonance(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
+    """arXiv:2403.00071, section 4.1, with exact periods: positions count modulo the wavelength."""
+    width = config.rotary_dim or head_dim
+    frequencies, factor = rope_spectrum(config.theta, width), 1.0
+    if config.scaling is not None:
+        frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
+    wavelengths = [round(2 * math.pi / frequency) for frequency in frequencies]
+    turned = [2 * math.pi * (position % wavelength) / wavelength for wavelength in wavelengths]
+    return rotate(vector, turned, layout_of(config), 1, factor)
+
+
+def xpos(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2212.10554, eq. 13 and algorithm 1, as logits: one complex number per pair and distance."""
+    width = config.rotary_dim or len(case.query[0][0])
+    frequencies = rope_spectrum(config.theta, width)
+
+    def pair(vector: list[float], index: int) -> complex:
+        if layout_of(config) == "interleaved":
+            return complex(vector[2 * index], vector[2 * index + 1])
+        return complex(vector[index], vector[index + width // 2])
+
+    def logit(query: list[float], key: list[float], distance: int) -> float:
+        total = dot(query[width:], key[width:])
+        for index, frequency in enumerate(frequencies):
+            zeta = (2 * index / width + config.gamma) / (1 + config.gamma)
+            turn = cmath.exp(1j * frequency * distance) * zeta ** (distance / config.scale_base)
+            total += (pair(query, index) * turn * pair(key, index).conjugate()).real
+        return total
+
+    return case.logits(
+        lambda head, i, j: (
+            case.scaling * logit(case.query[head][i], case.key[head][j], case.distance(i, j)) if j <= i else 0.0
+        )
+    )
+
+
+def pope(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2509.10534, eq. 5 to 8: a cosine of the distance per dimension."""
+    deltas = parts.query_key_map.delta.tolist()
+    group = len(case.query) // len(deltas)
+    width = len(case.query[0][0])
+
+    def softplus(value: float) -> float:
+        return math.log(1 + math.exp(value))
+
+    def logit(query: list[float], key: list[float], delta: list[float], distance: int) -> float:
+        return sum(
+            softplus(query[c])
+            * softplus(key[c])
+            * math.cos(distance * config.theta ** (-c / width) + min(max(delta[c], -2 * math.pi), 0.0))
+            for c in range(width)
+        )
+
+    return case.logits(
+        lambda head, i, j: (
+            case.scaling * logit(case.query[head][i], case.key[head][j], deltas[head // group], case.distance(j, i))
+        )
+    )
+
+
+def learned_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2607.10134: RoPE with a factor on every frequency."""
+    spectrum = rope_spectrum(config.theta, config.rotary_dim or len(case.query[0][0]))
+    offsets = parts.query_key_map.log_offsets.tolist()
+    per_head = offsets if config.sharing == "head" else [offsets]
+
+    def turned(vector: list[float], head: int, token: int) -> list[float]:
+        of_head = per_head[head * len(per_head) // len(case.query)]
+        frequencies = [w * math.exp(offset) for w, offset in zip(spectrum, of_head, strict=True)]
+        return rotate(vector, frequencies, layout_of(config), case.positions[token], 1.0)
+
+    return case.mapped(turned)
+
+
+def fope_coefficients(heads: int, kept: int, mixed: int, gain: float, seed: int) -> list[list[Matrix]]:
+    """`[cosine or sine][head][from][to]`: Box and Muller's normal numbers, in this order."""
+    uniform = random.Random(seed).random
+    deviation = gain * math.sqrt(2 / (kept * mixed + mixed * heads))
+
+    def normal() -> float:
+        first, second = uniform(), uniform()
+        return deviation * math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
+
+    return [[[[normal() for _ in range(mixed)] for _ in range(kept)] for _ in range(heads)] for _ in range(2)]
+
+
+def fope(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2412.17739: identity plus normal numbers, every column with the sum 1 in the listing of appendix B."""
+    width = config.rotary_dim or len(case.query[0][0])
+    spectrum = floored(config, width)
+    kept = sum(frequency > 0 for frequency in spectrum)
+    key_heads = 3
+    released = config.variant == "released"
+    mixed = min(kept, width // 4) if released else kept
+    mixes = fope_coefficients(key_heads, kept, mixed, config.gain, config.seed)
+    step = -(-kept // mixed)
+
+    def series(function: Any, mix: Matrix, pair: int, position: int) -> float:
+        if pair >= mixed:
+            return 1.0 if released else function(spectrum[pair] * position)
+        column = [float(other == pair * step) + mix[other][pair] for other in range(kept)]
+        waves = [function(frequency * position) for frequency in spectrum[:kept]]
+        return dot(waves, column) / (1.0 if released else sum(column))
+
+    def turned(vector: list[float], head: int, token: int) -> list[float]:
+        key_head = head * key_heads // len(case.query)
+        result = list(vector)
+        for pair in range(width // 2):
+            first, second = (2 * pair, 2 * pair + 1)
+            if layout_of(config) == "half":
+                first, second = pair, pair + width // 2
+            cosine = series(math.cos, mixes[0][key_head], pair, case.positions[token])
+            sine = series(math.sin, mixes[1][key_head], pair, case.positions[token])
+            result[first] = vector[first] * cosine - vector[second] * sine
+            result[second] = vector[first] * sine + vector[second] * cosine
+        return result
+
+    return case.mapped(turned)
+
+
+def multiply(first: Matrix, second: Matrix) -> Matrix:
+    columns = [list(column) for column in zip(*second, strict=True)]
+    return [[dot(row, column) for column in columns] for row in first]
+
+
+def apply(matrix: Matrix, vector: list[float]) -> list[float]:
+    return [dot(row, vector) for row in matrix]
+
+
+def identity(size: int) -> Matrix:
+    return [[float(i == j) for j in range(size)] for i in range(size)]
+
+
+def inverse(matrix: Matrix) -> Matrix:
+    """Gauss and Jordan's, with pivots."""
+    size = len(matrix)
+    rows = [list(row) + unit for row, unit in zip(matrix, identity(size), strict=True)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        divisor = rows[column][column]
+        rows[column] = [value / divisor for value in rows[column]]
+        for other in range(size):
+            if other != column:
+                factor = rows[other][column]
+                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
+    return [row[size:] for row in rows]
+
+
+def exponential(matrix: Matrix) -> Matrix:
+    """Taylor's series of a small fraction of the matrix, squared until it is whole."""
+    size = len(matrix)
+    largest = max(sum(abs(value) for value in row) for row in matrix)
+    squarings = max(0, math.ceil(math.log2(largest)) + 4) if largest > 0 else 0
+    small = [[value / 2**squarings for value in row] for row in matrix]
+    result, term = identity(size), identity(size)
+    for order in range(1, 8):
+        term = [[value / order for value in row] for row in multiply(term, small)]
+        result = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(result, term, strict=True)]
+    for _ in range(squarings):
+        result = multiply(result, result)
+    return result
+
+
+def cayley(entries: list[float], width: int) -> Matrix:
+    """arXiv:2502.02562, eq. 10, from the entries above the diagonal, row by row."""
+    values = iter(entries)
+    skew = [[0.0] * width for _ in range(width)]
+    for i in range(width):
+        for j in range(i + 1, width):
+            skew[i][j] = next(values)
+            skew[j][i] = -skew[i][j]
+    minus = [[float(i == j) - skew[i][j] for j in range(width)] for i in range(width)]
+    plus = [[float(i == j) + skew[i][j] for j in range(width)] for i in range(width)]
+    return multiply(minus, inverse(plus))
+
+
+def circulant(first_column: list[float]) -> Matrix:
+    size = len(first_column)
+    return [[first_column[(i - j) % size] for j in range(size)] for i in range(size)]
+
+
+def string(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2502.02562, section 3: the rotations themselves, as matrices."""
+    part = parts.query_key_map
+    width = config.rotary_dim or len(case.query[0][0])
+    spectrum = rope_spectrum(config.theta, width)
+    if config.variant == "circulant":
+        # The start: l so that the eigenvalues 2 sum_m l[m] sin(2 pi k m / d) are RoPE's frequencies.
+        half = range(1, width // 2)
+        start = [2 / width * sum(spectrum[k - 1] * math.sin(2 * math.pi * k * m / width) for k in half) for m in half]
+        columns = []
+        for offsets in part.rotation.generator_offsets.tolist():
+            entries = [a + b for a, b in zip(start, offsets, strict=True)]
+            columns.append([0.0, *entries, 0.0, *(-entry for entry in reversed(entries))])
+        cache: dict[tuple[int, int], Matrix] = {}
+
+        def turned(vector: list[float], head: int, token: int) -> list[float]:
+            key_head, position = head * len(columns) // len(case.query), case.positions[token]
+            if (key_head, position) not in cache:
+                generator = circulant(columns[key_head])
+                cache[key_head, position] = exponential([[position * value for value in row] for row in generator])
+            return apply(cache[key_head, position], vector[:width]) + vector[width:]
+
+        return case.mapped(turned)
+    bases = [cayley(entries, width) for entries in part.skew.tolist()]
+    offsets = [[0.0] * (width // 2)]
+    if config.learned_frequencies:
+        offsets = part.rotation.log_offsets.tolist() if config.per_head else [part.rotation.log_offsets.tolist()]
+
+    def changed(vector: list[float], head: int, token: int) -> list[float]:
+        basis = bases[head * len(bases) // len(case.query)]
+        factors = offsets[head * len(offsets) // len(case.query)]
+        frequencies = [w * math.exp(factor) for w, factor in zip(spectrum, factors, strict=True)]
+        in_basis = apply(basis, vector[:width]) + vector[width:]
+        return rotate(in_basis, frequencies, layout_of(config), case.positions[token], 1.0)
+
+    return case.mapped(changed)
+
 
 ROWS: dict[str, Row] = {
     "xpos": Row(
         "logits",
-        rotations.xpos,
+        xpos,
         (
             XposConfig(),
             XposConfig(theta=500.0, gamma=1.0, scale_base=20.0, origin=30.0, rotary_dim=12, layout="half"),
@@ -29,14 +274,14 @@ ROWS: dict[str, Row] = {
     ),
     "pope": Row(
         "logits",
-        rotations.pope,
+        pope,
         (PopeConfig(), PopeConfig(theta=100.0)),
         everywhere=True,
         marks="++++++.-+++",
     ),
     "string": Row(
         "logits",
-        rotations.string,
+        string,
         (
             # Where training starts they are RoPE: another theta makes them differ from an architecture's own.
             StringConfig(theta=100.0),
@@ -50,7 +295,7 @@ ROWS: dict[str, Row] = {
     ),
     "learned_rope": Row(
         "logits",
-        rotations.learned_rope,
+        learned_rope,
         (
             LearnedRopeConfig(theta=100.0),
             LearnedRopeConfig(sharing="layer", layout="interleaved"),
@@ -60,14 +305,14 @@ ROWS: dict[str, Row] = {
     ),
     "hope": Row(
         "map",
-        rotations.hope,
+        hope,
         # In 16 positions the second pair completes half a turn, but not a whole one.
         (HopeConfig(), HopeConfig(theta=500.0, training_length=16, rotary_dim=12, layout="interleaved")),
         marks="++++++.++++",
     ),
     "fope": Row(
         "logits",
-        rotations.fope,
+        fope,
         (
             FopeConfig(),
             FopeConfig(theta=500.0, training_length=20, gain=0.6, seed=7, rotary_dim=12, layout="interleaved"),
@@ -79,7 +324,7 @@ ROWS: dict[str, Row] = {
     ),
     "resonance": Row(
         "map",
-        rotations.resonance,
+        resonance,
         (
             ResonanceConfig(),
             ResonanceConfig(theta=500.0, rotary_dim=12, layout="interleaved", scaling=LinearScaling(4.0)),

@@ -25,7 +25,7 @@ class Row:
             "bias": `reference(config, part, heads, causal, head, distance)` -> a number.
             "logits": `reference(config, parts, case)` -> logits `[head][query][key]` of a `LogitCase`.
             "mixed": an arrangement of other schemes, no reference of its own.
-        reference: the scheme's function in `references`.
+        reference: the scheme's function beside its row.
         variants: configs that together reach every option; the first one, which also goes through the matrix of
             architectures, is small enough for heads of 8 dimensions and sequences of 14 tokens to show it.
         causal_only: whether the scheme refuses bidirectional models.
@@ -51,6 +51,10 @@ class Row:
     of_start: bool = False
 
 
+#: Of head, query and key.
+Logits = list[list[list[float]]]
+
+
 @dataclass(frozen=True)
 class LogitCase:
     """A small attention problem in plain lists of floats.
@@ -71,12 +75,30 @@ class LogitCase:
     scaling: float
     causal: bool
 
-    def dot_products(self) -> list[list[list[float]]]:
-        """`[head][query][key]`: the scaled dot products, without any positions."""
-        return [
-            [[self.scaling * dot(query, key) for key in keys] for query in queries]
-            for queries, keys in zip(self.query, self.key, strict=True)
-        ]
+    def logits(self, value: Callable[[int, int, int], float]) -> Logits:
+        """All logits, each by its head, query and key."""
+        tokens = range(len(self.positions))
+        return [[[value(head, i, j) for j in tokens] for i in tokens] for head in range(len(self.query))]
+
+    def product(self, head: int, query: int, key: int) -> float:
+        """The scaled dot product of a pair, without any positions."""
+        return self.scaling * dot(self.query[head][query], self.key[head][key])
+
+    def biased(self, bias: Callable[[int, int, int], float]) -> Logits:
+        """The scaled dot products plus `bias(head, query, key)`."""
+        return self.logits(lambda head, i, j: self.product(head, i, j) + bias(head, i, j))
+
+    def mapped(self, mapping: Callable[[list[float], int, int], list[float]]) -> Logits:
+        """The scaled dot products after `mapping(vector, query head, token)` of queries and of keys."""
+        queries, keys = (
+            [[mapping(x, head, token) for token, x in enumerate(tokens)] for head, tokens in enumerate(vectors)]
+            for vectors in (self.query, self.key)
+        )
+        return self.logits(lambda head, i, j: self.scaling * dot(queries[head][i], keys[head][j]))
+
+    def distance(self, query: int, key: int) -> int:
+        """How far the key lies in the past."""
+        return self.positions[query] - self.positions[key]
 
 
 def dot(first: list[float], second: list[float]) -> float:

@@ -1,8 +1,10 @@
-"""The seeds' schemes."""
+"""Every scheme once more: slow, plain Python written from the papers, one number at a time in double precision."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 from hf_posenc.schemes import (
     AlibiConfig,
@@ -23,8 +25,215 @@ from hf_posenc.schemes import (
     YarnScaling,
 )
 
-from ..references import seeds
 from .row import Row
+
+
+def unit(direction: str, part: Any, hidden: int) -> list[float]:
+    if direction == "ones":
+        return [1.0] * hidden
+    if direction == "one_hot":
+        return [math.sqrt(hidden)] + [0.0] * (hidden - 1)
+    if direction == "learned":
+        return part.direction.tolist()
+    raise NotImplementedError(direction)
+
+
+def integer(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
+    return [config.scale * position * component for component in unit(config.direction, part, hidden)]
+
+
+def normalized_integer(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
+    divisor = config.length or length
+    if config.subtract_one:
+        divisor -= 1
+    return [config.scale * position / divisor * component for component in unit(config.direction, part, hidden)]
+
+
+def binary(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
+    bits = config.bits or math.ceil(math.log2(64))
+    digits = [int(digit) for digit in reversed(format(position, f"0{bits}b"))]
+    return [config.scale * digits[math.floor(component * bits / hidden)] for component in range(hidden)]
+
+
+def sinusoidal(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
+    position += config.offset
+    if config.frequencies == "vaswani":
+        pairs = math.ceil(hidden / 2)
+        angles = [position / config.base ** (2 * pair / hidden) for pair in range(pairs)]
+    else:
+        pairs = hidden // 2
+        angles = [position / config.base ** (pair / (pairs - 1)) for pair in range(pairs)]
+    sines = [math.sin(angle) for angle in angles]
+    cosines = [math.cos(angle) for angle in angles]
+    if config.layout == "concatenated":
+        vector = sines + cosines
+    elif config.layout == "cosines_first":
+        vector = cosines + sines
+    else:
+        vector = [value for pair in zip(sines, cosines, strict=True) for value in pair]
+    if config.frequencies == "vaswani" and hidden % 2:
+        vector.pop()  # the last cosine has no component left
+    return [config.scale * value for value in vector + [0.0] * (hidden - len(vector))]
+
+
+def learned(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
+    table = part.weight.tolist()
+    if config.grid is not None:
+        # Tokens that fill the grid row by row, after those with rows of their own.
+        return table[position]
+    rows = len(table) - config.offset
+    if length <= rows:
+        return table[position + config.offset]
+    place = position * (rows - 1) / (length - 1)
+    low = math.floor(place)
+    high = min(low + 1, rows - 1)
+    return [
+        below + (above - below) * (place - low)
+        for below, above in zip(table[low + config.offset], table[high + config.offset], strict=True)
+    ]
+
+
+def t5_bucket(distance: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
+    """arXiv:1910.10683, section 2.1, and the fixtures of its released code."""
+    offset = 0
+    if bidirectional:
+        num_buckets //= 2
+        offset = num_buckets if distance > 0 else 0
+        steps = abs(distance)
+    else:
+        steps = max(-distance, 0)
+    exact = num_buckets // 2
+    if steps < exact:
+        return offset + steps
+    ratio = math.log(steps / exact) / math.log(max_distance / exact)
+    return offset + min(exact + int(ratio * (num_buckets - exact)), num_buckets - 1)
+
+
+def t5(config: Any, part: Any, heads: int, causal: bool, head: int, distance: int) -> float:
+    bidirectional = not causal if config.bidirectional is None else config.bidirectional
+    bucket = t5_bucket(distance, config.num_buckets, config.max_distance, bidirectional)
+    return part.weight[bucket, head].item()
+
+
+def alibi_slope(heads: int, head: int) -> float:
+    """arXiv:2108.12409, section 3: a geometric sequence that starts at, and has the ratio, 2**(-8 / heads)."""
+    if heads & (heads - 1) == 0:
+        return 2 ** (-8 / heads) ** 1 * (2 ** (-8 / heads)) ** head
+    lower = 1
+    while 2 * lower <= heads:
+        lower *= 2
+    if head < lower:
+        return alibi_slope(lower, head)
+    return alibi_slope(2 * lower, 2 * (head - lower))
+
+
+def alibi(config: Any, part: Any, heads: int, causal: bool, head: int, distance: int) -> float:
+    if config.variant != "asymmetric":
+        return -alibi_slope(heads, head) * abs(distance)
+    left = math.ceil(heads / 2)
+    looks_left = head < left
+    if (looks_left and distance > 0) or (not looks_left and distance < 0):
+        return -10000.0
+    slope = alibi_slope(left, head) if looks_left else alibi_slope(heads - left, head - left)
+    return -slope * abs(distance)
+
+
+def rotate(vector: list[float], frequencies: list[float], layout: str, position: float, factor: float) -> list[float]:
+    """arXiv:2104.09864, eq. 15: the block-diagonal matrix of rotations, pair by pair."""
+    rotated = list(vector)
+    for pair, frequency in enumerate(frequencies):
+        first, second = (2 * pair, 2 * pair + 1) if layout == "interleaved" else (pair, pair + len(frequencies))
+        angle = -position * frequency if layout == "half_reversed" else position * frequency
+        cosine, sine = math.cos(angle), math.sin(angle)
+        rotated[first] = factor * (vector[first] * cosine - vector[second] * sine)
+        rotated[second] = factor * (vector[first] * sine + vector[second] * cosine)
+    return rotated
+
+
+def rope_spectrum(theta: float, width: int) -> list[float]:
+    return [theta ** (-2 * pair / width) for pair in range(width // 2)]
+
+
+def rope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
+    width = config.rotary_dim or head_dim
+    if config.partial_rotary_factor is not None:
+        width = 2 * math.floor(config.partial_rotary_factor * head_dim / 2)
+    if config.inverse_frequencies is not None:
+        frequencies, factor = list(config.inverse_frequencies), 1.0
+    elif config.scaling is not None:
+        frequencies, factor = scaled_spectrum(config.scaling, config.theta, width, length)
+    else:
+        frequencies, factor = rope_spectrum(config.theta, width), 1.0
+    factor = config.attention_scaling or factor
+    return rotate(vector, frequencies, config.layout, position, factor)
+
+
+def p_rope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
+    """arXiv:2410.06205, section 6."""
+    width = config.rotary_dim or head_dim
+    kept = math.floor(config.fraction * width / 2)
+    frequencies = [
+        frequency if pair < kept else 0.0 for pair, frequency in enumerate(rope_spectrum(config.theta, width))
+    ]
+    return rotate(vector, frequencies, config.layout, position, 1.0)
+
+
+def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tuple[list[float], float]:
+    plain = rope_spectrum(theta, width)
+    match scaling.type:
+        case "linear":
+            return [frequency / scaling.factor for frequency in plain], 1.0
+        case "ntk":
+            base = theta * scaling.factor ** (width / (width - 2))
+            return rope_spectrum(base, width), 1.0
+        case "dynamic":
+            ratio = max(length / scaling.original_max_positions, 1.0)
+            base = theta * (scaling.factor * ratio - (scaling.factor - 1)) ** (width / (width - 2))
+            return rope_spectrum(base, width), 1.0
+        case "llama3":
+            return [
+                by_parts(
+                    frequency,
+                    scaling.factor,
+                    scaling.original_max_positions,
+                    scaling.low_freq_factor,
+                    scaling.high_freq_factor,
+                )
+                for frequency in plain
+            ], 1.0
+        case "longrope":
+            factors = scaling.long_factor if length > scaling.original_max_positions else scaling.short_factor
+            attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_positions))
+            return [frequency / divisor for frequency, divisor in zip(plain, factors, strict=True)], attention
+        case "yarn":
+            return yarn(scaling, theta, width), 0.1 * math.log(scaling.factor) + 1
+    raise NotImplementedError(scaling.type)
+
+
+def by_parts(frequency: float, factor: float, original: int, alpha: float, beta: float) -> float:
+    """NTK-by-parts, arXiv:2309.00071, eq. 13 and 14."""
+    turns = original * frequency / (2 * math.pi)
+    kept = min(max((turns - alpha) / (beta - alpha), 0.0), 1.0)
+    return (1 - kept) * frequency / factor + kept * frequency
+
+
+def yarn(scaling: Any, theta: float, width: int) -> list[float]:
+    """The authors' code: the ramp runs over pair indices, between those that make beta_fast and beta_slow turns."""
+
+    def pair_with(turns: float) -> float:
+        # original * theta**(-2 pair / width) = 2 pi turns
+        return width / 2 * math.log(scaling.original_max_positions / (2 * math.pi * turns), theta)
+
+    start = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    end = min(math.ceil(pair_with(scaling.beta_slow)), width - 1)
+    end = end if end != start else end + 0.001
+    spectrum = []
+    for pair in range(width // 2):
+        frequency = theta ** (-2 * pair / width)
+        divided = min(max((pair - start) / (end - start), 0.0), 1.0)
+        spectrum.append(divided * frequency / scaling.factor + (1 - divided) * frequency)
+    return spectrum
+
 
 ROPE_VARIANTS = (
     RopeConfig(layout="half"),
@@ -55,13 +264,13 @@ ROWS: dict[str, Row] = {
     ),
     "integer": Row(
         "additive",
-        seeds.integer,
+        integer,
         (IntegerConfig(), IntegerConfig(0.1, "one_hot"), IntegerConfig(0.5, "learned")),
         marks="++---+..---",
     ),
     "normalized_integer": Row(
         "additive",
-        seeds.normalized_integer,
+        normalized_integer,
         (
             NormalizedIntegerConfig(),
             NormalizedIntegerConfig(subtract_one=True, direction="one_hot"),
@@ -71,14 +280,14 @@ ROWS: dict[str, Row] = {
     ),
     "binary": Row(
         "additive",
-        seeds.binary,
+        binary,
         (BinaryConfig(), BinaryConfig(bits=9, scale=0.1)),
         reach=(64, 512),
         marks="++---+..-++",
     ),
     "sinusoidal": Row(
         "additive",
-        seeds.sinusoidal,
+        sinusoidal,
         (
             SinusoidalConfig(),
             SinusoidalConfig(layout="concatenated", scale=0.5),
@@ -89,7 +298,7 @@ ROWS: dict[str, Row] = {
     ),
     "learned": Row(
         "additive",
-        seeds.learned,
+        learned,
         (
             LearnedConfig(),
             LearnedConfig(num_positions=50, offset=2),
@@ -101,27 +310,27 @@ ROWS: dict[str, Row] = {
     ),
     "t5": Row(
         "bias",
-        seeds.t5,
+        t5,
         (T5Config(), T5Config(16, 20, bidirectional=True, shared=False)),
         marks="-++.++..-++",
         causal_marks="-++.++..-++",
     ),
     "alibi": Row(
         "bias",
-        seeds.alibi,
+        alibi,
         (AlibiConfig(), AlibiConfig("asymmetric"), AlibiConfig(learnable=True)),
         of_start=True,
         marks="+++.++..+--",
     ),
     "rope": Row(
         "map",
-        seeds.rope,
+        rope,
         ROPE_VARIANTS,
         marks="++++++.++++",
     ),
     "p_rope": Row(
         "map",
-        seeds.p_rope,
+        p_rope,
         (PRopeConfig(layout="half"), PRopeConfig(1e6, 0.25, 12, "interleaved")),
         marks="++++++.++++",
     ),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.extensions import import_named_modules
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.needs import Environment
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
@@ -56,9 +57,7 @@ class Architecture:
         kept: native position-dependent behaviour that remains active under every scheme, for the report.
         suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
             function of the config.
-        additive_only: why a scheme can have no part in its attention layers; `None` if it can.
-        cache_readers: what reads the keys of a scheme from a cache, apart from the layers that have cached them. Keys
-            of another width are then refused.
+        limits: what its attention layers, or others that read their cache, cannot do; `None` if there is no limit.
         example_inputs: `(stack or model, tokens) -> arguments` of its forward for a short run, if tokens, an image or
             features of the usual shape are not enough. Text has that number of tokens; images and sound have their own.
     """
@@ -86,8 +85,7 @@ class Architecture:
     operand_factors: Callable[[Any], tuple[float, float]] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
     suffix_tokens: int | Callable[[Any], int] = 0
-    additive_only: str | None = None
-    cache_readers: str | None = None
+    limits: Environment | None = None
     example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
 
     def refusal(self, config: Any) -> str | None:

@@ -16,6 +16,7 @@ from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_b
 from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.environments import CACHE_OF_OTHERS
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal
@@ -295,8 +296,8 @@ STOCK: dict[tuple[str, ...], Architecture] = {
             "use_cache": False,
         }
     ),
-    ("diffusion_gemma",): Architecture(cache_readers="its decoder"),
-    ("pi0",): Architecture(cache_readers="its model of actions"),
+    ("diffusion_gemma",): Architecture(limits=CACHE_OF_OTHERS),
+    ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
     ("muse_glimmer_assistant",): Architecture(
         unsupported="its keys include states of the model that it assists, and its arguments do not tell their places "
         "among its own tokens."

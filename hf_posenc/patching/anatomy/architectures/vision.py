@@ -8,12 +8,7 @@ import torch
 
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture
 from hf_posenc.patching.anatomy.architectures.example_inputs import SIDE, cut_patches, image_sides, numbers
-
-_POOLS = (
-    "its attention pools queries and reorders patches into mask units, so queries and keys have no common places on a "
-    "grid."
-)
-
+from hf_posenc.schemes.environments import POOLED_PATCHES
 
 _DETECTS = (
     "its layers add position vectors to queries and keys themselves, and attend to feature maps of several sizes. "
@@ -87,7 +82,7 @@ VISION: dict[tuple[str, ...], Architecture] = {
     ("yolos",): Architecture(suffix_tokens=lambda config: int(config.num_detection_tokens)),
     ("videomae",): Architecture(left_alone=_MASKED_DECODER),
     ("vjepa2",): Architecture(left_alone=_PREDICTOR),
-    ("hiera", "sam2_hiera_det_model"): Architecture(additive_only=_POOLS),
+    ("hiera", "sam2_hiera_det_model"): Architecture(limits=POOLED_PATCHES),
     ("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"): Architecture(
         left_alone=_WINDOW_MERGER,
         # All patches side by side in one strip.

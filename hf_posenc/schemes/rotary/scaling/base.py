@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import SubConfig, constructor_example, required_options
-from hf_posenc.schemes.limits import shown
-from hf_posenc.schemes.validation import checked
+from hf_posenc.schemes.validation import checked, shown
 
 
 def rope_exponents(rotary_dim: int) -> Tensor:
@@ -117,14 +116,14 @@ def check_scaling(config: object, field: str) -> None:
     """
     option, scaling = f"{type(config).__name__}.{field}", getattr(config, field)
     if isinstance(scaling, str):
-        found = RopeScaling.type_named(scaling)
-        if required_options(found):
-            entries = [f'"type": "{found.type}"', *(f'"{name}": ...' for name in required_options(found))]
+        kind = RopeScaling.type_named(scaling)
+        if required_options(kind):
+            entries = [f'"type": "{kind.type}"', *(f'"{name}": ...' for name in required_options(kind))]
             raise ValueError(
                 f"{option} is {shown(scaling)}, a scaling that has required options: give "
-                f"{constructor_example(found)}, or a dictionary such as {{{', '.join(entries)}}}."
+                f"{constructor_example(kind)}, or a dictionary such as {{{', '.join(entries)}}}."
             )
-        scaling = found()
+        scaling = kind()
         object.__setattr__(config, field, scaling)
     if isinstance(scaling, dict) and {"rope_type", "rope_theta", "original_max_position_embeddings"} & set(scaling):
         raise ValueError(

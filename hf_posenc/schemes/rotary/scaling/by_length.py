@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents
 from hf_posenc.schemes.rotary.scaling.constant import ntk_exponent
-from hf_posenc.schemes.validation import checked, option
+from hf_posenc.schemes.validation import SMALLEST_FACTOR, checked, option
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents, rope_inverse_frequencies
-from hf_posenc.schemes.validation import checked, option
+from hf_posenc.schemes.validation import SMALLEST_FACTOR, checked, option
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""Calls in a process of their own, which times them.
+
+torch keeps the compiled graphs of a function with its code, which all models of a class share, and checks the
+conditions of one graph after the other. In a process with several compiled models, the second of two equal ones takes
+twice as long. A process for each is forked before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+from benchmarks.errors import BenchmarkError
+
+
+class Apart:
+    """A call that is made and timed in a process of its own.
+
+    Args:
+        prepare: runs in that process, and returns what is timed and what restores the state from before it.
+    """
+
+    def __init__(self, prepare: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> None:
+        if torch.cuda.is_initialized():
+            raise BenchmarkError("compiled models are timed in forked processes, which cannot use this GPU")
+        self._ours, theirs = multiprocessing.Pipe()
+        fork = multiprocessing.get_context("fork")
+        fork.Process(target=_serve, args=(theirs, prepare), daemon=True).start()
+
+    def seconds(self) -> float:
+        """Makes the call once.
+
+        Raises:
+            BenchmarkError: if it fails there.
+        """
+        self._ours.send(None)
+        answer: float | str = self._ours.recv()
+        if isinstance(answer, str):
+            raise BenchmarkError(answer)
+        return answer
+
+
+def _serve(pipe: Connection, prepare: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> None:
+    # Its compiler would start processes of its own.
+    torch._inductor.config.compile_threads = 1
+    try:
+        run, after = prepare()
+        while True:
+            pipe.recv()
+            start = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - start
+            after()
+            pipe.send(seconds)
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.recv()
+        pipe.send(f"{type(error).__name__}: {str(error).strip()[:300]}")

@@ -1,0 +1,227 @@
+"""Where vectors of positions are added: position tables, and the input of the first layer in models without one.
+
+A position table is an nn.Embedding-like module in which an architecture looks up positions. Their `forward` signatures
+differ (position ids, a mask and a length, the input ids, an input shape), and so does the row of the first token. To
+support all of them, the table's own forward is run with a numbered table, whose row p holds the number p. Its output
+shows which rows the architecture would have looked up.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.tables import WEIGHT_NAMES, table_origin, table_weight
+from hf_posenc.patching.call.forward_state import ForwardState, one_axis
+from hf_posenc.patching.call.grid_state import GridState, numbers_in
+from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_negative
+from hf_posenc.patching.call.placed_forward import OfStack, PlacedForward
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.view import Viewed
+from hf_posenc.schemes.parts import AdditiveEncoding
+from hf_posenc.schemes.positions import Positions
+
+#: Rows of a numbered table. It takes half a megabyte and is longer than any table in use.
+_NUMBERED_ROWS = 131_072
+#: A length that no input reaches.
+_FARTHEST = 2**31
+
+
+class TableSite(PlacedForward):
+    """Stands in for the `forward` of one position table.
+
+    Args:
+        module: the table; its weight is kept, but not used.
+        runtime: the runtime of its stack.
+        additive: the scheme's part, or `None` for no position encoding.
+    """
+
+    def __init__(self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+        super().__init__(module, runtime)
+        self.additive = additive
+        self.origin = table_origin(module)
+        self._numbered: nn.Module | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_numbered": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns `(batch or 1, query_len, hidden)` in the native dtype, with the table's extra outputs, if any."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        weight = table_weight(self.module)
+        assert weight is not None
+        if self.additive is None and self._is_plain:
+            return torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        rows, extras = self.looked_up_rows(args, kwargs)
+        if self.additive is None:
+            encoded = torch.zeros(1, 1, weight.shape[1], device=weight.device)
+        else:
+            state = self.runtime.state_for(rows.shape[-1], weight.device)
+            check_cache(self.additive, state)
+            positions = self._positions(state, rows)
+            refuse_negative(state, positions.ids, self.additive.offset)
+            encoded = state.own(self.additive)(positions)
+        encoded = in_dtype(encoded, weight.dtype)
+        return encoded if extras is None else (encoded, *extras)
+
+    @property
+    def _is_plain(self) -> bool:
+        return type(self.module).forward is nn.Embedding.forward
+
+    def looked_up_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """`(batch or 1, query_len)` int64: the rows that the architecture would look up.
+
+        Also returns any outputs of the table besides its vectors (a scaling factor in I-BERT), or `None`.
+        """
+        if self._is_plain:
+            rows = args[0] if args else kwargs["input"]
+            return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), None
+        output = self._numbered_table()(*args, **kwargs)
+        extras = None
+        if isinstance(output, tuple):
+            output, *others = output
+            extras = tuple(others)
+        rows = output.squeeze(-1).round().to(torch.int64)
+        return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), extras
+
+    def _numbered_table(self) -> nn.Module:
+        weight = table_weight(self.module)
+        assert weight is not None
+        state, numbered = self.runtime.state, self._numbered
+        cached = state.offset if state is not None and isinstance(state.offset, int) else 0
+        needed = cached + (0 if state is None else state.query_length) + self.origin
+        known = None if numbered is None else table_weight(numbered)
+        if known is None or known.shape[0] <= needed or known.device != weight.device:
+            rows = max(_NUMBERED_ROWS, weight.shape[0], 2 * needed)
+            numbered = _with_weight(self.module, torch.arange(rows, dtype=torch.float32, device=weight.device))
+            self._numbered = numbered
+        assert numbered is not None
+        return numbered
+
+    def _positions(self, state: ForwardState, rows: Tensor) -> Positions:
+        ids = rows - self.origin
+        counted = state.mask_positions()
+        if state.position_ids is None and counted is not None and state.attention_mask is not None:
+            # Architectures that use slots as positions encode a left-padded sequence differently from the same sequence
+            # without padding. Rows whose first slot is padding are counted over real tokens instead.
+            left_padded = state.attention_mask[:, :1] == 0
+            ids = torch.where(left_padded.to(ids.device), counted.to(ids.device), ids)
+        return state.counted_by_model(ids)
+
+
+class TableOwner(Viewed, PlacedForward):
+    """Stands in for the `forward` of a module that compares the length of its input with the rows of its table.
+
+    The module runs its own forward with another `self`, in which the table has as many rows as any input. CLIP's text
+    embeddings and those of its descendants would refuse lengths that only the discarded table limits.
+
+    Args:
+        module: the module.
+        name: the attribute that holds the table.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        return type(self.module).forward(self.view, *args, **kwargs)
+
+    def replaced(self) -> dict[str, Any]:
+        """The table."""
+        return {self.name: property(lambda _: _LongTable(self.module, self.name))}
+
+
+class _LongTable:
+    """A patched table whose weight shows no number of rows that an input could exceed. Its values are not used."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.table = getattr(owner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.table(*args, **kwargs)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(2**31, hidden)` that take no memory."""
+        weight = table_weight(self.table)
+        assert weight is not None
+        return weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1])
+
+
+def _with_weight(module: nn.Module, numbers: Tensor) -> nn.Module:
+    """A copy of the table module whose row p is `[p]`; writing to it does not change the original."""
+    clone = copy.copy(module)
+    clone.__dict__ = dict(module.__dict__)
+    clone.__dict__.pop("forward", None)
+    clone.__dict__["_parameters"] = dict(module._parameters)
+    clone.__dict__["_buffers"] = dict(module._buffers)
+    column = numbers.unsqueeze(-1)
+    for name in WEIGHT_NAMES:
+        if name in clone._parameters:
+            clone._parameters[name] = nn.Parameter(column, requires_grad=False)
+        elif name in clone._buffers:
+            clone._buffers[name] = column
+        elif isinstance(clone.__dict__.get(name), Tensor):
+            clone.__dict__[name] = column
+    return clone
+
+
+class AddToHiddenStates(OfStack):
+    """Forward pre-hook (with kwargs) of a stack's first layer.
+
+    At this point the embeddings have been scaled, normalised and dropped out, and it no longer matters whether the
+    model was given `input_ids` or `inputs_embeds`.
+    """
+
+    def __init__(self, runtime: StackRuntime, additive: AdditiveEncoding) -> None:
+        self.runtime = runtime
+        self.additive = additive
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the layer's arguments with the encoding added to `hidden_states`."""
+        phases = kwargs.get("position_embeddings")
+        if args and isinstance(args[0], Tensor):
+            return (self._add(args[0], phases), *args[1:]), kwargs
+        name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+        return args, kwargs | {name: self._add(kwargs[name], phases)}
+
+    def _add_on_grid(self, hidden_states: Tensor, phases: Any) -> Tensor:
+        """Adds the vectors of patches: `(batch, tokens, hidden)`, without a batch, or with rows and columns."""
+        grid = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else None
+        tokens = hidden_states.shape[-2] if grid is None else grid[0] * grid[1]
+        state = self.runtime.state_for(tokens, hidden_states.device)
+        if isinstance(state, GridState):
+            state = state.of_module(tokens, grid)
+            if state.numbered and phases is not None:
+                state = state.in_order(numbers_in(phases))
+        check_cache(self.additive, state)
+        encoded = state.own(self.additive)(state.positions()).to(hidden_states.dtype)
+        return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
+
+    def _add(self, hidden_states: Tensor, phases: Any) -> Tensor:
+        if self.runtime.layout.has_axes:
+            return self._add_on_grid(hidden_states, phases)
+        time_axis = 0 if self.runtime.time_major else -2
+        length = hidden_states.shape[time_axis]
+        state = self.runtime.state_for(length, hidden_states.device)
+        if self.runtime.time_major and state.offset:
+            raise UnsupportedError(
+                "The memory of this architecture stores the input of its first layer before positions are added, so "
+                "the remembered tokens would have no positions under an additive scheme. Call it with use_mems=False."
+            )
+        if state.query_length != length:
+            state = state.by_slots(length)
+        check_cache(self.additive, state)
+        positions = state.positions()
+        refuse_negative(state, positions.ids, self.additive.offset)
+        encoded = in_dtype(state.own(self.additive)(positions), hidden_states.dtype)
+        return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)

@@ -1,0 +1,161 @@
+"""What each environment lacks, why, and what to do instead: the table of docs/reference/limits.md."""
+
+from __future__ import annotations
+
+from hf_posenc.schemes.needs import BIASES, IN_ATTENTION, NO_GROWING_CACHE, Environment, Need
+
+_NOT_RECOMPUTED = "and cached keys are not recomputed as the sequence grows"
+_OTHER_BATCHING = (
+    "Use model.generate() with a left-padded batch. In `transformers serve`, leave out --continuous-batching."
+)
+_OTHER_PROGRAM = (
+    "Run the checkpoint with transformers (model.generate, or `hf-posenc serve`). If "
+    'export_model(model, folder, to="stock") can express the scheme, the engine runs that folder without a plug-in.'
+)
+
+GROWING_CACHE = Environment(
+    "A growing cache", dict.fromkeys(NO_GROWING_CACHE, _NOT_RECOMPUTED), "Generate with use_cache=False."
+)
+QUANTISED_CACHE = Environment(
+    "A quantised cache",
+    {Need.FEATURES: "which are summed over all tokens in between, and would be rounded to a few bits"},
+    "Use another cache (cache_implementation='dynamic' or 'static').",
+)
+SLIDING_CACHE = Environment(
+    "The cache of a sliding-window layer",
+    {Need.OLDEST_KEYS: "but it has dropped the tokens before its first key"},
+    "Use use_cache=False, or give the scheme to layers without a window: patch_model(..., layers=...).",
+)
+PACKED_ROWS = Environment(
+    "A row of packed documents (its position_ids restart)",
+    {Need.LENGTH: "and the row holds several sequences"},
+    "Pass the documents as separate rows.",
+)
+PAGES = Environment(
+    "Continuous batching", dict.fromkeys(NO_GROWING_CACHE, "and paged keys are never recomputed"), _OTHER_BATCHING
+)
+PAGES_IN_GRAPHS = Environment(
+    "Continuous batching in graphs",
+    dict.fromkeys(
+        (Need.WIDE_HEADS, Need.ROTATION_BY_INPUT, *BIASES),
+        "for which the lengths of the requests in a batch are read, and a graph does not know them",
+    ),
+    "Remove this setting.",
+)
+PAGES_OF_FLASH = Environment(
+    "Continuous batching with a flash kernel",
+    dict.fromkeys(
+        (Need.BIAS, Need.ROTATION_BY_INPUT, Need.SCALED_BIAS),
+        "which cannot be folded into the queries and keys of the kernel",
+    ),
+    'Call model.set_attn_implementation("sdpa").',
+)
+CONTEXT_PARALLELISM = Environment(
+    "Context parallelism, which splits the tokens of a sequence across processes,",
+    {
+        **dict.fromkeys(
+            (Need.ROTATION_BY_INPUT, *BIASES),
+            "which would be computed for the keys of this process, while attention reads those of all",
+        ),
+        **dict.fromkeys(NO_GROWING_CACHE, "and each process has only some of the tokens"),
+    },
+    "Use an additive or rotary scheme (sinusoidal, rope, p_rope, ...), or train without context parallelism.",
+)
+SHARDED_WEIGHTS = Environment(
+    "A model whose weights FSDP2 has already sharded",
+    {Need.PARAMETERS: "which FSDP2 would not shard and whose gradients it would not reduce"},
+    "Call patch_model before fully_shard, or save the patched model and load it with its distributed_config.",
+)
+ADAPTION_PROMPTS = Environment(
+    "A model with PEFT's adaption prompts (Llama-Adapter), which compute the queries of a layer a second time and "
+    "rotate them with the phases of the stock model,",
+    {Need.MAP: "which the prompts would not follow"},
+    "Use LoRA, prompt tuning or prefix tuning, or a scheme that leaves queries as they are, such as alibi.",
+)
+LATENT_ATTENTION = Environment(
+    "Multi-head latent attention, which rotates the last dimensions of its heads,",
+    {
+        Need.SECOND_MAP: "which are not rotated here",
+        Need.ROTATION_BY_INPUT: "in the first dimensions of whole heads",
+    },
+    "Use a RoPE scaling or position_scale instead of a second rotation, and 'forget_gate' or 'rope' instead of a "
+    "rotation by the input.",
+)
+CHANGED_QUERIES = Environment(
+    "An attention that changes its queries after rotating them (for example with a norm)",
+    {Need.SECOND_MAP: "for which the rotated queries are needed"},
+    "Use a RoPE scaling or position_scale instead.",
+)
+CAPPED_LOGITS = Environment(
+    "An attention that caps its logits (attn_logit_softcapping) before a bias is added",
+    {Need.CORRECTED_LOGITS: "which would be added to the capped ones"},
+    "Use a RoPE scaling or position_scale instead.",
+)
+SHARED_KEYS = Environment(
+    "A layer that reads the keys of an earlier layer",
+    {Need.KEYS_OF_LAYER: "but this layer does not update the cache"},
+    "Choose other layers with layers=, or use a scheme that treats all layers alike, such as 'rope' or 'alibi'.",
+)
+CACHE_OF_OTHERS = Environment(
+    "A model of which other layers read the same cache without the scheme",
+    dict.fromkeys((Need.WIDE_HEADS, Need.FEATURES), "and these layers expect keys of the usual width"),
+    "Use a scheme that leaves keys as wide as they are, such as 'rope' or 'alibi'.",
+)
+POOLED_PATCHES = Environment(
+    "Attention over pooled patches",
+    dict.fromkeys(IN_ATTENTION, "but queries and keys have no common places on a grid"),
+    "Use an additive scheme, or 'none'.",
+)
+GRADUAL_SWAP = Environment(
+    "A gradual swap",
+    {
+        Need.CORRECTED_LOGITS: "which is right for one rotation only",
+        Need.WIDE_HEADS: "which cannot be done gradually",
+        Need.WHOLE_POSITIONS: "but a blend multiplies them by a fraction",
+    },
+    "Swap in one step: swap_scheme(model, scheme) without gradual=True.",
+)
+_PAGED_ENGINE = {
+    **dict.fromkeys(NO_GROWING_CACHE, "but the engine stores each key only once, when its token arrives"),
+    Need.WIDE_HEADS: "but the pages of the engine have the width of the model's heads",
+    Need.ROTATION_BY_INPUT: "but the plug-in rotates only by positions",
+    Need.FEATURES: "but the pages of the engine have no room for them",
+}
+VLLM = Environment(
+    "vLLM",
+    _PAGED_ENGINE
+    | dict.fromkeys(
+        (Need.KEY_TERMS, Need.BIAS),
+        "and the kernels of the engine support no bias except one slope for each head, as in ALiBi",
+    )
+    | {Need.SCALED_BIAS: "but the kernels of the engine take one slope for each head"},
+    _OTHER_PROGRAM,
+)
+SGLANG = Environment(
+    "SGLang",
+    _PAGED_ENGINE | dict.fromkeys(BIASES, "and the kernels of the engine support no bias and take no slopes"),
+    _OTHER_PROGRAM,
+)
+
+#: All of them. Formats of exports state what they have a place for in `hf_posenc.export`.
+ENVIRONMENTS = (
+    GROWING_CACHE,
+    QUANTISED_CACHE,
+    SLIDING_CACHE,
+    PACKED_ROWS,
+    PAGES,
+    PAGES_IN_GRAPHS,
+    PAGES_OF_FLASH,
+    CONTEXT_PARALLELISM,
+    SHARDED_WEIGHTS,
+    ADAPTION_PROMPTS,
+    LATENT_ATTENTION,
+    CHANGED_QUERIES,
+    CAPPED_LOGITS,
+    SHARED_KEYS,
+    CACHE_OF_OTHERS,
+    POOLED_PATCHES,
+    GRADUAL_SWAP,
+    VLLM,
+    SGLANG,
+)

@@ -1,0 +1,387 @@
+"""Forwards, layers and stacks that others replace, move, drop or copy after a patch.
+
+The scheme is still computed, or the next call and the next save name what differs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
+
+from hf_posenc import (
+    PositionEncodingError,
+    UnsupportedError,
+    inspect_model,
+    patch_model,
+    save_position_adapter,
+)
+from tests.matrix.running import patched, tokens
+
+
+def own_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """An attention without a scheme: the mean of the values."""
+    value = self.v_proj(hidden_states).mean(1, keepdim=True).repeat(1, hidden_states.shape[1], 2)
+    return self.o_proj(value), None
+
+
+class Beside(nn.Module):
+    """A module around an attention that computes attention itself."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return own_attention(self.inner, hidden_states)
+
+
+class Called(LlamaAttention):
+    __call__ = own_attention
+
+
+class Own(nn.Module):
+    """An attention, or a layer, of a user's own."""
+
+    def __init__(self, width: int, *, is_layer: bool) -> None:
+        super().__init__()
+        self.inner, self.is_layer = nn.Linear(width, width), is_layer
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        output = self.inner(hidden_states)
+        return output if self.is_layer else (output, None)
+
+
+class SomeTokens(nn.Module):
+    """A layer that sees some of the tokens, as in a mixture of depths."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        phases = tuple(phase[:, ::2] for phase in kwargs["position_embeddings"])
+        some = self.inner(hidden_states[:, ::2], position_embeddings=phases, attention_mask=None)
+        return hidden_states.index_copy(1, torch.arange(0, hidden_states.shape[1], 2), some)
+
+
+def attention_of(model: Any) -> Any:
+    return model.model.layers[0].self_attn
+
+
+def put_beside(layer: Any) -> None:
+    layer.self_attn = Beside(layer.self_attn)
+
+
+def call_instead(layer: Any) -> None:
+    layer.self_attn.__class__ = Called
+
+
+def layer_without_its_attention(layer: Any) -> None:
+    layer.forward = lambda hidden_states, **_: own_attention(layer.self_attn, hidden_states)[0]
+
+
+def in_layers(change: Callable[[Any], None], which: slice) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        for layer in model.model.layers[which]:
+            change(layer)
+
+    return apply
+
+
+def replace_on_instance(model: Any) -> None:
+    attention = attention_of(model)
+    attention.forward = own_attention.__get__(attention)
+
+
+def replace_by_partial(model: Any) -> None:
+    attention_of(model).forward = functools.partial(own_attention, attention_of(model))
+
+
+def replace_inside_a_hook(model: Any) -> None:
+    add_hook_to_module(attention_of(model), ModelHook())
+    replace_on_instance(model)
+
+
+def replace_by_many_helpers(model: Any) -> None:
+    """Functions that name each other, each of which is searched once."""
+    script: dict[str, Any] = {"__name__": "a_script"}
+    names = [f"helper_{number}" for number in range(60)]
+    exec("\n".join(f"def {name}(*args, **kwargs):\n    return [{', '.join(names)}]" for name in names), script)
+    attention_of(model).forward = script[names[0]]
+
+
+def replace_rotary_forward(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    rotary.forward = type(rotary).forward.__get__(rotary)
+
+
+def rebuilt(module: Any, config: Any, index: int = 1) -> Any:
+    """A module made from its class and its weights."""
+    new = type(module)(config, index).eval()
+    new.load_state_dict(module.state_dict())
+    return new
+
+
+def put_a_stock_layer(model: Any) -> None:
+    model.model.layers[1] = rebuilt(model.model.layers[1], model.config)
+
+
+def put_stock_attention(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.self_attn = rebuilt(layer.self_attn, model.config)
+
+
+def add_a_layer(model: Any) -> None:
+    model.model.layers.append(rebuilt(model.model.layers[0], model.config, 0))
+
+
+def remove_forwards(model: Any) -> None:
+    for layer in model.model.layers:
+        del layer.self_attn.forward
+
+
+def put_own_attention(layer: Any) -> None:
+    layer.self_attn = Own(32, is_layer=False)
+
+
+def put_attention_of_buffers(layer: Any) -> None:
+    """Its weights are no parameters."""
+    put_own_attention(layer)
+    inner = layer.self_attn.inner
+    weight = inner.weight
+    del inner.weight
+    inner.register_buffer("weight", weight.detach())
+    inner.register_parameter("bias", None)
+
+
+def put_own_layers(model: Any) -> None:
+    for index in range(len(model.model.layers)):
+        model.model.layers[index] = Own(32, is_layer=True)
+
+
+def move_a_layer_here(model: Any) -> None:
+    model.model.layers[0] = patched("llama_gqa", "t5").model.layers[0]
+
+
+def exchange_the_base(model: Any) -> None:
+    model.model = patched("llama_gqa", None).model
+
+
+def exchange_the_base_for_a_patched_one(model: Any) -> None:
+    model.model = patched("llama_gqa", "t5").model
+
+
+@dataclass(frozen=True)
+class Change:
+    """What others do to a patched Llama.
+
+    Args:
+        apply: does it.
+        says: what the refusal says.
+        saving: what the refusal of saving says; `None` where only a run shows what was changed.
+        schemes: under which it is tried.
+    """
+
+    apply: Callable[[Any], None]
+    says: str
+    saving: str | None
+    schemes: tuple[str, ...] = ("alibi", "rope", "none")
+
+
+def replaced(apply: Callable[[Any], None]) -> Change:
+    return Change(apply, "was replaced after patch_model", "was replaced after patch_model", ("alibi", "rope"))
+
+
+def bypassed(change: Callable[[Any], None], which: slice) -> Change:
+    says = r"did not run in this call|in contrast to that of other layers|took the place of an attention"
+    return Change(in_layers(change, which), says, None)
+
+
+def unpatched(apply: Callable[[Any], None], *schemes: str) -> Change:
+    says = r"layers\.\d\.self_attn.*[Cc]all patch_model again"
+    return Change(apply, says, r"layers\.\d\.self_attn", ("alibi", *schemes))
+
+
+def foreign(apply: Callable[[Any], None]) -> Change:
+    says = "took the place of an attention"
+    return Change(apply, says, says, ("alibi", "learned", "none", "native"))
+
+
+def exchanged(apply: Callable[[Any], None], saving: str) -> Change:
+    return Change(apply, "its LlamaModel was exchanged after patch_model", saving, ("alibi",))
+
+
+FIRST_LAYER, MOVED = "no longer the first layer", "was moved here from another patched model"
+CHANGES: dict[str, Change] = {
+    "an attention beside, in all layers": bypassed(put_beside, slice(None)),
+    "an attention beside, in the last layer": bypassed(put_beside, slice(1, None)),
+    "an attention beside, in the first layer": bypassed(put_beside, slice(1)),
+    "a class that is called, in all layers": bypassed(call_instead, slice(None)),
+    "a class that is called, in the last layer": bypassed(call_instead, slice(1, None)),
+    "layers without their attention": bypassed(layer_without_its_attention, slice(None)),
+    "a layer without its attention": bypassed(layer_without_its_attention, slice(1, None)),
+    "a forward on the instance": replaced(replace_on_instance),
+    "a partial": replaced(replace_by_partial),
+    "a forward inside a hook": replaced(replace_inside_a_hook),
+    "a forward of many helpers": replaced(replace_by_many_helpers),
+    "the forward of the rotary module": replaced(replace_rotary_forward),
+    "a stock layer": unpatched(put_a_stock_layer, "sinusoidal"),
+    "stock attention": unpatched(put_stock_attention),
+    "one layer more": unpatched(add_a_layer),
+    "forwards that were removed": unpatched(remove_forwards),
+    "an attention of one's own": foreign(in_layers(put_own_attention, slice(1, 2))),
+    "attention of one's own": foreign(in_layers(put_own_attention, slice(None))),
+    "an attention whose weights are buffers": foreign(in_layers(put_attention_of_buffers, slice(1, 2))),
+    "layers of one's own": foreign(put_own_layers),
+    "a layer of another model": Change(move_a_layer_here, MOVED, MOVED, ("alibi", "t5")),
+    "the first layer is dropped": Change(
+        lambda model: model.model.layers.pop(0), FIRST_LAYER, FIRST_LAYER, ("sinusoidal", "learned")
+    ),
+    "a stock base": exchanged(exchange_the_base, "uses its stock positions, but its config|no scheme to save"),
+    "a patched base": exchanged(exchange_the_base_for_a_patched_one, "LlamaModel was exchanged|not saved or exported"),
+}
+CELLS = [(name, scheme) for name, change in CHANGES.items() for scheme in change.schemes]
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["", "called before"])
+@pytest.mark.parametrize(("name", "scheme"), CELLS)
+@torch.no_grad()
+def test_a_call_and_a_save_name_what_was_changed(name: str, scheme: str, called: bool, tmp_path: Path) -> None:
+    change, model, ids = CHANGES[name], patched("llama_gqa", scheme), tokens(1, 8)
+    if called:
+        model(ids)
+    change.apply(model)
+    for _ in range(2):
+        with pytest.raises(PositionEncodingError, match=change.says):
+            model(ids, use_cache=False)
+    if change.saving is not None:
+        for save in (model.save_pretrained, lambda folder: save_position_adapter(model, folder)):
+            with pytest.raises(PositionEncodingError, match=change.saving):
+                save(tmp_path / "folder")
+        assert not (tmp_path / "folder").exists()
+    with pytest.raises(PositionEncodingError, match=change.says):
+        model(ids, use_cache=False)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+@torch.no_grad()
+def test_a_forward_that_was_set_on_the_class_is_named(
+    scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(1, 8)
+    monkeypatch.setattr(LlamaAttention, "forward", own_attention)
+    for action in (lambda: model(ids), lambda: model.save_pretrained(tmp_path / "folder")):
+        with pytest.raises(UnsupportedError, match="was replaced after patch_model"):
+            action()
+    assert "was replaced" in model.position_encoding.record.agrees(model)
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if "beside" in name or "that is called" in name])
+@torch.no_grad()
+def test_a_model_that_bypasses_its_attention_is_not_patched(name: str) -> None:
+    model = patched("llama_gqa", None)
+    CHANGES[name].apply(model)
+    with pytest.raises(UnsupportedError, match=CHANGES[name].says):
+        patch_model(model, "alibi")
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled_before"),
+    [
+        ("an attention beside, in all layers", True),
+        ("a stock layer", False),
+        ("a patched base", True),
+    ],
+)
+@torch.no_grad()
+def test_a_graph_names_what_was_changed(name: str, compiled_before: bool) -> None:
+    torch._dynamo.reset()
+    model, ids = patched("llama_gqa", "alibi", num_hidden_layers=2 if name == "a stock layer" else 1), tokens(1, 4)
+    run = torch.compile(model, backend="eager")
+    if compiled_before:
+        assert torch.allclose(run(ids, use_cache=False).logits, model(ids, use_cache=False).logits, atol=1e-5)
+    CHANGES[name].apply(model)
+    with pytest.raises(Exception, match=CHANGES[name].says):
+        run(ids, use_cache=False)
+
+
+@pytest.mark.parametrize("scheme", [None, "t5"])
+def test_an_encoder_of_another_model_is_not_called_or_saved(scheme: str | None, tmp_path: Path) -> None:
+    model = patched("bart", "alibi")
+    model.model.encoder = patched("bart", scheme).model.encoder
+    message = "its BartEncoder was exchanged after patch_model"
+    ids = tokens(1, 4)
+    for action in (lambda: model(ids, decoder_input_ids=ids), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(UnsupportedError, match=message):
+            action()
+    if scheme is None:
+        assert message in inspect_model(model).disagreement
+
+
+@pytest.mark.parametrize(("architecture", "path"), [("gpt2", "h.1.attn"), ("bert", "encoder.layer.1.attention")])
+@pytest.mark.parametrize("scheme", ["alibi", "learned", "native"])
+def test_another_attention_is_refused_in_other_architectures(architecture: str, path: str, scheme: str) -> None:
+    model = patched(architecture, scheme)
+    model.base_model.set_submodule(path, Own(32, is_layer=False))
+    with pytest.raises(PositionEncodingError, match="took the place of an attention"):
+        model(tokens(1, 8))
+
+
+@torch.no_grad()
+def test_a_stock_table_in_a_patched_model_is_named() -> None:
+    model = patched("gpt2", "alibi")
+    model(tokens(1, 8))
+    model.transformer.wpe = nn.Embedding(64, 32)
+    with pytest.raises(UnsupportedError, match=r"wpe \(Embedding\)"):
+        model(tokens(1, 8))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("scheme", ["native", "alibi", "forget_gate", "learned", "none"])
+@torch.no_grad()
+def test_tokens_that_a_layer_does_not_see_leave_the_positions_of_the_others_unknown(scheme: str, layer: int) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(1, 8)
+    model.model.layers[layer] = SomeTokens(model.model.layers[layer])
+    if scheme == "none" or (scheme, layer) == ("learned", 1):
+        model(ids, use_cache=False)
+        return
+    with pytest.raises(UnsupportedError, match="given 4 of the 8 tokens"):
+        model(ids, use_cache=False)
+
+
+def eager(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    return eager_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def fading(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    return eager(module, query, key, value * torch.linspace(0, 1, value.shape[2])[:, None], mask, **kwargs)
+
+
+@torch.no_grad()
+def test_an_attention_function_chosen_after_the_patch_has_no_positions(tmp_path: Path) -> None:
+    model, ids = patched("llama_gqa", "rope"), tokens(1, 8)
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    for name, function in (("of_a_user", eager), ("fading", fading)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, eager_mask)
+    model.set_attn_implementation("of_a_user")
+    assert torch.equal(model(ids).logits, expected)
+    AttentionInterface.register("of_a_user", fading)
+    with pytest.raises(UnsupportedError, match="'of_a_user' was registered by other code"):
+        model(ids)
+    model.set_attn_implementation("fading")
+    for other in (model, AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="fading")):
+        with pytest.raises(UnsupportedError, match="'fading' was registered by other code"):
+            other(ids)

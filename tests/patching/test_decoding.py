@@ -1,0 +1,83 @@
+"""Decoding behind every kind of cache equals one call, whatever the positions and the padding of the tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from tests.matrix.running import distance, patched, tokens
+from tests.patching.test_given_positions import DISTANCE_BIASES, FEATURES, PAIRWISE, POSITIONS
+
+LENGTH, PADS = 20, 5
+#: Several tokens, one, and several behind cached ones.
+PIECES = (9, 1, 6, 1, 1, 2)
+SCHEMES: list[Any] = [
+    "none",
+    "rope",
+    "xpos",
+    "sinusoidal",
+    "ssmax",
+    *DISTANCE_BIASES,
+    *PAIRWISE,
+    *FEATURES,
+    [{"scheme": "repo", "initial_std": 0.5}, "alibi"],
+]
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config, max_cache_len=LENGTH + 3),
+    "made by the model": lambda config: None,
+}
+
+
+def left_padding() -> Tensor:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :PADS] = 0
+    return mask
+
+
+def inputs() -> dict[str, dict[str, Tensor]]:
+    """Positions and masks, each with a column for every token."""
+    mask = left_padding()
+    repeated = torch.tensor([0, 1, 2, 2, 2, *range(5, LENGTH)]).expand(2, -1)
+    ones = torch.ones_like(mask)
+    return {
+        "plain": {},
+        "padding": {"attention_mask": mask},
+        "padding and positions": {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
+        "repeated positions": {"position_ids": repeated, "attention_mask": ones},
+        **{kind: {"position_ids": POSITIONS[kind]} for kind in ("gaps", "one row of gaps", "from 7 on", "random")},
+    }
+
+
+def decoded(model: Any, ids: Tensor, given: dict[str, Tensor], cache: Any) -> Tensor:
+    steps, start = [], 0
+    for count in PIECES:
+        stop = start + count
+        some = {name: values[:, 0 if "mask" in name else start : stop] for name, values in given.items()}
+        output = model(ids[:, start:stop], **some, past_key_values=cache, use_cache=True)
+        cache, start = output.past_key_values, stop
+        steps.append(output.logits)
+    return torch.cat(steps, dim=1)
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@torch.no_grad()
+def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
+    """Inputs take the caches in turn; the longer run has all pairs."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
+    caches = itertools.islice(itertools.cycle(CACHES.values()), turn + SCHEMES.index(scheme) % 3, None)
+    for (kind, given), cache in zip(inputs().items(), caches, strict=False):
+        expected = model(ids, **given, use_cache=True).logits
+        found = decoded(model, ids, given, cache(model.config))
+        real = given.get("attention_mask", torch.ones(2, LENGTH)).bool()
+        assert distance(found[real], expected[real]) <= 1e-4, kind
+        if "padding" in kind:
+            alone = model(ids[1:, PADS:], use_cache=True).logits[0]
+            assert distance(found[1, PADS:], alone) <= 1e-4, kind

@@ -1,0 +1,262 @@
+"""The table of environments, run: where it says that something is lacking, the scheme is refused with that message, and
+where it says nothing, the numbers are those of the plain computation."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig
+
+from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.recipes import begin_blend, swap_scheme
+from hf_posenc.schemes import environments
+from hf_posenc.schemes.needs import Environment, Need
+from tests.architectures.inputs import inputs_for
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
+from tests.matrix.running import distance, patched, strengthen, tokens
+from tests.matrix.test_behaviour import CLOSE, SCHEMES
+from tests.models import tiny
+from tests.patching.test_continuous_batching import alone, batched, prompts
+from tests.schemes.table import TABLE
+
+IDS = tokens(1, 12)
+SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+#: Schemes that no row of the table of schemes has, each with a need of its own.
+OTHERS: dict[str, Any] = {
+    "dynamic": {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 4.0, "original_max_positions": 8}},
+    "separators": {"scheme": "hierarchical", "separators": [7]},
+    "scaled_alibi": [{"scheme": "alibi"}, {"scheme": "ssmax"}],
+    "whole_positions": {"scheme": "randomized", "inner": "rope", "max_position": 64},
+}
+
+
+def needs_of_schemes() -> dict[str, frozenset[Need]]:
+    """One scheme for each set of needs, as a Llama has them."""
+    logging.disable(logging.WARNING)
+    chosen: dict[frozenset[Need], str] = {}
+    for name, scheme in (SCHEMES | OTHERS).items():
+        chosen.setdefault(frozenset(patched("llama_gqa", scheme).position_encoding.needs()), name)
+    logging.disable(logging.NOTSET)
+    return {name: needs for needs, name in chosen.items()}
+
+
+NEEDS = needs_of_schemes()
+
+
+def with_scheme(model: Any, scheme: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.manual_seed(7)
+        patch_model(model.eval(), (SCHEMES | OTHERS)[scheme])
+    strengthen(model)
+    return model
+
+
+def logits(model: Any, ids: Tensor = IDS, **inputs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **inputs).logits
+
+
+def stepwise(model: Any) -> Tensor:
+    """The logits of tokens that are read one by one with a cache, behind the first ones."""
+    inputs: dict[str, Any] = {"use_cache": True}
+    rows = []
+    for step in (IDS[:, :8], *IDS[:, 8:].split(1, dim=1)):
+        with torch.no_grad():
+            result = model(step, **inputs)
+        rows.append(result.logits)
+        inputs["past_key_values"] = result.past_key_values
+    return torch.cat(rows, dim=1)
+
+
+def refused_or_stepwise(model: Any, scheme: str) -> tuple[Tensor, Tensor]:
+    """Of a decoder: the logits with a cache, and without. A scheme that no cache can hold is compared without one."""
+    model = with_scheme(model, scheme)
+    whole = logits(model, use_cache=False)
+    grows = not environments.GROWING_CACHE.problem(model.position_encoding.needs())
+    return (stepwise(model) if grows else logits(model, use_cache=False)), whole
+
+
+def generated(model: Any, **options: Any) -> Tensor:
+    return model.generate(IDS, attention_mask=torch.ones_like(IDS), **(SETTINGS | options))
+
+
+def growing(scheme: str) -> tuple[Tensor, Tensor]:
+    model = with_scheme(tiny("LlamaForCausalLM"), scheme)
+    found = generated(model, prompt_lookup_num_tokens=2)
+    return found, generated(model, use_cache=False)
+
+
+def quantised(scheme: str) -> tuple[Tensor, Tensor]:
+    """With so many values in full precision that nothing is rounded."""
+    pytest.importorskip("hqq", reason="hqq is not installed")
+    model = with_scheme(tiny("LlamaForCausalLM"), scheme)
+    if environments.GROWING_CACHE.problem(model.position_encoding.needs()):
+        pytest.skip("no cache holds this scheme")
+    config = {"backend": "hqq", "nbits": 4, "residual_length": 64, "q_group_size": 16, "axis_key": 1, "axis_value": 1}
+    found = generated(model, cache_implementation="quantized", cache_config=config)
+    return found, generated(model, use_cache=False)
+
+
+def packed(scheme: str) -> tuple[Tensor, Tensor]:
+    model = with_scheme(tiny("LlamaForCausalLM"), scheme)
+    positions = torch.tensor([[*range(7), *range(5)]])
+    found = logits(model, position_ids=positions, use_cache=False)
+    return found, torch.cat([logits(model, row, use_cache=False) for row in IDS.split((7, 5), dim=1)], dim=1)
+
+
+def paged(scheme: str) -> tuple[Tensor, Tensor]:
+    model = with_scheme(tiny("LlamaForCausalLM", num_attention_heads=4), scheme)
+    model.set_attn_implementation("sdpa")
+    prompt = prompts()[1]
+    (found, _), (expected, _) = batched(model, [prompt])[0], alone(model, prompt)
+    return torch.tensor(found), torch.tensor(expected)
+
+
+def in_graphs(scheme: str) -> tuple[Tensor, Tensor]:
+    """Without a GPU a graph cannot be captured: what is allowed starts."""
+    model = with_scheme(tiny("LlamaForCausalLM"), scheme)
+    if environments.PAGES.problem(model.position_encoding.needs()):
+        pytest.skip("no pages hold this scheme")
+    config = ContinuousBatchingConfig(use_cuda_graph=True)
+    model.init_continuous_batching(continuous_batching_config=config)
+    return torch.zeros(1), torch.zeros(1)
+
+
+def prompted(scheme: str) -> tuple[Tensor, Tensor]:
+    """New adaption prompts change nothing."""
+    peft = pytest.importorskip("peft")
+    model = with_scheme(tiny("LlamaForCausalLM"), scheme)
+    before = logits(model, use_cache=False)
+    config = peft.AdaptionPromptConfig(adapter_layers=2, adapter_len=4, task_type="CAUSAL_LM")
+    return logits(peft.get_peft_model(model, config).eval(), use_cache=False), before
+
+
+def pooled(scheme: str) -> tuple[Tensor, Tensor]:
+    """Every picture is read as if it were alone."""
+    if scheme == "learned":
+        pytest.skip("more patches than rows")
+    pair = pair_named("vision-hiera")
+    model = with_scheme(tiny_model(pair), scheme)
+    pixels = inputs_for(model, pair)["pixel_values"]
+    with torch.no_grad():
+        both = model(pixel_values=torch.cat((pixels, pixels.flip(-1)))).last_hidden_state
+        rows = [model(pixel_values=each).last_hidden_state for each in (pixels, pixels.flip(-1))]
+    return both, torch.cat(rows)
+
+
+def gradual(scheme: str) -> tuple[Tensor, Tensor]:
+    """A swap that begins has not changed anything."""
+    if scheme == "blended":
+        pytest.skip("a blend takes no blend")
+    model = with_scheme(tiny("LlamaForCausalLM"), "none")
+    before = logits(model, use_cache=False)
+    begin_blend(model, (SCHEMES | OTHERS)[scheme])
+    return logits(model, use_cache=False), before
+
+
+GEMMA3N: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of an environment.
+
+    Args:
+        environments: what is tried.
+        run: returns what it computes with a scheme, and what it should be.
+        exact: whether these are tokens.
+    """
+
+    environments: tuple[Environment, ...]
+    run: Callable[[str], tuple[Tensor, Tensor]]
+    exact: bool = False
+
+
+def of_decoder(name: str, **options: Any) -> Callable[[str], tuple[Tensor, Tensor]]:
+    return lambda scheme: refused_or_stepwise(tiny(name, **options), scheme)
+
+
+TRIALS = {
+    "growing cache": Trial((environments.GROWING_CACHE,), growing, exact=True),
+    "quantised cache": Trial((environments.QUANTISED_CACHE,), quantised, exact=True),
+    "sliding cache": Trial((environments.SLIDING_CACHE,), of_decoder("MistralForCausalLM", sliding_window=6)),
+    "packed rows": Trial((environments.PACKED_ROWS,), packed),
+    "pages": Trial((environments.PAGES,), paged, exact=True),
+    "pages in graphs": Trial((environments.PAGES_IN_GRAPHS,), in_graphs),
+    "adaption prompts": Trial((environments.ADAPTION_PROMPTS,), prompted),
+    "latent attention": Trial((environments.LATENT_ATTENTION,), of_decoder("DeepseekV3ForCausalLM", **MLA)),
+    "capped logits": Trial(
+        (environments.CAPPED_LOGITS,), of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
+    ),
+    "shared keys": Trial(
+        (environments.SHARED_KEYS, environments.CHANGED_QUERIES), of_decoder("Gemma3nForCausalLM", **GEMMA3N)
+    ),
+    "pooled patches": Trial((environments.POOLED_PATCHES,), pooled),
+    "gradual swap": Trial((environments.GRADUAL_SWAP,), gradual),
+}
+#: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
+#: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving.
+ELSEWHERE = (
+    environments.CONTEXT_PARALLELISM,
+    environments.SHARDED_WEIGHTS,
+    environments.PAGES_OF_FLASH,
+    environments.CACHE_OF_OTHERS,
+    environments.VLLM,
+    environments.SGLANG,
+)
+
+
+def test_every_environment_is_tried() -> None:
+    assert {id(each) for trial in TRIALS.values() for each in trial.environments} | set(map(id, ELSEWHERE)) == set(
+        map(id, environments.ENVIRONMENTS)
+    )
+
+
+@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("scheme", NEEDS)
+def test_a_scheme_is_refused_as_the_table_says_or_computed(scheme: str, name: str) -> None:
+    trial = TRIALS[name]
+    if name == "pooled patches" and TABLE.get(scheme) is not None and TABLE[scheme].causal_only:
+        pytest.skip("no bidirectional model takes this scheme")
+    if lacking := [
+        (need, why) for each in trial.environments for need, why in each.lacks.items() if need in NEEDS[scheme]
+    ]:
+        with pytest.raises(UnsupportedError) as caught:
+            trial.run(scheme)
+        need, why = lacking[0]
+        assert f"it {need.value} (" in str(caught.value)
+        assert why in str(caught.value)
+        return
+    found, expected = trial.run(scheme)
+    assert torch.equal(found, expected) if trial.exact else distance(found, expected) <= CLOSE
+
+
+def test_the_swap_that_is_refused_changes_nothing() -> None:
+    model = with_scheme(tiny("LlamaForCausalLM"), "alibi")
+    before = logits(model)
+    with pytest.raises(UnsupportedError, match="A gradual swap cannot run"):
+        swap_scheme(model, "pope", gradual=True)
+    assert torch.equal(logits(model), before)

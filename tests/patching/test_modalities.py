@@ -1,0 +1,145 @@
+"""Models that read pictures, sound and time series: what holds in every part, and what each family is told.
+
+The checks are those of `tests/architectures`: the native scheme gives the stock outputs, also at another size; every
+other scheme acts; without positions, shuffled patches shuffle the outputs; backends agree; removal leaves no trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import native_scheme, patch_model, unpatch_model
+from tests.architectures.findings import Record
+from tests.architectures.inputs import inputs_for
+from tests.architectures.part_checks import check_parts
+from tests.architectures.population import Pair, pair_named
+from tests.architectures.tiny import tiny_model
+
+pytestmark = [
+    pytest.mark.on_cpu("some of these models make a weight on the CPU, whatever the default device"),
+    pytest.mark.filterwarnings("ignore:.*numbered row by row"),
+]
+
+BIAS = {"use_relative_position_bias": True}
+STABLE = {"do_stable_layer_norm": True, "feat_extract_norm": "layer"}
+PATCHES_AND_CLASS = {"use_cls_token": True, "positional_encoding_type": "sincos"}
+CONVOLUTION = "convolution"
+#: Architecture, options of its config, and its native scheme or a part of the reason why it has none.
+FAMILIES: list[tuple[str, dict[str, Any], str]] = [
+    ("vision-deit", {}, "learned"),
+    ("vision-beit", BIAS, "swin"),
+    ("vision-beit", {"use_shared_relative_position_bias": True}, "swin"),
+    ("vision-data2vec-vision", BIAS, "swin"),
+    ("vision-dinov2", {}, "learned"),
+    ("vision-dinov2_with_registers", {}, "learned"),
+    ("vision-dinov3_vit", {"num_register_tokens": 2}, "rope_nd"),
+    ("vision-siglip_vision_model", {}, "learned"),
+    ("vision-siglip2_vision_model", {}, "learned"),
+    ("vision-clip_vision_model", {}, "learned"),
+    ("vision-vit_mae", {}, "learned"),
+    ("vision-swin", {}, "swin"),
+    ("vision-swinv2", {}, "network of displacements"),
+    ("video-videomae", {}, "sinusoidal"),
+    ("video-vivit", {}, "learned"),
+    ("video-timesformer", {}, "several position tables"),
+    ("vision-pixtral", {}, "rope_nd"),
+    ("image-text-gemma3", {}, "learned"),
+    ("image-text-qwen2_vl", {}, "rope_nd"),
+    ("image-text-qwen2_5_vl", {}, "rope_nd"),
+    ("image-text-qwen3_vl", {}, "learned + rope_nd"),
+    ("vision-sam_vision_model", {}, "decomposed bias tables"),
+    ("vision-yolos", {}, "several position tables"),
+    ("vision-dpt", {}, "learned"),
+    ("vision-segformer", {}, "none"),
+    ("vision-hiera", {}, "learned"),
+    ("vision-ijepa", {}, "learned"),
+    ("audio-wav2vec2", {}, CONVOLUTION),
+    ("audio-wav2vec2", STABLE, CONVOLUTION),
+    ("audio-hubert", {}, CONVOLUTION),
+    ("audio-wavlm", {}, "gate"),
+    ("audio-unispeech", {}, CONVOLUTION),
+    ("audio-unispeech-sat", {}, CONVOLUTION),
+    ("audio-sew", {}, CONVOLUTION),
+    ("audio-sew-d", {}, CONVOLUTION),
+    ("audio-data2vec-audio", {}, CONVOLUTION),
+    ("audio-wav2vec2-conformer", {}, "transformer_xl"),
+    ("audio-wav2vec2-conformer", {"position_embeddings_type": "rotary"}, "before"),
+    ("audio-wav2vec2-bert", {}, "shaw"),
+    ("audio-parakeet_encoder", {}, "transformer_xl"),
+    ("audio-qwen2_audio_encoder", {}, "learned"),
+    ("audio-voxtral_encoder", {}, "learned"),
+    ("time series-timesfm", {"use_positional_embedding": True}, "sinusoidal"),
+    ("time series-patchtst", {}, "learned"),
+    ("time series-patchtst", PATCHES_AND_CLASS, "learned"),
+]
+#: What a family says of the schemes that it cannot take.
+REFUSALS = {
+    "vision-hiera": "common places",
+    "vision-segformer": "common places",
+    "video-timesformer": "not the patches of an image",
+}
+
+
+def refused(record: Record) -> dict[str, str]:
+    """The schemes that a part does not take, and what it says."""
+    return {
+        scheme: checks[check].note
+        for scheme, checks in record.findings.items()
+        for check in ("patch", "forward")
+        if scheme != "native" and check in checks and checks[check].verdict == "refused"
+    }
+
+
+@pytest.mark.parametrize(("name", "options", "native"), FAMILIES, ids=str)
+def test_every_check_holds_in_every_family(name: str, options: dict[str, Any], native: str) -> None:
+    pair: Pair = replace(pair_named(name), options=(*pair_named(name).options, *options.items()))
+    records = {record.part: record for record in check_parts(pair)}
+    record = next(record for part, record in records.items() if part != "text")
+    has_scheme = not record.native.startswith("(")
+    assert record.native == native if has_scheme else native in record.native
+    for found in records.values():
+        failed = {scheme: found.failed(scheme) for scheme in found.findings if found.failed(scheme)}
+        assert failed == ({} if has_scheme or found is not record else {"native": ["patch"]})
+    said = refused(record)
+    assert bool(said) == (name in REFUSALS)
+    assert all(REFUSALS[name] in text for text in said.values()), said
+
+
+def test_the_report_names_the_convolution_and_what_still_sees_neighbours() -> None:
+    model = patch_model(tiny_model(pair_named("audio-wav2vec2")), "sinusoidal")
+    (stack,) = model.position_encoding.report.stacks
+    assert stack.replaced == [
+        "encoder.pos_conv_embed: convolution over neighbours in place of positions (Wav2Vec2PositionalConvEmbedding)"
+    ]
+    assert stack.placed == ["additive: encoder.pos_conv_embed"]
+    assert any("convolutions mix neighbouring frames" in line for line in stack.kept)
+
+
+@torch.no_grad()
+def test_padded_frames_do_not_change_the_positions_of_others() -> None:
+    pair = pair_named("audio-wav2vec2-bert")
+    model = tiny_model(pair)
+    patch_model(model, ["rope", "t5"])
+    frames = inputs_for(model, pair)["input_features"][:1]
+    length = frames.shape[1]
+    padded = torch.nn.functional.pad(frames, (0, 0, 0, 10))
+    mask = (torch.arange(length + 10) < length).long().unsqueeze(0)
+    found = model(input_features=padded, attention_mask=mask)[0][:, :length]
+    torch.testing.assert_close(found, model(input_features=frames)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_trained_weights_of_a_bias_are_those_of_the_stock_model() -> None:
+    model = tiny_model(pair_named("audio-wav2vec2-bert"))
+    encoder = model.base_model.encoder
+    table = encoder.layers[0].self_attn.distance_embedding.weight
+    patch_model(model, native_scheme(model))
+    layers = range(len(encoder.layers))
+    adopted = [f"logit_bias: encoder.layers.{layer}.self_attn" for layer in layers]
+    assert model.position_encoding.report.stacks[0].adopted == adopted
+    assert not table.requires_grad
+    unpatch_model(model)
+    assert table.requires_grad
