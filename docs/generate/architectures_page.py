@@ -160,7 +160,8 @@ def _notes(records: list[FoundRecord], verdict: str) -> Iterable[tuple[str, str,
                 if finding["verdict"] == verdict:
                     value = "" if finding["value"] is None else f"{finding['value']:.1e} "
                     check = "" if name == "patch" else f"{name}: "
-                    lines.setdefault((_name(record), f"{check}{value}{finding['note']}".strip()), []).append(scheme)
+                    note = " ".join(f"{check}{value}{finding['note']}".split()).replace("|", "\\|")
+                    lines.setdefault((_name(record), note), []).append(scheme)
     return [(name, ", ".join(schemes), note) for (name, note), schemes in lines.items()]
 
 
