@@ -23,6 +23,7 @@ support training a learned bias: see `hf_posenc.attention.fused_attention`.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable
@@ -58,6 +59,9 @@ Attention = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
 DENSE_LIMIT = 8 * 2**30
 
 _TAKES_POSITION_BIAS: dict[Function, bool] = {}
+#: The place of the mask among the arguments of an attention function.
+_MASK = 4
+_READS_MASK: dict[Function, bool] = {}
 
 
 def attend_with_bias(
@@ -123,6 +127,11 @@ def attention_with(
     if "flash" in name:
         return _with_given(_attend_folded, name, function, form, mask, args, kwargs)
     if name == "eager":
+        if not reads_mask(function):
+            raise UnsupportedError(
+                f"The eager attention of {type(module).__name__} ignores its mask, so a logit bias would be ignored. "
+                'Use model.set_attn_implementation("sdpa").'
+            )
         return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
     if not _takes_position_bias(function):
         raise UnsupportedError(
@@ -179,6 +188,24 @@ def _is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tenso
         return False
     batch = 1 if mask is None else mask.shape[0]
     return batch * form.heads * query.shape[2] * key.shape[2] <= SIZES[query.is_cpu].shared_numbers
+
+
+@torch.compiler.assume_constant_result
+def reads_mask(function: Function) -> bool:
+    """Whether an attention function of an architecture uses the mask that it is given.
+
+    It is asked before a model is compiled, because a compiler cannot trace it.
+    """
+    known = _READS_MASK.get(function)
+    if known is None:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        known = True
+        if code is not None and code.co_argcount > _MASK:
+            steps = (step.argval for step in dis.get_instructions(code))
+            mask = code.co_varnames[_MASK]
+            known = any(read == mask or (isinstance(read, tuple) and mask in read) for read in steps)
+        _READS_MASK[function] = known
+    return known
 
 
 @torch.compiler.assume_constant_result

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_posenc.patching.anatomy.verification import verify_adopted_tables
+from hf_posenc.patching.anatomy.architectures import architecture_of
+from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_entry import at_native_lengths
@@ -139,7 +140,10 @@ def _plan(
     changed = [part for part in requested if schemes[part] != scheme_in_part(previous, part)]
     # Defaults that depend on the length use the native one, even if the config has been given another since.
     with at_native_lengths(target.config):
-        return transaction.plan(whole, kept=_kept(previous, changed))
+        encoding = transaction.plan(whole, kept=_kept(previous, changed))
+    if (limits := architecture_of(target.config).limits) is not None:
+        limits.refuse(encoding.needs(), encoding.label)
+    return encoding
 
 
 def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:
@@ -178,6 +182,8 @@ def _resolve(
     warn_if_invisible(config, stacks)
     warn_if_theta_changes(config, stacks)
     warn_of_invented_grid(config, stacks)
+    if transaction.encoding is None and transaction.anatomy.is_runnable:
+        refuse_failing(transaction.anatomy, config, stacks, transaction)
     return config
 
 

@@ -96,6 +96,11 @@ SHARED_KEYS = Environment(
     {Need.KEYS_OF_LAYER: "but this layer does not update the cache"},
     "Choose other layers with layers=, or use a scheme that treats all layers alike, such as 'rope' or 'alibi'.",
 )
+CACHE_OF_OTHERS = Environment(
+    "A model of which other layers read the same cache without the scheme",
+    dict.fromkeys((Need.WIDE_HEADS, Need.FEATURES), "and these layers expect keys of the usual width"),
+    "Use a scheme that leaves keys as wide as they are, such as 'rope' or 'alibi'.",
+)
 POOLED_PATCHES = Environment(
     "Attention over pooled patches",
     dict.fromkeys(IN_ATTENTION, "but queries and keys have no common places on a grid"),
@@ -148,6 +153,7 @@ ENVIRONMENTS = (
     CHANGED_QUERIES,
     CAPPED_LOGITS,
     SHARED_KEYS,
+    CACHE_OF_OTHERS,
     POOLED_PATCHES,
     GRADUAL_SWAP,
     VLLM,

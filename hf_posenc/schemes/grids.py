@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Positions
 from hf_posenc.schemes.validation import whole_positions
 
@@ -51,7 +52,8 @@ def places(
         num_prefix_tokens: number of tokens before `grid`, which have no place.
 
     Raises:
-        ValueError: if the coordinates have another number of axes, or if there are none and `grid` is `None`.
+        ValueError: if the coordinates have another number of axes.
+        UnsupportedError: if there are none and `grid` is `None`.
     """
     coordinates = positions.coordinates
     if coordinates is not None:
@@ -60,7 +62,7 @@ def places(
             raise ValueError(other_axes(given, scheme, axes))
         return Places(coordinates, positions.extents, positions.placed)
     if grid is None:
-        raise ValueError(
+        raise UnsupportedError(
             f"The scheme {scheme!r} has {axes} axes, and this model passed no coordinates for its tokens, only their "
             "order. Use axes=1, which reads the order, or a part of a model that has a grid, such as a vision encoder."
         )

@@ -30,7 +30,7 @@ from .findings import (
     above,
     at_most,
     attempt,
-    failure,
+    refused_or_failed,
 )
 from .population import Pair
 from .tiny import WITHOUT_POSITIONS, one_layer_models
@@ -120,10 +120,7 @@ class Checker(Caller):
             else:
                 self._patch(self.model, scheme, config)
         except Exception as error:  # As in `attempt`: the row says what went wrong, and the other schemes go on.
-            if isinstance(error, UnsupportedError) and "bidirectional" in str(error):
-                found["patch"] = Finding("refused", note=str(error))
-                return
-            found["patch"] = failure(error)
+            found["patch"] = refused_or_failed(error)
             if scheme == "native":
                 self.record.native = f"({error})"
             found["undo"] = self._undo()
@@ -182,6 +179,9 @@ class Checker(Caller):
         for with_ids in self.padding_modes or [False]:
             name = "left padding" + (" with ids" if with_ids else "")
             found[name] = self._same(partial(self._padded, with_ids), self._alone(), bool(self.padding_modes))
+            kept = [reason for reason in architecture_of(self.model.config).kept if "padding" in reason]
+            if kept and found[name].verdict == "fail":
+                found[name] = Finding("stock", found[name].value, kept[0])
         if self.switches:
             found["eager"] = self._same(self._eager, full, True)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from hf_posenc import UnsupportedError
+from hf_posenc import SequenceLengthError, UnsupportedError
+from hf_posenc.patching.anatomy.short_runs import NotRunnableError
 
 Measured = TypeVar("Measured")
 
@@ -65,8 +66,22 @@ class Record:
         return [name for name, finding in self.findings.get(scheme, {}).items() if finding.verdict == "fail"]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        return asdict(self)
+        """A JSON-ready dictionary of what is not empty. Of the checks of a scheme, those that passed are left out."""
+        fields = {name: value for name, value in asdict(self).items() if value}
+        findings = {scheme: _remarkable(found) for scheme, found in self.findings.items()}
+        return fields | ({"findings": findings} if findings else {})
+
+
+def _remarkable(found: dict[str, Finding]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "verdict": finding.verdict,
+            "value": None if finding.value is None else float(f"{finding.value:.2g}"),
+            "note": finding.note,
+        }
+        for name, finding in found.items()
+        if finding.verdict in ("fail", "stock", "refused")
+    }
 
 
 def at_most(value: float, bound: float) -> Finding:
@@ -81,6 +96,13 @@ def failure(error: Exception) -> Finding:
     return Finding("fail", note=f"{type(error).__name__}: {error}"[:300])
 
 
+def refused_or_failed(error: Exception) -> Finding:
+    """A refusal, if the error says what the model does; that a model could not be run says nothing about it."""
+    if isinstance(error, UnsupportedError | SequenceLengthError) and not isinstance(error, NotRunnableError):
+        return Finding("refused", note=str(error))
+    return failure(error)
+
+
 def attempt(compute: Callable[[], Measured], *, refusable: bool = False) -> Measured | Finding:
     """What a check measures, or the finding that it could not.
 
@@ -93,6 +115,4 @@ def attempt(compute: Callable[[], Measured], *, refusable: bool = False) -> Meas
     except Exception as error:
         # The code of a hundred architectures, called in ways that some of them do not serve, may raise anything. None
         # of it may end the sweep, and all of it stands in the record with its type.
-        if refusable and isinstance(error, UnsupportedError):
-            return Finding("refused", note=str(error))
-        return failure(error)
+        return refused_or_failed(error) if refusable else failure(error)

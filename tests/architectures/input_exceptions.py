@@ -194,7 +194,10 @@ RULES: dict[str, Rules] = {
     },
     "nemotron3_5_transcribe_word_timestamp": {"inputs_embeds": lambda context: context.normal(context.batch, 16, 64)},
     "oneformer": {"task_inputs": lambda context: context.tokens(77)},
-    "kosmos-2": {"input_ids": prompt_with(16, "pad_token_id"), "image_embeds_position_mask": span_of(16)},
+    "kosmos-2": {
+        "input_ids": lambda context: with_placeholders(context, BEFORE, 16),
+        "image_embeds_position_mask": span_of(16),
+    },
     "seggpt": {"pixel_values": picture(16), "prompt_pixel_values": picture(16), "prompt_masks": picture(16)},
     "inkling_mm_model": {"pixel_values": lambda context: context.normal(context.batch, 2, 4, 4, 3)},
     "bros": {"bbox": lambda context: boxes(context).float() / 64},

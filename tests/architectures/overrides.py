@@ -59,6 +59,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             **{f"<|visual token {i:06}|>": 8 + i for i in range(32)},
         }
     },
+    "fun_asr_nano_encoder": {"max_position_embeddings": 257},
     "fun_asr_nano_adaptor": {"intermediate_size": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16, "hidden_size": 64}},
     "glm5_next_text": {"qk_rope_head_dim": 0, "num_key_value_heads": 4},
@@ -119,6 +120,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
         "image_size": 64,
     },
+    "speech_to_text": {"pad_token_id": 1},
     "step3p5": {"sliding_window": 8},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "table-transformer": _RESNET,
@@ -134,7 +136,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 16},
     "align": {"projection_dim": 640},
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [64, 64]},
-    "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64]},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64], "image_size": 64},
+    "unlimited_ocr_vision": {"image_size": 64},
     "ernie4_5_vl_moe_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
     },

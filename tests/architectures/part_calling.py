@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from .input_context import configs_in
 from .inputs import call, inputs_for, tensors_of
 from .population import Pair
 from .tiny import tiny_model
@@ -31,6 +32,7 @@ class PartCaller:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.model: PreTrainedModel = tiny_model(pair)
+        self.passes_positions = False
         with torch.no_grad():
             self.inputs = inputs_for(self.model, pair)
 
@@ -110,15 +112,18 @@ class PartCaller:
         return inputs
 
     def padded(self) -> Tensor:
-        """Logits of the tokens behind padding on the left."""
+        """Logits of the tokens behind padding on the left, at the positions that `generate` passes."""
         inputs = dict(self.inputs)
         length = inputs["input_ids"].shape[1]
         for key, value in self.inputs.items():
             if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (2, length):
                 inputs[key] = torch.cat((torch.zeros_like(value[:, :PADDING]), value), dim=1)
+        if self.passes_positions:
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         return self.logits(inputs)[:, PADDING:]
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    found = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    return list(found.values())
+    """All configs of a model, those of parts that are no models included."""
+    owners = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return list({id(config): config for owner in owners for config in configs_in(owner)}.values())

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model, unpatch_model
+from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks, model_parts
 from hf_posenc.patching.anatomy.short_runs import embedded, run_briefly
 from hf_posenc.patching.layouts import Grid
 
 from .checks import brief, stir
-from .findings import NATIVE_BOUND, SAME_BOUND, Finding, Record, above, at_most, attempt, failure
-from .inputs import tensors_of
+from .findings import NATIVE_BOUND, SAME_BOUND, Finding, Record, above, at_most, attempt, refused_or_failed
+from .inputs import accepted, tensors_of
 from .part_calling import PartCaller
 from .part_schemes import columns_of, is_tower, on_axes, schemes_of
 from .population import Pair
@@ -112,10 +112,10 @@ class PartChecker:
     def _probe_stock(self) -> None:
         """What the stock model can do by itself."""
         caller = self.caller
-        self.stock = caller.outputs()
+        self.stock, self.stock_inside = self._run()
         self.scale = float(self.stock.std()) or 1.0
         self.trace = trace_of(self.model)
-        self.without: Tensor | None = None
+        self.without: tuple[Tensor, list[Tensor]] | None = None
         self.is_deterministic = torch.equal(caller.outputs(), self.stock)
         self.eager_holds = bool(getattr(self.model, "_supports_sdpa", False)) and self._holds(caller.eager, self.stock)
         size = attempt(caller.of_another_size)
@@ -131,7 +131,14 @@ class PartChecker:
             logits = attempt(lambda: caller.logits(caller.inputs))
             if not isinstance(logits, Finding):
                 self.decodes = self._holds(caller.decoded, logits)
+                # Without positions, some models number padding too, as only schemes of absolute positions show.
+                caller.passes_positions = "position_ids" in accepted(type(self.model).forward) and (
+                    "attention_mask" in caller.inputs
+                )
                 self.pads = caller.tokens_name == "input_ids" and self._holds(caller.padded, logits)
+                if caller.passes_positions and not self.pads:
+                    caller.passes_positions = False
+                    self.pads = self._holds(caller.padded, logits)
                 self.has_logits = True
 
     def _axes(self) -> int:
@@ -157,38 +164,57 @@ class PartChecker:
             if stir_scheme:
                 stir(self.model)
         except Exception as error:  # As in `attempt`: the row says what went wrong, and the other schemes go on.
-            refused = isinstance(error, UnsupportedError | ValueError) and scheme != "native"
-            found["patch"] = Finding("refused", note=str(error)) if refused else failure(error)
+            found["patch"] = refused_or_failed(error)
             if scheme == "native":
                 self.record.native = f"({error})"
             found["undo"] = self._undo()
             return
-        full = attempt(self.caller.outputs, refusable=True)
-        if isinstance(full, Finding):
-            found["forward"] = full
+        ran = attempt(self._run, refusable=True)
+        if isinstance(ran, Finding):
+            found["forward"] = ran
         else:
+            full, inside = ran
             found["forward"] = Finding("pass" if bool(torch.isfinite(full).all()) else "fail")
-            self._check_effect(scheme, full, found)
+            self._check_effect(scheme, full, inside, found)
             self._check_consistency(full, found)
         found["undo"] = self._undo()
 
-    def _check_effect(self, scheme: str, full: Tensor, found: dict[str, Finding]) -> None:
+    def _run(self) -> tuple[Tensor, list[Tensor]]:
+        """The outputs of the model, and those of the attention in the part, of which the former may show little."""
+        inside: list[Tensor] = []
+        modules = [attention.module for stack in self.stacks for attention in stack.attentions]
+        hooks = [module.register_forward_hook(_keep(inside)) for module in modules]
+        try:
+            return self.caller.outputs(), inside
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _change(self, full: Tensor, inside: list[Tensor], other: Tensor, other_inside: list[Tensor]) -> float:
+        """How much a scheme changes, in the outputs or inside."""
+        pairs = zip(inside, other_inside, strict=False)
+        changes = (float((one - two).abs().max() / two.std()) for one, two in pairs if one.shape == two.shape)
+        return max(self._distance(full, other), *changes, 0.0)
+
+    def _check_effect(self, scheme: str, full: Tensor, inside: list[Tensor], found: dict[str, Finding]) -> None:
         if scheme == "native":
             found["stock"] = at_most(self._distance(full, self.stock), NATIVE_BOUND)
             if self.at_another_size is not None:
                 found["stock at another size"] = self._as_stock_at_another_size(self.at_another_size)
             return
         natively_without = self.record.native == "none"
-        changed = self._distance(full, self.stock)
+        changed = self._change(full, inside, self.stock, self.stock_inside)
         if scheme == "none":
-            self.without = full
+            self.without = full, inside
             self._check_one_colour(found)
-            found["effect"] = at_most(changed, NATIVE_BOUND) if natively_without else above(changed)
+            found["effect"] = (
+                at_most(self._distance(full, self.stock), NATIVE_BOUND) if natively_without else above(changed)
+            )
         else:
             own = self.record.native == scheme and scheme in _WITHOUT_OPTIONS
             found["effect"] = Finding("skip", changed, "its own") if own else above(changed)
             if self.without is not None:
-                found["not none"] = above(self._distance(full, self.without))
+                found["not none"] = above(self._change(full, inside, *self.without))
         if self.shuffled is not None:
             moved = attempt(self.shuffled.distance)
             if isinstance(moved, Finding):
@@ -268,8 +294,6 @@ class PartChecker:
     def _runs(self, compute: Callable[[], Tensor], stock_holds: bool) -> Finding:
         value = attempt(compute, refusable=True)
         if isinstance(value, Finding):
-            if value.note.startswith(SequenceLengthError.__name__):
-                return Finding("refused", note=value.note)
             if value.verdict == "fail" and not stock_holds:
                 value.verdict = "stock"
             return value

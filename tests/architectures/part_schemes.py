@@ -54,9 +54,9 @@ def columns_of(part: str, stacks: list[Any]) -> str:
         stacks: its stacks, if it has any that can be patched.
     """
     last = part.rsplit(".", 1)[-1]
-    if last in _OF_PICTURES or any(isinstance(stack.layout, Grid) for stack in stacks):
+    if any(isinstance(stack.layout, Grid) for stack in stacks) or (last in _OF_PICTURES and not stacks):
         return "vision"
-    return "text" if last in _OF_TEXT else "series"
+    return "text" if last in (*_OF_TEXT, *_OF_PICTURES) else "series"
 
 
 def is_tower(part: str) -> bool:

@@ -33,11 +33,6 @@ KINDS = {
 }
 WITH_VOCABULARY_HEAD = ("causal", "masked", "seq2seq", "encoder")
 
-#: Mappings in the order in which they name the main class of a model type: generation, then the base model.
-_ORDER = (
-    *("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "MASKED_LM"),
-    *("TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM", "CTC", "RNNT", "TDT", "TIME_SERIES_PREDICTION", "MODEL", "BACKBONE"),
-)
 #: What the name of an argument of a forward says about the input; many classes leave `input_modalities` at "text".
 _ARGUMENTS = {
     **dict.fromkeys(("input_ids", "audio_input_ids"), "text"),

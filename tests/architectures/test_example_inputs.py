@@ -30,6 +30,12 @@ from .tiny import tiny_model
         ("vision-minicpm_ocr_vision", "vision", "learned"),
         ("video-videomt", "vision", "learned"),
         ("other-jev", "text", "mrope"),
+        ("other-blt", "text", "rope"),
+        ("other-blt", "global", "rope"),
+        ("audio-text-granite_speech", "projector", "none"),
+        ("image-text-deepseek_ocr2", "vision", "rope"),
+        ("image-text-molmo2", "vision", "learned"),
+        ("image-text-unlimited_ocr", "vision", "learned"),
     ],
 )
 def test_a_declared_run_finds_the_native_scheme(pair: str, part: str, native: str) -> None:
@@ -42,6 +48,7 @@ def test_a_declared_run_finds_the_native_scheme(pair: str, part: str, native: st
         ("image-text-kimi_k25", "several position tables"),
         ("image-text-muse_glimmer", "resized with zeros around it"),
         ("vision-seggpt", "decomposed bias tables"),
+        ("vision-inkling2_vision", "acts in attention"),
     ],
 )
 def test_without_a_name_the_reason_is_the_mechanism(pair: str, reason: str) -> None:
@@ -60,9 +67,10 @@ def windows_of_frames(module: Any, tokens: int) -> dict[str, Any]:
 def test_a_user_can_state_the_arguments_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """And sinusoids that restart in windows packed in one row are noticed."""
     model = tiny_model(pair_named("audio-text-qwen3_asr"))
+    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
+    register_architecture("qwen3_asr_encoder", architecture=Architecture())
     with pytest.raises(UnsupportedError, match=r"qwen3_asr_encoder.*example_inputs"):
         patch_model(model, "rope", part="audio")
-    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
     register_architecture("qwen3_asr_encoder", architecture=Architecture(example_inputs=windows_of_frames))
     with pytest.raises(UnsupportedError, match="first layer depends on the position of tokens"):
         patch_model(model, "rope", part="audio")

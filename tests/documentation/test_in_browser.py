@@ -75,6 +75,19 @@ def test_the_search_finds_an_option(tab: tuple[Any, str], address: str) -> None:
     assert any("reference/api/rope_scaling.html" in target for target in found)
 
 
+def test_the_box_above_the_architectures_hides_other_rows(tab: tuple[Any, str], address: str) -> None:
+    opened, _ = tab
+    opened.goto(f"{address}/reference/architectures.html")
+    assert "*" not in "".join(opened.locator("td").all_inner_texts())
+    opened.fill("#row-filter", "sam3 rope_nd=yes")
+    shown = [row.inner_text() for row in opened.locator("article tbody tr").all() if row.is_visible()]
+    assert any("sam3_vit_model" in row for row in shown)
+    assert not any("llama" in row for row in shown)
+    assert opened.locator("output[for=row-filter]").inner_text().endswith("rows")
+    opened.fill("#row-filter", "")
+    assert opened.locator("article tbody tr").last.is_visible()
+
+
 def test_the_button_changes_the_colours(browser: Any, address: str) -> None:
     opened = browser.new_page(color_scheme="light")
     opened.goto(f"{address}/index.html")

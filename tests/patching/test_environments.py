@@ -217,12 +217,13 @@ TRIALS = {
     "pooled patches": Trial((environments.POOLED_PATCHES,), pooled),
     "gradual swap": Trial((environments.GRADUAL_SWAP,), gradual),
 }
-#: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed, tests/patching
-#: (test_continuous_batching.py) and tests/serving.
+#: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
+#: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving.
 ELSEWHERE = (
     environments.CONTEXT_PARALLELISM,
     environments.SHARDED_WEIGHTS,
     environments.PAGES_OF_FLASH,
+    environments.CACHE_OF_OTHERS,
     environments.VLLM,
     environments.SGLANG,
 )

@@ -287,13 +287,15 @@ def _transformer_xl(projection: Tensor, content: Tensor, position: Tensor) -> Te
 def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
     """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
 
-    A stage that projects pixels to patches contains its layers, and is none.
+    A stage contains its layers and is none, if it projects pixels to patches or is a list itself.
     """
     parts = attention_path.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
             parent = stack.get_submodule(".".join(parts[:index])) if index else stack
             first = next(iter(parent.children()), None)
+            if isinstance(first, nn.ModuleList):
+                continue
             if first is None or projection is None or all(module is not projection for module in first.modules()):
                 return first
     return None

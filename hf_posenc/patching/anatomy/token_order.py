@@ -127,7 +127,7 @@ def _in_both_orders(name: str, value: Any, length: int) -> Any:
     if not isinstance(value, Tensor) or value.shape[:1] != (1,) or (value.dim() == 2 and value.is_floating_point()):
         return value  # A vector applies to both rows.
     other = value
-    if name in ("input_ids", "decoder_input_ids", "inputs_embeds", "hidden_states"):
+    if name in ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "hidden_states"):
         # One question with one choice has another axis before that of the tokens.
         axis = 1 if value.shape[1] == length else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))

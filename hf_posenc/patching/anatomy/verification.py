@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.patching.anatomy.short_runs import (
     NotRunnableError,
@@ -288,6 +288,36 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
                 f"architecture ({model.config.model_type}) as implemented in transformers {transformers.__version__}, "
                 "so no scheme can be placed in it. Try a version of transformers that hf_posenc was tested with."
             )
+
+
+def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> None:
+    """Runs stacks of features or pixels with a scheme in place, which may have no place for its vectors or need more.
+
+    Which coordinates reach the layers of such a stack, and in which order, only a run shows. Stacks of text are not
+    run: their tokens have one axis, and the order in which the caller passes them.
+
+    Raises:
+        UnsupportedError: if a short run fails with the scheme and succeeds without.
+    """
+    others = [stack for stack in stacks if not stack.layout.takes_tokens]
+    if not others:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), changes.with_scheme(config, stacks):
+            run_briefly(anatomy, others, _TOKENS)
+    except SequenceLengthError:
+        return  # A shorter input may suit the scheme.
+    except NotRunnableError as error:
+        try:
+            run_briefly(anatomy, others, _TOKENS)
+        except NotRunnableError:
+            return  # What the stock model needs is unknown.
+        cause = error.__cause__
+        raise UnsupportedError(
+            f"{config.name!r} cannot be computed in this {type(others[0].module).__name__}. A short run of the stock "
+            f"model succeeds, and fails with the scheme in its place: {type(cause).__name__}: {cause} Choose a scheme "
+            "of another kind: one that adds vectors, or one that acts in attention."
+        ) from error
 
 
 def _difference(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> float | None:

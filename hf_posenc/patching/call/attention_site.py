@@ -31,6 +31,8 @@ class AttentionSite(LogitSite):
     #: Sizes of the windows of patches in which the module works, `(rows, columns)`, if it states them.
     window: tuple[int, ...] | None = None
 
+    #: Whether replacing the rotary function may be the only change of a call, if it is for the scheme.
+    may_only_rotate = False
     #: Whether a call has confirmed that the module leaves queries unchanged after rotating them.
     rotation_is_last = False
     #: Whether a call has confirmed that the scheme's map runs in place of the module's rotary function. Keys are then
@@ -54,6 +56,8 @@ class AttentionSite(LogitSite):
         if hidden_states.dim() == 2:
             hidden_states = hidden_states.unsqueeze(0)
         elif hidden_states.dim() == 4:
+            # Only the input shows the sizes, and a map in place of the rotary function does not get it.
+            self.may_only_rotate = False
             hidden_states = hidden_states.flatten(1, 2)
         return LayerCall(self.grid_tokens(hidden_states.shape[1], window, hidden_states.device), hidden_states)
 

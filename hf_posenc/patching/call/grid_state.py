@@ -306,7 +306,7 @@ def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any
     """The state of a call, as far as its arguments show the grids."""
     state = GridState(-1, suffix_tokens=suffix_tokens)
     given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    state.grid = _of_pixels(stack.config, pixels_among(given.values()))
+    state.grid = _of_features(stack.config, given.values()) or _of_pixels(stack.config, pixels_among(given.values()))
     if _SIZES in given:
         state.sizes = given[_SIZES].long()
     if _SHOWN in given and given[_SHOWN].dim() == 3 and not given[_SHOWN].all():
@@ -325,6 +325,13 @@ def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any
 def pixels_among(values: Iterable[Any]) -> Sizes | None:
     """`(height, width)` of the first pictures or videos among arguments."""
     found = (value for value in values if isinstance(value, Tensor) and value.dim() in (4, 5))
+    return next((tuple(value.shape[-2:]) for value in found), None)
+
+
+def _of_features(config: Any, values: Iterable[Tensor]) -> Sizes | None:
+    """The grid of features that another encoder has made of the patches: `(batch, hidden, rows, columns)`."""
+    hidden = getattr(config, "hidden_size", None)
+    found = (value for value in values if value.dim() == 4 and value.shape[1] == hidden)
     return next((tuple(value.shape[-2:]) for value in found), None)
 
 

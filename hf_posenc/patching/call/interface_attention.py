@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with
+from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with, reads_mask
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import (
@@ -49,6 +49,8 @@ from hf_posenc.schemes.positions import exporting, gradients_may_be_shared, trac
 #: The argument through which models pass their own relative bias to the attention function.
 _POSITION_BIAS = "position_bias"
 _EAGER = "eager"
+#: An architecture's own attention function.
+_EAGER_FUNCTION = "eager_attention_forward"
 
 
 class InterfaceAttention(AttentionSite):
@@ -152,6 +154,8 @@ class InterfaceAttention(AttentionSite):
         """
         decorated = type(self.module).forward if self.inner is None else self.inner.__func__
         forward = inspect.unwrap(decorated)
+        if _EAGER_FUNCTION in forward.__globals__:
+            reads_mask(forward.__globals__[_EAGER_FUNCTION])
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
         replaced |= dict.fromkeys(relative_names(forward), _without_relative_bias)

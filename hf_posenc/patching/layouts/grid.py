@@ -64,6 +64,7 @@ class Grid(Layout):
 
     Args:
         projection: the convolution whose output has a place per patch; `None` if there is none.
+        step: sizes of a patch in pixels, or `None` if they are unknown.
         native: sizes of the grid for an image of the size in the config, or `None` if it is unknown.
         tables: the position tables over the grid.
         suffix_tokens: number of tokens without a place that follow the patches.
@@ -74,6 +75,7 @@ class Grid(Layout):
     token_axes = (2, 3, 4)
 
     projection: Any = None
+    step: tuple[int, ...] | None = None
     native: tuple[int, ...] | None = None
     tables: list[OwnedTable] = field(default_factory=list)
     suffix_tokens: int = 0
@@ -94,7 +96,9 @@ class Grid(Layout):
     @classmethod
     def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
         projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
-        grid = cls(projection, _native_sizes(projection, config), suffix_tokens=suffix_tokens)
+        grid = cls(projection, native=_native_sizes(projection, config), suffix_tokens=suffix_tokens)
+        steps = getattr(config, "patch_size", None) if projection is None else projection.stride
+        grid.step = (steps, steps) if isinstance(steps, int) else steps
         others = 0 if grid.native is None else math.prod(grid.native) + suffix_tokens
         for path, module in modules:
             grid.tables.extend(_tables_of(path, module, others))
@@ -198,7 +202,14 @@ class Grid(Layout):
 
     def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GridState:
         """The grid of a call, as far as its arguments show it."""
-        return grid_state(stack, self.suffix_tokens, named_arguments(stack, args, kwargs))
+        given = named_arguments(stack, args, kwargs)
+        state = grid_state(stack, self.suffix_tokens, given)
+        if self.projection is None and self.native is not None and not state.is_known:
+            # As many cut patches as an image of the size in the config has, `(batch, patches, values)`.
+            tensors = (value for value in given.values() if isinstance(value, Tensor) and value.dim() == 3)
+            if any(value.shape[1] == math.prod(self.native) for value in tensors):
+                state.grid = self.native
+        return state
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
         """The first table; for a part that reads coordinates, with the rows of other tokens first."""

@@ -134,11 +134,12 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
     for name, options in _RESIZED_BY:
         if hasattr(table.module, name):
             return dataclasses.replace(learned, **options)
-    if not hasattr(table.module, _INTERPOLATION) or grid.projection is None or len(learned.grid or ()) != 2:
+    steps = grid.step
+    if not hasattr(table.module, _INTERPOLATION) or steps is None or len(learned.grid or ()) != 2:
         return learned
     assert learned.grid is not None
     larger = (learned.grid[0] + 1, learned.grid[1] + 2)
-    pixels = [size * step for size, step in zip(larger, grid.projection.stride, strict=True)]
+    pixels = [size * step for size, step in zip(larger, steps, strict=True)]
     rows = table.weight
     patches = rows.new_zeros(1, table.prefix_rows + math.prod(larger), rows.shape[1])
     try:

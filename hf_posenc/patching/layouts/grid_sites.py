@@ -282,7 +282,8 @@ class GridTableSite(Viewed, PlacedForward):
         if not isinstance(state, GridState) or not state.is_known:
             raise UnsupportedError(
                 f"{type(self.module).__name__} read its position table {name!r} before its patches were projected, or "
-                "outside its model, so the grid of the image is unknown. Call the whole model."
+                "outside its model, so the grid of the image is unknown. Call the whole model, or use a scheme that "
+                "acts in attention."
             )
         length = state.table_length(self.prefix_rows[name]) if length is None else length
         return self._encoded(length, table.device).to(table.dtype)

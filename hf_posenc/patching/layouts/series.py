@@ -279,7 +279,7 @@ def _bins(model: PreTrainedModel) -> int:
     """Number of features of a frame, from the config or the first layer with weights."""
     stated = first_int(model.config, _BINS)
     if stated:
-        return stated
+        return stated * first_int(model.config, ("num_stacked_frames",), 1)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             break

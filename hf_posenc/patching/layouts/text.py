@@ -20,7 +20,11 @@ from hf_posenc.patching.layouts.layout import Layout
 #: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs so many words.
 _FIRST_WORD, _LAST_WORD = 5, 64
 #: The projection of keys in cross-attention.
-_CROSS_KEYS = re.compile(r"(cross_attn|cross_attention|encoder_attn|encoder_attention)\.k_proj$")
+_CROSS_KEYS = re.compile(
+    r"(cross_attn|cross_attention|encoder_attn|encoder_attention)\.k_proj$|crossattention\.(attention|self)\.key$"
+)
+#: Arguments with vectors in place of tokens.
+_EMBEDDINGS = ("inputs_embeds", "query_embeds", "hidden_states")
 
 
 class Text(Layout):
@@ -37,14 +41,19 @@ class Text(Layout):
     def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
         """A few words."""
         parameters = forward_parameters(type(module))
-        embedded = next((name for name in ("inputs_embeds", "hidden_states") if name in parameters), None)
-        if "input_ids" not in parameters and embedded is not None:
-            return {embedded: _embeddings(module, length)}
-        if "input_ids" not in parameters:
+        if "input_ids" in parameters:
+            return cls._words(module, length)
+        embedded = next((name for name in _EMBEDDINGS if name in parameters), None)
+        if embedded is None:
             raise NotRunnableError(
                 f"{type(module).__name__} does not take token ids, so it cannot be run to find out how it uses "
                 f"positions (its arguments: {', '.join(list(parameters)[1:8])})."
             )
+        return {embedded: _embeddings(module, length)} | _encoded(module, length)
+
+    @classmethod
+    def _words(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
+        parameters = forward_parameters(type(module))
         tokens = _token_ids(module, length)
         # One question with one choice, which is a text, where a model reads `(batch, choices, length)`.
         known = MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
@@ -52,9 +61,7 @@ class Text(Layout):
         given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if chooses else tokens}
         if "use_cache" in parameters:
             given["use_cache"] = False
-        width = _cross_attention_width(module) if "encoder_hidden_states" in parameters else None
-        if width is not None:
-            given["encoder_hidden_states"] = _embeddings(module, length, width)
+        given |= _encoded(module, length)
         if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             given["decoder_input_ids"] = tokens
         return given
@@ -80,6 +87,13 @@ def _token_ids(module: PreTrainedModel, length: int) -> Tensor:
 def _embeddings(model: PreTrainedModel, length: int, width: int | None = None) -> Tensor:
     """`(1, length, hidden)` in place of the embeddings of a stack, or of another width."""
     return numbers(1, length, first_int(model.config, WIDTHS) if width is None else width)
+
+
+def _encoded(module: PreTrainedModel, length: int) -> dict[str, Any]:
+    """The output of an encoder, for a module that attends to it."""
+    name = "encoder_hidden_states"
+    width = _cross_attention_width(module) if name in forward_parameters(type(module)) else None
+    return {} if width is None else {name: _embeddings(module, length, width)}
 
 
 def _cross_attention_width(model: PreTrainedModel) -> int | None:

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.positions import Positions, traced
 
@@ -24,10 +25,10 @@ def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
     """Raises if distances are not integers, which happens with some position maps or `position_ids`.
 
     Raises:
-        ValueError: with the scheme, the dtype found and the remedy.
+        UnsupportedError: with the scheme, the dtype found and the remedy.
     """
     if distance.is_floating_point():
-        raise ValueError(
+        raise UnsupportedError(
             f"{owner} looks up integer distances in a table, but these positions are floating-point "
             f"({distance.dtype}), from a position map or from position_ids. {remedy}"
         )

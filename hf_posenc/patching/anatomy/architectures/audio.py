@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if, undescribed
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, codes, numbers, words
-from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_vectors
+from hf_posenc.patching.anatomy.architectures.silencers import no_vectors, zero_bias, zero_vectors
 from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.schemes import NoneConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal
@@ -62,6 +63,10 @@ def _silence_wavlm(stack: Stack, patches: Journal) -> None:
 
 def _silence_canary(stack: Stack, patches: Journal) -> None:
     patches.replace(stack.module.pos_emb, "forward", zero_vectors)
+
+
+def _silence_fun_asr(stack: Stack, patches: Journal) -> None:
+    patches.replace(stack.module.position_embeddings, "forward", no_vectors)
 
 
 def _silence_vits(stack: Stack, patches: Journal) -> None:
@@ -128,6 +133,14 @@ AUDIO: dict[tuple[str, ...], Architecture] = {
             "and unpatch_model restores it."
         ),
     ),
+    ("fun_asr_nano_encoder",): Architecture(
+        mechanism="sinusoids of positions",
+        silence=_silence_fun_asr,
+        native=undescribed(
+            "Fun-ASR-Nano adds sinusoids that count frames from 1. No scheme of this library has that origin. Any "
+            "scheme can replace them, and unpatch_model restores them."
+        ),
+    ),
     ("canary_decoder",): Architecture(
         mechanism="sinusoidal table",
         silence=_silence_canary,
@@ -152,6 +165,10 @@ AUDIO: dict[tuple[str, ...], Architecture] = {
             "further positions with a convolution over neighbouring embeddings. No scheme of this library does this. "
             "Any scheme can replace both, and unpatch_model restores them."
         ),
+    ),
+    ("qwen3_asr_encoder",): Architecture(
+        unsupported="its sinusoids start again in every window, and all windows are packed in one row, so its layers "
+        "are not told the place of a frame. Patch the text part."
     ),
     ("wavtokenizer",): Architecture(
         unsupported="its only attention layer, of one head, stands between convolutions, which show it the order of "
@@ -191,5 +208,16 @@ AUDIO: dict[tuple[str, ...], Architecture] = {
     ),
     ("voxtral_realtime_encoder",): Architecture(
         example_inputs=lambda module, tokens: {"input_features": numbers(1, module.config.num_mel_bins, FRAMES)}
+    ),
+    # Phases are those of the number of a head, so queries and keys of a head are rotated alike. The wave, and the
+    # spectrogram of it.
+    ("neucodec", "xcodec2"): Architecture(
+        native=lambda stack: NoneConfig(),
+        example_inputs=lambda module, tokens: {
+            "input_values": numbers(1, 1, SAMPLES),
+            "input_features": numbers(
+                1, SAMPLES // 320, module.config.semantic_model_config.feature_projection_input_dim
+            ),
+        },
     ),
 }

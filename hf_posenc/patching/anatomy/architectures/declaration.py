@@ -57,7 +57,7 @@ class Architecture:
         kept: native position-dependent behaviour that remains active under every scheme, for the report.
         suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
             function of the config.
-        limits: what its attention layers cannot do; `None` if they can hold every scheme.
+        limits: what its attention layers, or others that read their cache, cannot do; `None` if there is no limit.
         example_inputs: `(stack or model, tokens) -> arguments` of its forward for a short run, if tokens, an image or
             features of the usual shape are not enough. Text has that number of tokens; images and sound have their own.
     """

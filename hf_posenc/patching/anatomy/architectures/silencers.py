@@ -31,6 +31,11 @@ def zero_vectors(position_ids: Tensor) -> Tensor:
     return torch.zeros(*position_ids.shape, 1, device=position_ids.device)
 
 
+def no_vectors(hidden_states: Tensor) -> Tensor:
+    """Replaces the forward of a module that makes vectors for embeddings: a zero of their dtype."""
+    return hidden_states.new_zeros(())
+
+
 def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:
     """Replaces the forward of a table of rotary phases: zeros `(length, width)` for tokens `(batch, length)`."""
     length = shape[1] if position_ids is None else position_ids.shape[-1]

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture, refused_if
-from hf_posenc.patching.anatomy.architectures.example_inputs import SIDE, numbers, words
+from hf_posenc.patching.anatomy.architectures.example_inputs import SIDE, image_sides, numbers, words
 from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_bias_of, zero_phases, zero_relative_shift
 from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.environments import CACHE_OF_OTHERS
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal
@@ -121,6 +122,15 @@ def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
         patches.freeze_all(encoder.rel_pos_bias)
 
 
+def _udop_native(stack: Stack) -> SchemeConfig | None:
+    if stack.config.is_decoder:
+        return _relative_table(stack)
+    raise UnsupportedError(
+        "The encoder of UDOP adds a bias per distance in the text, and others per horizontal and vertical distance on "
+        "the page. No scheme describes this. Any scheme can replace them, and unpatch_model restores them."
+    )
+
+
 def _layoutlmv3_native(stack: Stack) -> SchemeConfig | None:
     if not stack.module.encoder.has_relative_attention_bias:
         return None
@@ -140,6 +150,24 @@ _TEMPERATURE = "queries are scaled by a slow function of their position"
 _INKLING = Architecture(
     mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
 )
+
+
+_T5 = Architecture(
+    mechanism="T5 relative bias",
+    silence=_silence_relative_table,
+    native=_relative_table,
+    bias_table=_relative_bias_table,
+)
+
+
+def _words_on_a_page(module: Any, tokens: int) -> dict[str, Any]:
+    """Words in one box, and the same words for a decoder."""
+    given: dict[str, Any] = {"input_ids": words(tokens), "use_cache": False}
+    if module.config.is_encoder_decoder:
+        given["decoder_input_ids"] = words(tokens)
+    if not module.config.is_decoder:
+        given["bbox"] = torch.tensor([0.1, 0.1, 0.2, 0.2]).expand(1, tokens, 4)
+    return given
 
 
 def _inkling(prefix: str) -> Architecture:
@@ -163,15 +191,17 @@ STOCK: dict[tuple[str, ...], Architecture] = {
     ("funnel",): Architecture(
         unsupported="it pools the sequence between layers, so a position means something else in every block."
     ),
+    ("bros",): Architecture(
+        unsupported="its encoder is a model of its own, which receives embeddings that contain learned positions, and "
+        "adds the distances of boxes to its logits."
+    ),
+    ("canine",): Architecture(
+        unsupported="it pools characters between its layers, so a position means something else before and after."
+    ),
     ("prophetnet",): Architecture(
         unsupported="its n-gram streams share one attention and shift positions against each other."
     ),
-    ("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"): Architecture(
-        mechanism="T5 relative bias",
-        silence=_silence_relative_table,
-        native=_relative_table,
-        bias_table=_relative_bias_table,
-    ),
+    ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct_text_model"): _T5,
     ("cohere_asr",): Architecture(tables=("pos_emb",)),
     ("t5gemma2_decoder",): Architecture(
         unsupported="one softmax is taken over the keys of its own tokens and those of the encoder together, and "
@@ -264,6 +294,47 @@ STOCK: dict[tuple[str, ...], Architecture] = {
             "image_encoder_embeddings": numbers(1, 1, SIDE, module.config.vision_config.embed_dim),
             "image_attention_mask": torch.ones(1, tokens, 1, dtype=torch.int64),
             "use_cache": False,
+        }
+    ),
+    ("diffusion_gemma",): Architecture(limits=CACHE_OF_OTHERS),
+    ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
+    ("muse_glimmer_assistant",): Architecture(
+        unsupported="its keys include states of the model that it assists, and its arguments do not tell their places "
+        "among its own tokens."
+    ),
+    ("udop",): Architecture(
+        mechanism="relative biases of words and boxes",
+        silence=_silence_relative_table,
+        native=_udop_native,
+        example_inputs=_words_on_a_page,
+    ),
+    # Two bytes in each patch.
+    ("blt_local_encoder",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "num_patches": -(-tokens // 2),
+            "patch_ids": torch.arange(tokens).unsqueeze(0) // 2,
+        }
+    ),
+    ("blt_local_decoder",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "inputs_embeds": numbers(1, tokens, module.config.hidden_size),
+            "patch_embeds": numbers(1, tokens, module.config.hidden_size_global),
+        }
+    ),
+    ("blt_global_transformer",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "inputs_embeds": numbers(
+                1, tokens, getattr(module.token_embedding_projection, "in_features", module.config.hidden_size)
+            )
+        }
+    ),
+    ("xclip",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "pixel_values": numbers(
+                1, module.config.vision_config.num_frames, 3, *image_sides(module.config.vision_config)
+            ),
         }
     ),
     # A prompt with one question and two options.

@@ -25,6 +25,19 @@ _OWN_COORDINATES = (
 )
 _KEYPOINTS = "its tokens are keypoints at real coordinates, which it rotates by, not patches with rows and columns."
 
+_NUMBERED_PATCHES = (
+    "its patches come with their rows and columns as the first two of their values, and it looks up a vector for each. "
+    "Patch the text part."
+)
+_TILES = (
+    "its patches are those of several tiles, whose places in the picture only `aspect_ratio_ids` tells. Patch the text "
+    "part."
+)
+_LATENTS = (
+    "its latents have no positions, and one softmax is taken over them and the features of a picture together. Patch "
+    "another part."
+)
+
 
 _MASKED_DECODER = (
     r"^decoder\.",
@@ -55,7 +68,16 @@ def _patch_images(module: Any, tokens: int) -> dict[str, Any]:
 VISION: dict[tuple[str, ...], Architecture] = {
     _DETECTORS: Architecture(unsupported=_DETECTS),
     ("lightglue", "superglue", "efficientloftr"): Architecture(unsupported=_KEYPOINTS),
+    ("sam3_detr_encoder", "sam3_detr_decoder", "sam3_lite_text_detr_encoder", "sam3_lite_text_detr_decoder"): (
+        Architecture(unsupported=_DETECTS)
+    ),
     ("gemma4_vision",): Architecture(unsupported=_OWN_COORDINATES),
+    ("pix2struct_vision_model", "kosmos_2_5_vision_model"): Architecture(unsupported=_NUMBERED_PATCHES),
+    ("mllama_vision_model",): Architecture(unsupported=_TILES),
+    ("idefics2_perceiver",): Architecture(unsupported=_LATENTS),
+    ("molmo2_adapter",): Architecture(
+        unsupported="it pools the patches of a window into one token, which is the only query."
+    ),
     ("llama4_vision_model",): Architecture(suffix_tokens=1),
     ("yolos",): Architecture(suffix_tokens=lambda config: int(config.num_detection_tokens)),
     ("videomae",): Architecture(left_alone=_MASKED_DECODER),
@@ -95,5 +117,40 @@ VISION: dict[tuple[str, ...], Architecture] = {
         example_inputs=lambda module, tokens: cut_patches(
             SIDE**2, module.config.patch_temporal * 3 * module.config.patch_size**2
         )
+    ),
+    # The patches of a crop, cut out and flattened.
+    ("molmo2_vision",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "pixel_values": numbers(
+                1, module.config.num_position_embeddings, module.config.num_channels * module.config.patch_size**2
+            )
+        }
+    ),
+    # Two by two patches in one, counted in such groups.
+    ("inkling2_vision",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "pixel_values": numbers(
+                SIDE**2, *[module.config.patch_size * module.config.spatial_merge_size] * 2, module.config.num_channels
+            ),
+            "image_grid_thw": torch.tensor([[1, SIDE, SIDE]]),
+        }
+    ),
+    ("bridgetower_vision_model",): Architecture(
+        example_inputs=lambda module, tokens: {"image": numbers(1, 3, *image_sides(module.config))}
+    ),
+    # The features of another encoder on a grid.
+    ("unlimited_ocr_vision_encoder",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "patch_embeds": numbers(
+                1, module.config.hidden_size, *[module.config.image_size // module.config.patch_size] * 2
+            )
+        }
+    ),
+    # Features of patches, without the queries behind them.
+    ("deepseek_ocr2_encoder",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "inputs_embeds": numbers(1, tokens, module.config.hidden_size),
+            "num_patches": tokens,
+        }
     ),
 }

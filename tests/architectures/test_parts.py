@@ -1,0 +1,59 @@
+"""Faults that the sweep has found in parts of models, one of each class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import UnsupportedError, patch_model
+
+from .part_calling import PartCaller
+from .population import pair_named
+
+
+@pytest.mark.parametrize(
+    ("pair", "part", "scheme", "options", "reason"),
+    [
+        ("vision-pvt", "vision", "alibi", {"axes": 2}, "passed no coordinates"),
+        ("vision-glpn", "vision", "rope_nd", {"grid": (4,)}, "not the patches of an image"),
+        ("vision-seggpt", "vision", "learned", {"num_positions": 512}, "A short run of the stock model succeeds"),
+        ("other-pi0", "text", "pope", {}, "read the same cache without the scheme"),
+        ("other-bros", None, "alibi", {}, "distances of boxes"),
+    ],
+)
+def test_what_fails_in_a_call_is_refused_in_the_patch(
+    pair: str, part: str | None, scheme: str, options: dict[str, Any], reason: str
+) -> None:
+    model = PartCaller(pair_named(pair)).model
+    with pytest.raises(UnsupportedError, match=reason):
+        patch_model(model, scheme, part=part, **options)
+    assert not hasattr(model, "position_encoding")
+
+
+@torch.no_grad()
+def test_layers_of_rows_and_columns_have_the_same_places_in_every_call() -> None:
+    """SAM 3 passes the places of patches as columns first, and its rotation is replaced from the second call on."""
+    caller = PartCaller(pair_named("vision-sam3_vit_model"))
+    patch_model(caller.model, "rope_nd", grid=(4,))
+    first = caller.outputs()
+    assert torch.equal(caller.outputs(), first)
+    torch.testing.assert_close(caller.eager(), first, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_bias_is_refused_by_eager_attention_that_ignores_its_mask() -> None:
+    caller = PartCaller(pair_named("video-vjepa2"))
+    patch_model(caller.model, "alibi", axes=3)
+    caller.outputs()
+    with pytest.raises(UnsupportedError, match=r"ignores its mask.*sdpa"):
+        caller.eager()
+
+
+@torch.no_grad()
+def test_vectors_are_added_before_the_first_layer_of_nested_lists() -> None:
+    caller = PartCaller(pair_named("vision-glpn"))
+    stock = caller.outputs()
+    patch_model(caller.model, "sinusoidal", axes=2)
+    assert not torch.equal(caller.outputs(), stock)
