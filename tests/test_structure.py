@@ -17,7 +17,7 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (59, 1125, 600),
+    "patch": (60, 1140, 610),
     "patch and first forward": (71, 1600, 900),
     "forward": (14, 120, 60),
     "further layer": (14, 30, 30),
@@ -89,6 +89,6 @@ def test_a_call_takes_no_longer_way(counted: dict[str, list[int]], path: str) ->
 
 def test_the_library_is_no_larger() -> None:
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")]
-    assert sum(lines) <= 50_596
+    assert sum(lines) <= 50_870
     assert max(lines) <= 500
     assert len(lines) <= 325

@@ -233,7 +233,7 @@ CASES = (
         "patching/call/attention_site.py",
         "        if not rotated:\n",
         "        if False:\n",
-        ("tests/patching", "-k", "rotat"),
+        ("tests/patching", "-k", "rotat or rotary"),
     ),
     Mutation(
         "layers: a cache without its oldest keys",

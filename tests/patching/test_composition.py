@@ -95,29 +95,37 @@ def test_rope_and_forget_gate_are_each_there():
     assert distance(outputs(both, LLAMA, tokens()), logits_of("rope")) <= CLOSE
 
 
-@torch.no_grad()
-def test_no_positions_with_a_log_n_scale_multiplies_the_query():
-    """One layer, last token: the same as a model whose query projection carries the factor of that token."""
-    config = scheme("log_n_scale", training_length=4)
-    scaled = logits_of(config, num_hidden_layers=1)[:, -1]
-    plain = patched("llama_gqa", "none", num_hidden_layers=1)
-    before = outputs(plain, LLAMA, tokens())[:, -1]
-    plain.model.layers[0].self_attn.q_proj.weight.mul_(math.log(tokens().shape[1]) / math.log(4))
-    assert distance(scaled, before) > 1e-2
-    assert distance(scaled, outputs(plain, LLAMA, tokens())[:, -1]) <= CLOSE
+#: log n / log L, at the length of the tokens.
+FACTOR = math.log(tokens().shape[1]) / math.log(4)
+LOG_N = scheme("log_n_scale", training_length=4)
+LEARNABLE = AlibiConfig(learnable=True)
+#: Scheme, another one, and factors of its queries and its slopes with which it is the same.
+SAME: dict[str, tuple[Any, Any, float, float]] = {
+    "a scale multiplies queries": (LOG_N, "none", FACTOR, 1.0),
+    "a scale multiplies biases too": ([LEARNABLE, LOG_N], LEARNABLE, FACTOR, FACTOR),
+    "doubled positions double slopes": (scheme("position_scale", inner=AlibiConfig(), factor=2.0), LEARNABLE, 1.0, 2.0),
+    "interleaved layers are a schedule": (
+        InterleavedConfig(every=2),
+        ScheduleConfig((RopeConfig(), NoneConfig())),
+        1,
+        1,
+    ),
+}
 
 
+@pytest.mark.parametrize("name", SAME)
 @torch.no_grad()
-def test_a_scale_multiplies_biases_too():
-    """log n / log L of every logit: with doubled queries and doubled slopes at one length, nothing else."""
-    config = [AlibiConfig(learnable=True), scheme("log_n_scale", training_length=4)]
-    scaled = logits_of(config, num_hidden_layers=1)[:, -1]
-    plain = patched("llama_gqa", AlibiConfig(learnable=True), num_hidden_layers=1)
-    factor = math.log(tokens().shape[1]) / math.log(4)
-    plain.model.layers[0].self_attn.q_proj.weight.mul_(factor)
-    for parameter in plain.position_encoding.parameters():
-        parameter.add_(math.log(factor))
-    assert distance(scaled, outputs(plain, LLAMA, tokens())[:, -1]) <= CLOSE
+def test_two_ways_to_write_a_scheme(name: str) -> None:
+    """Compared at the last token, behind which a scale by length is the same in every row."""
+    config, other, of_queries, of_slopes = SAME[name]
+    layers = {"num_hidden_layers": 2 if "layers" in name else 1}
+    found, model = logits_of(config, **layers)[:, -1], patched("llama_gqa", other, **layers)
+    before = outputs(model, LLAMA, tokens())[:, -1]
+    model.model.layers[0].self_attn.q_proj.weight.mul_(of_queries)
+    for parameter in model.position_encoding.parameters():
+        parameter.add_(math.log(of_slopes))
+    assert distance(found, outputs(model, LLAMA, tokens())[:, -1]) <= CLOSE
+    assert (distance(found, before) > 1e-3) == (of_queries * of_slopes != 1)
 
 
 @torch.no_grad()
@@ -130,15 +138,6 @@ def test_alibi_under_randomised_positions_reads_the_drawn_distances():
     first, second = outputs(drawn, LLAMA, ids), outputs(drawn, LLAMA, ids)
     assert distance(first, second) > 1e-3
     assert distance(outputs(drawn.eval(), LLAMA, ids), logits_of("alibi")) <= CLOSE
-
-
-@torch.no_grad()
-def test_alibi_at_doubled_positions_has_doubled_slopes():
-    doubled = logits_of(scheme("position_scale", inner=AlibiConfig(), factor=2.0))
-    steep = patched("llama_gqa", AlibiConfig(learnable=True))
-    for parameter in steep.position_encoding.parameters():
-        parameter.add_(math.log(2))
-    assert distance(doubled, outputs(steep, LLAMA, tokens())) <= CLOSE
 
 
 @torch.no_grad()
@@ -157,12 +156,6 @@ def test_each_layer_has_its_own_scheme(first: str, second: str):
     if second != "none":
         assert distance(hidden[2], other[2]) > 1e-3
     assert distance(hidden[2], patched("llama_gqa", first)(tokens(), output_hidden_states=True).hidden_states[2]) > 1e-3
-
-
-@torch.no_grad()
-def test_interleaved_equals_the_schedule_spelled_out():
-    interleaved = logits_of(InterleavedConfig(every=2))
-    assert torch.equal(interleaved, logits_of(ScheduleConfig((RopeConfig(), NoneConfig()))))
 
 
 @torch.no_grad()

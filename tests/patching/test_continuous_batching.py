@@ -20,6 +20,7 @@ from tests.thinning import mostly_slow
 
 YARN = {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 16}}
 NTK = {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 4.0, "original_max_positions": 8}}
+REPO = {"scheme": "repo", "initial_std": 0.5}
 SETTINGS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 #: Sums of some hundred terms in another order, in float32.
 CLOSE = 2e-5
@@ -103,6 +104,10 @@ def test_batches_equal_prompts_alone(scheme: str, backend: str) -> None:
         ("mistral_sliding", "forget_gate", "sdpa"),
         ("gemma3_two_rotaries", "t5", "eager"),
         ("gemma3_two_rotaries", "alibi", "sdpa"),
+        # Rotations by a layer's input: before the cache, beside whole heads, and of features in it.
+        ("llama_gqa", REPO, "sdpa"),
+        ("llama_gqa", {"scheme": "composed", "parts": [REPO, {"scheme": "string"}]}, "sdpa"),
+        ("llama_gqa", {"scheme": "selective_rope", "initial_std": 0.5, "gate": True, "theta": 100.0}, "sdpa"),
         # One layer writes narrower keys than the pages are, which another one needs.
         ("llama_gqa", {"scheme": "schedule", "layers": [{"scheme": "rope"}, {"scheme": "forget_gate"}]}, "sdpa"),
     ],

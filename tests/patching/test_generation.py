@@ -21,9 +21,11 @@ from ..matrix.running import patched, tokens
 ROPE_THEN_ALIBI = ScheduleConfig(layers=(RopeConfig(), AlibiConfig()))
 
 
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
 def continued(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    sequences: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **(settings | arguments))
+    sequences: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **(GREEDY | arguments))
     return sequences
 
 
@@ -119,3 +121,63 @@ def test_a_generate_that_somebody_set_is_called_and_stays() -> None:
 
 def test_a_model_that_cannot_generate_gets_nothing() -> None:
     assert "generate" not in patched("bert", NoneConfig()).__dict__
+
+
+# Assisted decoding
+
+
+def assistant(scheme: Any) -> Any:
+    """Agrees with the model it assists now and then."""
+    model = patched("llama_gqa", scheme)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("scheme", [SelfExtendConfig(window=4, group=2), "forget_gate", "alibi"], ids=str)
+def test_a_generated_token_with_the_id_of_the_padding_is_a_token_for_an_assistant(scheme: Any) -> None:
+    model, helper, ids = patched("llama_gqa", "rope"), assistant(scheme), tokens(1, 8, 2)
+    expected = continued(model, ids, max_new_tokens=16, use_cache=False)
+    assert (expected == GREEDY["pad_token_id"]).any()
+    seen = []
+    helper.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    assert torch.equal(continued(model, ids, max_new_tokens=16, assistant_model=helper), expected)
+    assert seen
+    assert all(mask is None or mask.all() for mask in seen)  # nothing is taken for padding
+    other_way = continued(helper, ids, max_new_tokens=16, use_cache=False)
+    assert torch.equal(continued(helper, ids, max_new_tokens=16, assistant_model=model), other_way)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 3}, {"assistant_model": 1}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(asked: dict[str, Any]) -> None:
+    model, ids = patched("llama_gqa", "normalized_integer"), tokens(1, 8)
+    (name,) = asked
+    if name == "assistant_model":
+        asked = {name: patched("llama_gqa", None)}
+    ran = []
+    hook = model.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
+        continued(model, ids, **asked)
+    hook.remove()
+    assert not ran
+    assert continued(model, ids).shape == (1, 16)
+
+
+def test_an_assistant_that_no_cache_serves_is_refused_by_its_name() -> None:
+    stock, helper, ids = patched("llama_gqa", None), patched("llama_gqa", "normalized_integer"), tokens(1, 8)
+    with pytest.raises(UnsupportedError, match=r"This assistant model cannot draft.*the scheme 'normalized_integer'"):
+        continued(stock, ids, assistant_model=helper)
+
+
+def test_a_cache_that_is_asked_for_is_refused_where_it_would_be_wrong() -> None:
+    model, ids = patched("llama_gqa", "normalized_integer"), tokens(1, 8)
+    with pytest.raises(UnsupportedError, match="Generate with use_cache=False"):
+        continued(model, ids, use_cache=True)

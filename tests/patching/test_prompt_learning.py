@@ -37,7 +37,7 @@ VIRTUAL, PADDED, LENGTH = 4, 5, 18
 CLOSE = 1e-4
 
 
-def tuned(method: str, scheme: Any, **settings: Any) -> Any:
+def tuned(method: str, scheme: Any, architecture: str = "llama_gqa", **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
 
     shared = {"task_type": "CAUSAL_LM", "num_virtual_tokens": VIRTUAL}
@@ -47,7 +47,8 @@ def tuned(method: str, scheme: Any, **settings: Any) -> Any:
         "prefix": lambda: peft.PrefixTuningConfig(**shared),
         "multitask": lambda: peft.MultitaskPromptTuningConfig(**shared, num_tasks=2, num_ranks=1),
     }[method]()
-    model = patched("llama_gqa", scheme, num_key_value_heads=4, attn_implementation="sdpa", **settings)
+    heads = {"num_key_value_heads": 4} if architecture == "llama_gqa" else {}
+    model = patched(architecture, scheme, attn_implementation="sdpa", **(heads | settings))
     torch.manual_seed(3)
     model = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
@@ -166,3 +167,20 @@ def test_beams_of_rows_with_gaps() -> None:
     text = ids[1:, PADDED:]
     alone = quietly(model.generate, input_ids=text, attention_mask=torch.ones_like(text), **settings)
     assert torch.equal(found[1:, LENGTH:], alone[:, LENGTH - PADDED :])
+
+
+@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2"])
+@torch.no_grad()
+def test_the_native_scheme_uses_keys_of_a_prefix_as_the_stock_model_does(architecture: str) -> None:
+    found, stock = (tuned("prefix", scheme, architecture)(input_ids=batch()[0]).logits for scheme in ("native", None))
+    assert distance(found, stock) <= 1e-6
+
+
+@pytest.mark.parametrize(("scheme", "part", "width"), [("pope", "PopeMap", 16), ("forget_gate", "ForgetGateBias", 12)])
+@torch.no_grad()
+def test_a_prefix_cannot_say_what_a_scheme_adds_to_keys(scheme: str, part: str, width: int) -> None:
+    reason = f"The cache holds keys of width 8, but with {part} this LlamaAttention caches keys of width"
+    with pytest.raises(UnsupportedError, match=reason) as refusal:
+        tuned("prefix", scheme, num_key_value_heads=2)(input_ids=batch()[0])
+    assert f"width {width}." in str(refusal.value)
+    assert "Use LoRA or prompt tuning with this scheme" in str(refusal.value)

@@ -1,4 +1,4 @@
-"""What cannot be computed right is refused at the call, with words that help; what can, works."""
+"""Parts of models, and biases that are not what they should be: refused by every verb, with words that help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_posenc import (
     BuildContext,
@@ -23,110 +22,9 @@ from hf_posenc import (
 )
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
-from tests.matrix.running import distance, patched, tokens
+from tests.matrix.running import distance, tokens
 from tests.models import tiny
 from tests.versions import ONE_AXIS, since
-
-SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
-GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def continued(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
-    result: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **(GREEDY | arguments))
-    return result
-
-
-# Assisted decoding
-
-
-def assistant(scheme: Any) -> Any:
-    """Agrees with the model it assists now and then."""
-    model = patched("llama_gqa", scheme)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
-
-
-@pytest.mark.parametrize("scheme", [SELF_EXTEND, "forget_gate", "alibi"], ids=str)
-def test_a_generated_token_with_the_id_of_the_padding_is_a_token_for_an_assistant(scheme: Any) -> None:
-    model, helper, ids = patched("llama_gqa", "rope"), assistant(scheme), tokens(1, 8, 2)
-    expected = continued(model, ids, max_new_tokens=16, use_cache=False)
-    assert (expected == GREEDY["pad_token_id"]).any()
-    seen = []
-    helper.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    assert torch.equal(continued(model, ids, max_new_tokens=16, assistant_model=helper), expected)
-    assert seen
-    assert all(mask is None or mask.all() for mask in seen)  # nothing is taken for padding
-    other_way = continued(helper, ids, max_new_tokens=16, use_cache=False)
-    assert torch.equal(continued(helper, ids, max_new_tokens=16, assistant_model=model), other_way)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [{"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 3}, {"assistant_model": 1}],
-    ids=lambda asked: next(iter(asked)),
-)
-def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(asked: dict[str, Any]) -> None:
-    model, ids = patched("llama_gqa", "normalized_integer"), tokens(1, 8)
-    (name,) = asked
-    if name == "assistant_model":
-        asked = {name: patched("llama_gqa", None)}
-    ran = []
-    hook = model.model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(UnsupportedError, match=f"{name} needs a growing cache, which cannot run"):
-        continued(model, ids, max_new_tokens=4, **asked)
-    hook.remove()
-    assert not ran
-    assert continued(model, ids, max_new_tokens=4).shape == (1, 12)
-
-
-def test_an_assistant_that_no_cache_serves_is_refused_by_its_name() -> None:
-    stock, helper, ids = patched("llama_gqa", None), patched("llama_gqa", "normalized_integer"), tokens(1, 8)
-    with pytest.raises(UnsupportedError, match=r"This assistant model cannot draft.*the scheme 'normalized_integer'"):
-        continued(stock, ids, max_new_tokens=6, assistant_model=helper)
-
-
-def test_a_cache_that_is_asked_for_is_refused_where_it_would_be_wrong() -> None:
-    model, ids = patched("llama_gqa", "normalized_integer"), tokens(1, 8)
-    with pytest.raises(UnsupportedError, match="Generate with use_cache=False"):
-        continued(model, ids, max_new_tokens=4, use_cache=True)
-
-
-# Prefix tuning
-
-
-def with_prefix(model: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(3)
-    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with torch.no_grad():
-        tuned.prompt_encoder["default"].embedding.weight.normal_(std=0.5)
-    return tuned.eval()
-
-
-@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2"])
-@torch.no_grad()
-def test_the_native_scheme_uses_keys_of_a_prefix_as_the_stock_model_does(architecture: str) -> None:
-    ids = tokens(2, 9)
-    found, stock = (with_prefix(patched(architecture, scheme))(input_ids=ids).logits for scheme in ("native", None))
-    assert distance(found, stock) <= 1e-6
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("scheme", "part", "width"), [("pope", "PopeMap", 16), ("forget_gate", "ForgetGateBias", 12)])
-@torch.no_grad()
-def test_a_prefix_cannot_say_what_a_scheme_adds_to_keys(scheme: str, part: str, width: int) -> None:
-    model, ids = with_prefix(patched("llama_gqa", scheme)), tokens(2, 9)
-    reason = f"The cache holds keys of width 8, but with {part} this LlamaAttention caches keys of width"
-    with pytest.raises(UnsupportedError, match=reason) as refusal:
-        model(input_ids=ids)
-    assert f"width {width}." in str(refusal.value)
-    assert "Use LoRA or prompt tuning with this scheme" in str(refusal.value)
-
 
 # Parts of models
 
