@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hf_posenc.schemes import limits, list_schemes, validation
+from hf_posenc.schemes import list_schemes, validation
 from tests.hostile import child, test_damaged_files
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.test_behaviour import cells
@@ -34,23 +34,23 @@ def test_the_counts_are_those_of_the_tables() -> None:
 
 def test_the_limits_are_those_of_the_code() -> None:
     powers = {
-        "rows of a table with one row per position": limits.MOST_ROWS,
-        "distinct distances of a bias": limits.MOST_DISTANCES,
-        "width of a network or of a sum of cosines": limits.LARGEST_WIDTH,
-        "layers of a schedule": limits.MOST_LAYERS,
-        "values in the JSON form of a scheme": limits.MOST_VALUES,
+        "rows of a table with one row per position": validation.MOST_ROWS,
+        "distinct distances of a bias": validation.MOST_DISTANCES,
+        "width of a network or of a sum of cosines": validation.LARGEST_WIDTH,
+        "layers of a schedule": validation.MOST_LAYERS,
+        "values in the JSON form of a scheme": validation.MOST_VALUES,
     }
     rows = {words: f"2**{value.bit_length() - 1}" for words, value in powers.items()}
     assert all(value == 1 << value.bit_length() - 1 for value in powers.values())
     rows |= {
-        "nesting depth of schemes": str(limits.DEEPEST_NESTING),
-        "schemes combined in one layer": str(limits.MOST_PARTS),
+        "nesting depth of schemes": str(validation.DEEPEST_NESTING),
+        "schemes combined in one layer": str(validation.MOST_PARTS),
         "the base of frequencies": f"{validation.SMALLEST_BASE:.0e} to {validation.LARGEST_BASE:.0e}".replace("+", ""),
     }
     for words, value in rows.items():
         assert f"| {words} | {value} |" in PAGE
-    assert limits.LARGEST_LENGTH == 2**31 - 1
-    assert limits.LARGEST_FACTOR == 1e6
+    assert validation.LARGEST_LENGTH == 2**31 - 1
+    assert validation.LARGEST_FACTOR == 1e6
     seconds, megabytes = test_damaged_files.SECONDS, test_damaged_files.MEGABYTES
     assert f"{seconds:g} seconds of processor time and {megabytes:g} MB per file" in TEXT
     assert seconds < child.SECONDS, "the limit of the process is behind the one that is promised"

@@ -24,6 +24,7 @@ from hf_posenc import (
 )
 from hf_posenc.export.layers import ModelParts, rotation_of
 from hf_posenc.schemes.environments import SGLANG, VLLM
+from hf_posenc.schemes.needs import BIASES, Need
 from hf_posenc.serving.engine_schemes import sites_for_engine
 from tests.models import tiny
 from tests.schemes.table import TABLE
@@ -161,9 +162,12 @@ def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
 def mechanism(model: PreTrainedModel) -> str:
     """What a scheme does that is not one rotation by fixed frequencies, in the words of the page."""
     parts = ModelParts(model)
-    names = {"additive": "vectors", "query_key_map": "map", "logit_bias": "bias", "logit_scale": "scale"}
-    kinds = [kind for kind in parts.needs() if kind != "query_key_map" or not _only_rotates(parts)]
-    return " + ".join(names[kind] for kind in kinds) or "rotation"
+    needs = parts.needs()
+    names = ["vectors"] * (Need.VECTORS in needs) + ["map"] * (Need.MAP in needs and not _only_rotates(parts))
+    names += ["bias"] * any(kind in needs for kind in (*BIASES, Need.ROTATION_BY_INPUT)) + ["scale"] * (
+        Need.SCALE in needs
+    )
+    return " + ".join(names) or "rotation"
 
 
 def _only_rotates(parts: ModelParts) -> bool:
