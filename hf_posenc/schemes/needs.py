@@ -55,8 +55,14 @@ class Need(Enum):
 BIASES = (Need.SLOPES, Need.KEY_TERMS, Need.BIAS)
 #: Parts that act in the attention of a layer.
 IN_ATTENTION = (Need.MAP, Need.ROTATION_BY_INPUT, *BIASES, Need.SCALE)
-#: What a format has to have a place for.
-KINDS = (Need.VECTORS, *IN_ATTENTION)
+#: What a format has to have a place for, and what that place is called.
+KINDS = {
+    Need.VECTORS: "vectors",
+    Need.MAP: "map",
+    Need.ROTATION_BY_INPUT: "map",
+    **dict.fromkeys(BIASES, "logit bias"),
+    Need.SCALE: "logit scale",
+}
 #: A growing cache is wrong for schemes with one of these.
 NO_GROWING_CACHE = (Need.LENGTH, Need.ALL_TOKENS)
 
@@ -152,7 +158,8 @@ class Environment:
             name: as above.
             gives: some of `KINDS`.
         """
-        return cls(name, {kind: f"and {name} has no place for it here" for kind in KINDS if kind not in gives})
+        lacks = {kind: f"and {name} has no such {place} here" for kind, place in KINDS.items() if kind not in gives}
+        return cls(name, lacks)
 
     def problem(self, needs: Mapping[Need, Part]) -> str:
         """Why it cannot run a scheme with some needs, as a clause about the scheme; empty if it can."""
