@@ -227,20 +227,17 @@ class InterfaceAttention(AttentionSite):
         """
         module, encoding, state = self.module, self.encoding, call.state
         name: Any = ("attention", encoding.identity, self.native_bias, getattr(module, "is_causal", None))
+        name += (implementation, query.dtype, query.device, torch.is_grad_enabled())
         if traced():
-            # In a graph, looking up a length would fix it. Layers with other lengths have other masks.
+            # In a graph a name must not contain lengths or tensors: they are symbols.
             name += (id(mask), *(item for item in kwargs.items() if not isinstance(item[1], Tensor)))
         else:
-            name += (
-                *(query.shape, key.shape, query.dtype, query.device),
-                *(torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()),
-                *(implementation, function, mask, *kwargs.items()),
-            )
+            name += (query.shape, key.shape, torch._C._is_any_autocast_enabled(), function, mask, *kwargs.items())
         try:
-            attention, learned = state.scratch.get(name, (None, False))
+            attention, learned, shapes = state.scratch.get(name, (None, False, None))
         except TypeError:
-            attention, name = None, None  # An option that has no hash.
-        if attention is not None and (not learned or gradients_may_be_shared()):
+            attention, name, shapes = None, None, None  # An option that has no hash.
+        if shapes == (query.shape, key.shape) and (not learned or gradients_may_be_shared()):
             return cast(Attention, attention)
         self._check(query, mask, kwargs)
         mask = self._complete(query, mask, kwargs)
@@ -249,7 +246,7 @@ class InterfaceAttention(AttentionSite):
         weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         if name is not None and (not learned or gradients_may_be_shared()):
-            state.keep(name, (attention, learned))
+            state.keep(name, (attention, learned, (query.shape, key.shape)))
         return attention
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
