@@ -24,7 +24,7 @@ LONGEST = (
     "tests/training/test_run_clm.py",
     "tests/training/test_run_hub.py",
     "tests/training/test_healing.py",
-    "tests/tools/test_tools.py",
+    "tests/integrations/test_tools.py",
     "tests/real/test_pretrained.py",
     "tests/schemes/test_all_schemes.py",
     "tests/training/test_trainer.py",

@@ -1,4 +1,4 @@
-"""Writes the table of environments into docs/reference/limits.md, from `hf_posenc.schemes.environments`.
+"""Writes the table of environments into docs/reference/limits.md, from `hf_posenc.schemes.refusals`.
 
 python docs/generate/limits.py
 """
@@ -30,8 +30,8 @@ def page(text: str) -> str:
 def table() -> str:
     """What each environment cannot run and why, and which schemes have each need, in a causal model."""
     from hf_posenc.report.tables import markdown_table
-    from hf_posenc.schemes.environments import ENVIRONMENTS
     from hf_posenc.schemes.needs import Environment, Need, needs_of
+    from hf_posenc.schemes.refusals import ENVIRONMENTS
     from tests.schemes.table import TABLE
     from tests.schemes.table.row import context_for
 

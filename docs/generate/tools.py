@@ -1,4 +1,4 @@
-"""Writes docs/reference/tools.md by running every check of tests/tools with every scheme.
+"""Writes docs/reference/tools.md by running every check of tests/integrations with every scheme.
 
 python docs/generate/tools.py                 # everything, about 15 minutes on two cores
 python docs/generate/tools.py --only "PEFT"   # rows whose group or name contains the text; the others are kept
@@ -48,8 +48,8 @@ def _run(record: dict[str, Any], only: str) -> list[str]:
     import torch
     import transformers
 
-    from tests.tools.table import TOOLS
-    from tests.tools.tool import SCHEMES, outcome
+    from tests.integrations.table import TOOLS
+    from tests.integrations.tool import SCHEMES, outcome
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -86,9 +86,9 @@ def _version(name: str) -> str:
 def page(record: dict[str, Any]) -> str:
     """Returns the page for a record."""
     from hf_posenc.report.tables import markdown_table
-    from tests.tools.adapting import WITHOUT_ROW
-    from tests.tools.table import TOOLS
-    from tests.tools.tool import EQUAL, SCHEMES
+    from tests.integrations.adapting import WITHOUT_ROW
+    from tests.integrations.table import TOOLS
+    from tests.integrations.tool import EQUAL, SCHEMES
 
     every = [cell for cells in record["cells"].values() for cell in cells.values()]
     equal = sum(cell == EQUAL for cell in every)
@@ -120,8 +120,8 @@ values:
 There is no third value: a different number fails the test. Of {len(every)} cells, {equal} are equal and
 {len(every) - equal} are refused.
 
-Written by `python docs/generate/tools.py`. `pytest tests/tools -m 'slow or not slow'` checks every cell; the default
-test run checks some of them. Both need `pip install '.[tools]'`.
+Written by `python docs/generate/tools.py`. `pytest tests/integrations -m 'slow or not slow'` checks every cell; the
+default test run checks some of them. Both need `pip install '.[tools]'`.
 Versions: {versions}. On a CPU.
 
 `rope + yarn` is RoPE with YaRN scaling by 4 from 16 tokens. `self_extend` has a window of 4 and groups of 2.

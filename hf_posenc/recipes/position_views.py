@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.caches import is_cache
+from hf_posenc.patching.call.cache_notes import is_cache
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.patching.place.model_checks import unwrapped

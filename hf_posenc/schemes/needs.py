@@ -1,7 +1,7 @@
 """What the parts of a scheme need, and the one comparison with what an environment lacks.
 
 An environment is whatever runs a scheme or carries it: a cache, an attention kernel, a kind of layer, a way to split a
-model, an engine, a format of exports. `hf_posenc.schemes.environments` lists them.
+model, an engine, a format of exports. `hf_posenc.schemes.refusals` lists them.
 """
 
 from __future__ import annotations

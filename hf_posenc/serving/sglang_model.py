@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.environments import SGLANG
+from hf_posenc.schemes.refusals import SGLANG
 from hf_posenc.serving.engine_schemes import refuse_settings, restore_forwards, sites_for_engine, without_mark
 
 

@@ -13,7 +13,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.environments import VLLM
+from hf_posenc.schemes.refusals import VLLM
 from hf_posenc.serving.engine_schemes import (
     refuse_settings,
     restore_forwards,

@@ -23,8 +23,8 @@ from hf_posenc import (
     YarnScaling,
 )
 from hf_posenc.export.layers import ModelParts, rotation_of
-from hf_posenc.schemes.environments import SGLANG, VLLM
 from hf_posenc.schemes.needs import BIASES, Need
+from hf_posenc.schemes.refusals import SGLANG, VLLM
 from hf_posenc.serving.engine_schemes import sites_for_engine
 from tests.models import tiny
 from tests.schemes.table import TABLE

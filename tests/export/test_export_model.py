@@ -21,8 +21,8 @@ from hf_posenc.errors import UsageError
 from hf_posenc.export.records import MANIFEST
 from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
 from tests.checkpoint.test_interrupted_save import killed_at
+from tests.integrations.subject import tokenizer
 from tests.models import tiny
-from tests.tools.subject import tokenizer
 
 
 def patched(theta: float = 500.0) -> Any:

@@ -188,7 +188,7 @@ CASES = (
     ),
     Mutation(
         "cache: a static length is never read again",
-        "patching/call/caches.py",
+        "patching/call/cache_notes.py",
         "return counted[1] if counted and counted[0] == _state(length) else int(length)",
         "return counted[1] if counted else int(length)",
         ("tests/patching", "tests/matrix", "-k", "cache or static"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.schemes.environments import VLLM
+from hf_posenc.schemes.refusals import VLLM
 from hf_posenc.serving.engine_schemes import refuse_settings, sites_for_engine
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.tools.subject import llama, tokenizer
+from tests.integrations.subject import llama, tokenizer
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")

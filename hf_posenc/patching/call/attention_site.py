@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
-from hf_posenc.patching.call.caches import QUANTISED_LAYER
+from hf_posenc.patching.call.cache_notes import QUANTISED_LAYER
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
@@ -19,8 +19,8 @@ from hf_posenc.patching.call.layer_call import LayerCall
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.paged_requests import heads_first
-from hf_posenc.schemes.environments import CHANGED_QUERIES, QUANTISED_CACHE
 from hf_posenc.schemes.parts import QueryKeyMap
+from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 
 Phases = tuple[Tensor, ...]
 

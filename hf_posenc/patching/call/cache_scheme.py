@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cache_notes import cached_length, caches_with, note_of, self_attention_cache, set_note
 from hf_posenc.patching.call.cached_positions import CachedPositions, record, remember_keys
-from hf_posenc.patching.call.caches import cached_length, caches_with, note_of, self_attention_cache, set_note
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import traced
 

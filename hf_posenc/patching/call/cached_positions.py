@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_posenc.patching.call.caches import note_of, self_attention_cache, set_note
+from hf_posenc.patching.call.cache_notes import note_of, self_attention_cache, set_note
 from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import traced

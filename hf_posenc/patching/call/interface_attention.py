@@ -30,7 +30,7 @@ from hf_posenc.patching.anatomy.forward_code import (
 )
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
-from hf_posenc.patching.call.caches import cache_of_call, first_cache
+from hf_posenc.patching.call.cache_notes import cache_of_call, first_cache
 from hf_posenc.patching.call.layer_call import CacheUpdateHook, LayerCall, LayerEncoding
 from hf_posenc.patching.call.paged_requests import (
     PAGES,

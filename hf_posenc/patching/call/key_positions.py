@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.patching.call.cache_notes import self_attention_cache
 from hf_posenc.patching.call.cached_positions import CachedPositions, record, recorded
-from hf_posenc.patching.call.caches import self_attention_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.length_checks import NEGATIVE, negative_positions

@@ -8,10 +8,10 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
-from hf_posenc.schemes.environments import PACKED_ROWS
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import exporting, require
+from hf_posenc.schemes.refusals import PACKED_ROWS
 
 #: A length that no sequence reaches.
 _FARTHEST = 2**31

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.environments import CONTEXT_PARALLELISM
+from hf_posenc.schemes.refusals import CONTEXT_PARALLELISM
 
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 

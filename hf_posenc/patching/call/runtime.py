@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import named_arguments
-from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme, mark_cache
-from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
-from hf_posenc.patching.call.caches import (
+from hf_posenc.patching.call.cache_notes import (
     cache_among,
     cached_length,
     first_cache,
@@ -25,6 +23,8 @@ from hf_posenc.patching.call.caches import (
     remember_length,
     self_attention_cache,
 )
+from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme, mark_cache
+from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
 from hf_posenc.patching.call.call_layout import CallLayout
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
 from hf_posenc.patching.call.generation_call import GENERATION

@@ -13,7 +13,7 @@ from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.patching.anatomy.forward_code import in_decorators, rebind, rotary_names, unknown_seam
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite
-from hf_posenc.patching.call.caches import cache_of_call, first_cache
+from hf_posenc.patching.call.cache_notes import cache_of_call, first_cache
 from hf_posenc.patching.call.layer_call import CacheUpdateHook, LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime

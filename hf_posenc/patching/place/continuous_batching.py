@@ -19,13 +19,13 @@ from transformers import ContinuousBatchingConfig
 
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.caches import note_of, set_note
+from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.view import WithOverrides
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.patching.place.generation import CheckedMethod
-from hf_posenc.schemes.environments import PAGES, PAGES_IN_GRAPHS, PAGES_OF_FLASH
+from hf_posenc.schemes.refusals import PAGES, PAGES_IN_GRAPHS, PAGES_OF_FLASH
 
 #: Attribute of the manager that `generate_batch(persistent_manager=True)` keeps on the model for later calls.
 KEPT_MANAGER = "_cached_continuous_batching_manager"

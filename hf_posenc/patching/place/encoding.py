@@ -22,11 +22,11 @@ from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreeme
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.environments import GROWING_CACHE
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.reach import Reach, shortest
+from hf_posenc.schemes.refusals import GROWING_CACHE
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.install import PatchReport

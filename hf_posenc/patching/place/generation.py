@@ -12,11 +12,11 @@ import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.caches import cache_argument
+from hf_posenc.patching.call.cache_notes import cache_argument
 from hf_posenc.patching.call.generation_call import GENERATION, Generation
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
-from hf_posenc.schemes.environments import GROWING_CACHE
 from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.refusals import GROWING_CACHE
 
 _DEPTH = "num_hidden_layers"
 _POSITIONAL = ("inputs", "generation_config")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.schemes.environments import ADAPTION_PROMPTS, SHARDED_WEIGHTS
+from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
 
 _FSDP = "torch.distributed.fsdp"
 

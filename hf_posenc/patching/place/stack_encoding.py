@@ -16,7 +16,6 @@ from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.environments import CAPPED_LOGITS, CONTEXT_PARALLELISM, LATENT_ATTENTION, SHARED_KEYS
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Environment, Need, needs_of
 from hf_posenc.schemes.parts import (
@@ -28,6 +27,7 @@ from hf_posenc.schemes.parts import (
     QueryKeyMap,
     SchemeParts,
 )
+from hf_posenc.schemes.refusals import CAPPED_LOGITS, CONTEXT_PARALLELISM, LATENT_ATTENTION, SHARED_KEYS
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "additive": (AdditiveEncoding,),

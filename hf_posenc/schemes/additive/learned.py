@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.grid_resizing import INTERPOLATIONS, Resizing, by, tables_of_call
 from hf_posenc.schemes.grids import Places, places
 from hf_posenc.schemes.parts import AdditiveEncoding, Positions, Reach
-from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, by, tables_of_call
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_ROWS, option, rows_of_table, whole_positions
 from hf_posenc.schemes.weights import NormalWeights

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
-from hf_posenc.schemes.environments import GRADUAL_SWAP
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.outer_parts import ChainedMap, CombinedScale, SummedEncoding, sum_of_biases
 from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.refusals import GRADUAL_SWAP
 from hf_posenc.schemes.rotary.rope import RopeConfig
 from hf_posenc.schemes.scheme import OuterConfig, SchemeConfig, option, register_scheme
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.grid_resizing import INTERPOLATIONS, Resizing, tables_of_call
 from hf_posenc.schemes.grids import Places, distances_by_axis, entries_of_pairs, places
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
-from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, tables_of_call
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_ROWS, option, whole_positions
 from hf_posenc.schemes.weights import NativeTable

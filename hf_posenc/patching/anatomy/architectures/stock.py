@@ -16,7 +16,7 @@ from hf_posenc.patching.anatomy.architectures.silencers import zero_bias, zero_b
 from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.environments import CACHE_OF_OTHERS
+from hf_posenc.schemes.refusals import CACHE_OF_OTHERS
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal

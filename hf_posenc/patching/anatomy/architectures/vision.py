@@ -8,7 +8,7 @@ import torch
 
 from hf_posenc.patching.anatomy.architectures.declaration import Architecture
 from hf_posenc.patching.anatomy.architectures.example_inputs import SIDE, cut_patches, image_sides, numbers
-from hf_posenc.schemes.environments import POOLED_PATCHES
+from hf_posenc.schemes.refusals import POOLED_PATCHES
 
 _DETECTS = (
     "its layers add position vectors to queries and keys themselves, and attend to feature maps of several sizes. "

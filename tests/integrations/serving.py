@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.tools.subject import NEW_TOKENS, argmax_decoding, llama, saved, text, tokenizer, tokens
-from tests.tools.tool import Tool
+from tests.integrations.subject import NEW_TOKENS, argmax_decoding, llama, saved, text, tokenizer, tokens
+from tests.integrations.tool import Tool
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tests.tools.subject import assert_close, folder, llama, saved, text, tokenizer, tokens
-from tests.tools.tool import Tool
+from tests.integrations.subject import assert_close, folder, llama, saved, text, tokenizer, tokens
+from tests.integrations.tool import Tool
 
 _LENGTHS = (7, 12, 9, 5)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import hf_posenc
-from tests.tools.subject import (
+from tests.integrations.subject import (
     assert_close,
     assert_same_tokens,
     bert,
@@ -20,7 +20,7 @@ from tests.tools.subject import (
     tokenizer,
     tokens,
 )
-from tests.tools.tool import Tool
+from tests.integrations.tool import Tool
 
 _PLAIN = "a plain forward"
 _QUANTISED = "stock, quantised, then patched"

@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 
-from tests.tools.subject import argmax_decoding, assert_close, assert_same_tokens, folder, left_padded, llama, tokens
-from tests.tools.tool import Tool
+from tests.integrations.subject import (
+    argmax_decoding,
+    assert_close,
+    assert_same_tokens,
+    folder,
+    left_padded,
+    llama,
+    tokens,
+)
+from tests.integrations.tool import Tool
 
 #: Settings of each method for a model 32 wide; what is not named here keeps PEFT's default.
 _LINEAR = {"target_modules": ["q_proj", "k_proj", "v_proj"]}

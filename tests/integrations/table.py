@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.tools import adapting, generating, loading, serving, training
-from tests.tools.tool import Tool
+from tests.integrations import adapting, generating, loading, serving, training
+from tests.integrations.tool import Tool
 
 TOOLS: list[Tool] = [tool for module in (training, generating, loading, adapting, serving) for tool in module.TOOLS]
 #: Rows that compile, or start a server, for each scheme: they take minutes together.

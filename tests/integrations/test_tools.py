@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tools.adapting import METHODS, PROMPTS, WITHOUT_ROW
-from tests.tools.table import SLOW, TOOLS
-from tests.tools.tool import EQUAL, SCHEMES, Tool, outcome
+from tests.integrations.adapting import METHODS, PROMPTS, WITHOUT_ROW
+from tests.integrations.table import SLOW, TOOLS
+from tests.integrations.tool import EQUAL, SCHEMES, Tool, outcome
 from tests.versions import INSTALLED, TESTED
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.recipes import begin_blend, swap_scheme
-from hf_posenc.schemes import environments
+from hf_posenc.schemes import refusals
 from hf_posenc.schemes.needs import Environment, Need
 from tests.architectures.inputs import inputs_for
 from tests.architectures.population import pair_named
@@ -81,7 +81,7 @@ def refused_or_stepwise(model: Any, scheme: str) -> tuple[Tensor, Tensor]:
     """Of a decoder: the logits with a cache, and without. A scheme that no cache can hold is compared without one."""
     model = with_scheme(model, scheme)
     whole = logits(model, use_cache=False)
-    grows = not environments.GROWING_CACHE.problem(model.position_encoding.needs())
+    grows = not refusals.GROWING_CACHE.problem(model.position_encoding.needs())
     return (stepwise(model) if grows else logits(model, use_cache=False)), whole
 
 
@@ -99,7 +99,7 @@ def quantised(scheme: str) -> tuple[Tensor, Tensor]:
     """With so many values in full precision that nothing is rounded."""
     pytest.importorskip("hqq", reason="hqq is not installed")
     model = with_scheme(tiny("LlamaForCausalLM"), scheme)
-    if environments.GROWING_CACHE.problem(model.position_encoding.needs()):
+    if refusals.GROWING_CACHE.problem(model.position_encoding.needs()):
         pytest.skip("no cache holds this scheme")
     config = {"backend": "hqq", "nbits": 4, "residual_length": 64, "q_group_size": 16, "axis_key": 1, "axis_value": 1}
     found = generated(model, cache_implementation="quantized", cache_config=config)
@@ -124,7 +124,7 @@ def paged(scheme: str) -> tuple[Tensor, Tensor]:
 def in_graphs(scheme: str) -> tuple[Tensor, Tensor]:
     """Without a GPU a graph cannot be captured: what is allowed starts."""
     model = with_scheme(tiny("LlamaForCausalLM"), scheme)
-    if environments.PAGES.problem(model.position_encoding.needs()):
+    if refusals.PAGES.problem(model.position_encoding.needs()):
         pytest.skip("no pages hold this scheme")
     config = ContinuousBatchingConfig(use_cuda_graph=True)
     model.init_continuous_batching(continuous_batching_config=config)
@@ -200,38 +200,36 @@ def of_decoder(name: str, **options: Any) -> Callable[[str], tuple[Tensor, Tenso
 
 
 TRIALS = {
-    "growing cache": Trial((environments.GROWING_CACHE,), growing, exact=True),
-    "quantised cache": Trial((environments.QUANTISED_CACHE,), quantised, exact=True),
-    "sliding cache": Trial((environments.SLIDING_CACHE,), of_decoder("MistralForCausalLM", sliding_window=6)),
-    "packed rows": Trial((environments.PACKED_ROWS,), packed),
-    "pages": Trial((environments.PAGES,), paged, exact=True),
-    "pages in graphs": Trial((environments.PAGES_IN_GRAPHS,), in_graphs),
-    "adaption prompts": Trial((environments.ADAPTION_PROMPTS,), prompted),
-    "latent attention": Trial((environments.LATENT_ATTENTION,), of_decoder("DeepseekV3ForCausalLM", **MLA)),
+    "growing cache": Trial((refusals.GROWING_CACHE,), growing, exact=True),
+    "quantised cache": Trial((refusals.QUANTISED_CACHE,), quantised, exact=True),
+    "sliding cache": Trial((refusals.SLIDING_CACHE,), of_decoder("MistralForCausalLM", sliding_window=6)),
+    "packed rows": Trial((refusals.PACKED_ROWS,), packed),
+    "pages": Trial((refusals.PAGES,), paged, exact=True),
+    "pages in graphs": Trial((refusals.PAGES_IN_GRAPHS,), in_graphs),
+    "adaption prompts": Trial((refusals.ADAPTION_PROMPTS,), prompted),
+    "latent attention": Trial((refusals.LATENT_ATTENTION,), of_decoder("DeepseekV3ForCausalLM", **MLA)),
     "capped logits": Trial(
-        (environments.CAPPED_LOGITS,), of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
+        (refusals.CAPPED_LOGITS,), of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
     ),
-    "shared keys": Trial(
-        (environments.SHARED_KEYS, environments.CHANGED_QUERIES), of_decoder("Gemma3nForCausalLM", **GEMMA3N)
-    ),
-    "pooled patches": Trial((environments.POOLED_PATCHES,), pooled),
-    "gradual swap": Trial((environments.GRADUAL_SWAP,), gradual),
+    "shared keys": Trial((refusals.SHARED_KEYS, refusals.CHANGED_QUERIES), of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
+    "pooled patches": Trial((refusals.POOLED_PATCHES,), pooled),
+    "gradual swap": Trial((refusals.GRADUAL_SWAP,), gradual),
 }
 #: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
 #: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving.
 ELSEWHERE = (
-    environments.CONTEXT_PARALLELISM,
-    environments.SHARDED_WEIGHTS,
-    environments.PAGES_OF_FLASH,
-    environments.CACHE_OF_OTHERS,
-    environments.VLLM,
-    environments.SGLANG,
+    refusals.CONTEXT_PARALLELISM,
+    refusals.SHARDED_WEIGHTS,
+    refusals.PAGES_OF_FLASH,
+    refusals.CACHE_OF_OTHERS,
+    refusals.VLLM,
+    refusals.SGLANG,
 )
 
 
 def test_every_environment_is_tried() -> None:
     assert {id(each) for trial in TRIALS.values() for each in trial.environments} | set(map(id, ELSEWHERE)) == set(
-        map(id, environments.ENVIRONMENTS)
+        map(id, refusals.ENVIRONMENTS)
     )
 
 

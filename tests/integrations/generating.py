@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline
 
-from tests.tools.subject import (
+from tests.integrations.subject import (
     NEW_TOKENS,
     argmax_decoding,
     assert_close,
@@ -19,7 +19,7 @@ from tests.tools.subject import (
     tokenizer,
     tokens,
 )
-from tests.tools.tool import Tool
+from tests.integrations.tool import Tool
 
 _SETTINGS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 _STEP_BY_STEP = "most likely token after each whole forward, no cache"
