@@ -49,9 +49,9 @@ class Trained:
     wanted: list[dict[str, Tensor]]
 
 
-def model_of(architecture: str, scheme: Any) -> Any:
-    """A graph grows with the layers, so there is one."""
-    overrides = {"max_position_embeddings": 128, "num_hidden_layers": 1}
+def model_of(architecture: str, scheme: Any, num_hidden_layers: int = 1) -> Any:
+    """A graph grows with the layers, so there is one, unless layers share something."""
+    overrides = {"max_position_embeddings": 128, "num_hidden_layers": num_hidden_layers}
     return patched(architecture, scheme, attn_implementation="sdpa", **overrides)
 
 

@@ -77,6 +77,24 @@ def test_training_steps_too(scheme: str) -> None:
     assert not steps.spoilers
 
 
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"alibi", "rope"}.__contains__))
+@torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(scheme: str) -> None:
+    model, ids = model_of("llama_gqa", SCHEMES[scheme], num_hidden_layers=2).train(), tokens(length=12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if checkpointing else model
+        model.zero_grad()
+        torch.manual_seed(0)
+        call(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("scheme", mostly_slow(DECODED, {"forget_gate", "shaw", "rope", "learned"}.__contains__))
 def test_a_static_cache_is_decoded_in_one_graph(scheme: str) -> None:
     graphs, found, wanted = decoded(SCHEMES[scheme])
