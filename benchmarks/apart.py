@@ -47,17 +47,18 @@ class Apart:
 def _serve(pipe: Connection, prepare: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> None:
     # Its compiler would start processes of its own.
     torch._inductor.config.compile_threads = 1
-    try:
-        run, after = prepare()
-        while True:
+    calls: tuple[Callable[[], object], Callable[[], object]] | None = None
+    while True:
+        try:
             pipe.recv()
+        except EOFError:
+            return
+        try:
+            run, after = calls = calls or prepare()
             start = time.perf_counter()
             run()
             seconds = time.perf_counter() - start
             after()
             pipe.send(seconds)
-    except EOFError:
-        return
-    except Exception as error:
-        pipe.recv()
-        pipe.send(f"{type(error).__name__}: {str(error).strip()[:300]}")
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {str(error).strip()[:300]}")

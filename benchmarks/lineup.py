@@ -21,7 +21,7 @@ from benchmarks.bare import AddsNothing, NoPhases, Nothing, reduce_to_attention,
 from benchmarks.levels import LEVELS, PATCH, image_side
 from benchmarks.machine import DTYPES
 from benchmarks.peers import peer_subjects
-from benchmarks.subjects import BARE, STOCK, AttentionCall, ImageClassifier, LanguageModel, Setting, Subject
+from benchmarks.subjects import BARE, ROOM, STOCK, AttentionCall, ImageClassifier, LanguageModel, Setting, Subject
 from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeConfig, patch_model
 from hf_posenc.cli.catalogue import parse_scheme
 from hf_posenc.schemes import as_scheme
@@ -99,7 +99,7 @@ def base_model(level: str, length: int, setting: Setting) -> Any:
         "attn_implementation": "sdpa",
     }
     # A cache of `length` tokens and the token behind it.
-    text = {"vocab_size": sizes.vocab_size, "max_position_embeddings": length + 1, "pad_token_id": None}
+    text = {"vocab_size": sizes.vocab_size, "max_position_embeddings": length + ROOM, "pad_token_id": None}
     # The random numbers of dropout would be most of the noise, and say nothing about positions.
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model: Any

@@ -28,7 +28,7 @@ DECODING = {"decode": 1, DECODE_BATCH: 16, "decode_compiled": 1}
 #: Of compiled models; measured on request. A token is decoded with a static cache.
 COMPILED = ("train_compiled", "decode_compiled")
 #: Tokens that a static cache has room for beyond its first ones.
-_ROOM = 64
+ROOM = 64
 #: A cache of any length is grown from what the model itself writes for so many tokens.
 _SEED_TOKENS = 16
 
@@ -158,7 +158,7 @@ class LanguageModel(Subject):
             tokens = self.setting.tokens(length)
             given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
             return lambda: compiled(**given).loss.backward(), self.model.zero_grad
-        cache, token = StaticCache(config=self.model.config, max_cache_len=length + _ROOM), self.setting.tokens(1)
+        cache, token = StaticCache(config=self.model.config, max_cache_len=length + ROOM), self.setting.tokens(1)
 
         @torch.no_grad()
         def fill() -> None:
@@ -166,7 +166,7 @@ class LanguageModel(Subject):
             self.model(input_ids=self.setting.tokens(length), past_key_values=cache, use_cache=True)
 
         def after() -> None:
-            if int(cache.get_seq_length()) == length + _ROOM:
+            if int(cache.get_seq_length()) == length + ROOM:
                 fill()
 
         fill()

@@ -108,8 +108,9 @@ def time_subjects(
 
     def first(call: Call) -> float:
         seconds = timed(call, device)
-        # On a GPU the first call may have compiled its kernels.
-        return timed(call, device) if seconds < _SLOW or device == "cuda" else seconds
+        # The first call may have compiled something.
+        compiles = device == "cuda" or call.seconds is not None
+        return timed(call, device) if seconds < _SLOW or compiles else seconds
 
     with within_free_memory(device):
         for subject in subjects:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,13 +185,29 @@ def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
             entries[key] = mark
 
 
+def _metadata(call: Call) -> Any:
+    """What a checkpoint contains: in all, or of this process if it was saved without collectives.
+
+    `None` if it cannot be read. Readers are of any class and raise anything; torch then fails on all processes.
+    """
+    import torch
+
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized() and not call["no_dist"]
+    rank = torch.distributed.get_rank(call["process_group"]) if distributed else 0
+    for of_process in ({}, {"rank": rank}):
+        with suppress(Exception):
+            if metadata := call["storage_reader"].read_metadata(**of_process):
+                return metadata
+    return None
+
+
 def _compare_marks(call: Call) -> None:
     """Refuses a checkpoint whose marks differ from those of the state dict to fill."""
     here = {name: entries[key] for entries, key, name in _entries(call["state_dict"])}
-    try:
-        stored = call["storage_reader"].read_metadata().state_dict_metadata
-    except Exception:
-        return  # If a checkpoint cannot be read, torch reports it on all processes.
+    metadata = _metadata(call)
+    if metadata is None:
+        return
+    stored = metadata.state_dict_metadata
     shared = here.keys() & stored.keys()
 
     def has_weights(mark: str) -> bool:

@@ -142,7 +142,9 @@ def _plan(
     with at_native_lengths(target.config):
         encoding = transaction.plan(whole, kept=_kept(previous, changed))
     if (limits := architecture_of(target.config).limits) is not None:
-        limits.refuse(encoding.needs(), encoding.label)
+        for stack in encoding.stacks.values():
+            if not stack.layout.has_axes:  # Patches of images are not cached.
+                limits.refuse(stack.needs(), encoding.label)
     return encoding
 
 
@@ -182,8 +184,11 @@ def _resolve(
     warn_if_invisible(config, stacks)
     warn_if_theta_changes(config, stacks)
     warn_of_invented_grid(config, stacks)
-    if transaction.encoding is None and transaction.anatomy.is_runnable:
-        refuse_failing(transaction.anatomy, config, stacks, transaction)
+    others = [stack for stack in stacks if not stack.layout.takes_tokens]
+    # Where layers were exchanged since the last patch, the scheme in force could not be restored after the run.
+    if others and transaction.anatomy.is_runnable and not transaction.change():
+        with transaction.suspended():
+            refuse_failing(transaction.anatomy, config, others, transaction)
     return config
 
 

@@ -132,7 +132,9 @@ def _needs_of_bias(bias: LogitBias) -> Iterator[Need]:
             yield Need.FEATURES
     if isinstance(bias, PairwiseBias) and bias.needs_oldest_keys:
         yield Need.OLDEST_KEYS
-    if isinstance(bias, PairwiseBias) and bias.replaces_logits:
+    # A rotation by the input is applied to the heads where logits are capped.
+    others = (summand for summand, rotates in zip(bias.summands(), rotations, strict=True) if not rotates)
+    if any(getattr(summand, "replaces_logits", False) for summand in others):
         yield Need.CORRECTED_LOGITS
 
 

@@ -18,7 +18,7 @@ GROWING_CACHE = Environment(
 )
 QUANTISED_CACHE = Environment(
     "A quantised cache",
-    {Need.FEATURES: "which are summed over all tokens in between, and would be rounded to a few bits"},
+    {Need.FEATURES: "which would be rounded to a few bits"},
     "Use another cache (cache_implementation='dynamic' or 'static').",
 )
 SLIDING_CACHE = Environment(
@@ -69,7 +69,7 @@ SHARDED_WEIGHTS = Environment(
 ADAPTION_PROMPTS = Environment(
     "A model with PEFT's adaption prompts (Llama-Adapter), which compute the queries of a layer a second time and "
     "rotate them with the phases of the stock model,",
-    {Need.MAP: "which the prompts would not follow"},
+    dict.fromkeys((Need.MAP, Need.ROTATION_BY_INPUT), "which the prompts would not follow"),
     "Use LoRA, prompt tuning or prefix tuning, or a scheme that leaves queries as they are, such as alibi.",
 )
 LATENT_ATTENTION = Environment(
@@ -94,7 +94,8 @@ CAPPED_LOGITS = Environment(
 SHARED_KEYS = Environment(
     "A layer that reads the keys of an earlier layer",
     {Need.KEYS_OF_LAYER: "but this layer does not update the cache"},
-    "Choose other layers with layers=, or use a scheme that treats all layers alike, such as 'rope' or 'alibi'.",
+    "Choose layers with layers= that neither read the keys of others nor are read by them, or use a scheme that treats "
+    "all layers alike, such as 'rope' or 'alibi'.",
 )
 CACHE_OF_OTHERS = Environment(
     "A model of which other layers read the same cache without the scheme",
@@ -109,7 +110,7 @@ POOLED_PATCHES = Environment(
 GRADUAL_SWAP = Environment(
     "A gradual swap",
     {
-        Need.CORRECTED_LOGITS: "which is right for one rotation only",
+        **dict.fromkeys((Need.CORRECTED_LOGITS, Need.ROTATION_BY_INPUT), "which is right for one rotation only"),
         Need.WIDE_HEADS: "which cannot be done gradually",
         Need.WHOLE_POSITIONS: "but a blend multiplies them by a fraction",
     },

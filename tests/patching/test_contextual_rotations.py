@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    QuantizedCache,
     XGLMConfig,
     XGLMForCausalLM,
 )
@@ -28,6 +30,7 @@ from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
+from hf_posenc.patching.place.continuous_batching import page_width
 from hf_posenc.recipes import swap_scheme
 
 #: Each with weights that make its angles differ between tokens.
@@ -39,6 +42,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
 #: Sums over tokens in another order, in float32.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+FEW_BITS = {"nbits": 4, "residual_length": 1, "q_group_size": 16, "axis_key": 1, "axis_value": 1}
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -157,11 +161,16 @@ def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
     config = JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2)
     torch.manual_seed(0)
     model = patch_model(JetMoeForCausalLM(config).eval(), scheme, **SCHEMES[scheme])
+    if find_spec("hqq") is not None:
+        with pytest.raises(UnsupportedError, match="rounded to a few bits"):
+            model(tokens(), past_key_values=QuantizedCache("hqq", config, **FEW_BITS))
     ids, cache = tokens(), DynamicCache(config=config)
     parts = [slice(0, 9), *(slice(start, start + 1) for start in range(9, 24))]
     steps = [logits(model, ids[:, part], past_key_values=cache) for part in parts]
     torch.testing.assert_close(torch.cat(steps, dim=1), logits(model, ids, use_cache=False), **CLOSE)
-    assert cache.layers[0].keys.shape[-1] > 16
+    width = cache.layers[0].keys.shape[-1]
+    assert width > 16
+    assert page_width(model.position_encoding.stacks["model"].layers[0], torch.float32) == width
 
 
 def test_a_quantised_cache_holds_rotated_keys_but_no_features() -> None:
@@ -169,11 +178,10 @@ def test_a_quantised_cache_holds_rotated_keys_but_no_features() -> None:
     pytest.importorskip("hqq", reason="hqq is not installed")
     given: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
     given |= {"return_dict_in_generate": True}
-    few_bits = {"nbits": 4, "residual_length": 1, "q_group_size": 16, "axis_key": 1, "axis_value": 1}
 
     def rounded() -> dict[str, Any]:
         """Early versions of transformers take the backend out of the config that they are given."""
-        return given | {"cache_implementation": "quantized", "cache_config": {"backend": "hqq", **few_bits}}
+        return given | {"cache_implementation": "quantized", "cache_config": {"backend": "hqq", **FEW_BITS}}
 
     errors = {}
     for scheme in ("repo", "none"):

@@ -211,7 +211,8 @@ TRIALS = {
     "capped logits": Trial(
         (refusals.CAPPED_LOGITS,), of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
     ),
-    "shared keys": Trial((refusals.SHARED_KEYS, refusals.CHANGED_QUERIES), of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
+    "shared keys": Trial((refusals.SHARED_KEYS,), of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
+    "changed queries": Trial((refusals.CHANGED_QUERIES,), of_decoder("HunYuanDenseV1ForCausalLM", head_dim=8)),
     "pooled patches": Trial((refusals.POOLED_PATCHES,), pooled),
     "gradual swap": Trial((refusals.GRADUAL_SWAP,), gradual),
 }

@@ -111,6 +111,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     *(("shared keys", scheme, {}, "reads the keys of an earlier layer")
       for scheme in ("forget_gate", "pope", "xpos", "string")),
     ("shared keys", "rope", {"layers": [3], "elsewhere": "none"}, "reads the keys of layer"),
+    ("shared keys", "repo", {"layers": [0, 1], "elsewhere": "none"}, "both need the same rotation"),
     # A scaling of the native rotation
     ("gpt2", NativeConfig(YARN), {}, "for RoPE, and the native scheme is 'learned', which rotates nothing"),
     ("cohere2_interleaved", NativeConfig(YARN), {}, "only layers with a window rotate"),
@@ -151,10 +152,32 @@ def test_the_reason_is_said_and_the_model_is_left_alone(
     assert not hasattr(model, "position_encoding")
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("gemma2", FAR), ("shared keys", "native"), ("llama_gqa", "alibi")])
-def test_what_differs_in_the_reason_alone_is_accepted(name: str, scheme: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme", "options"),
+    [
+        ("gemma2", FAR, {}),
+        ("shared keys", "native", {}),
+        ("llama_gqa", "alibi", {}),
+        # The patches of its images are in no cache.
+        ("other-pi0", "pope", {"part": "vision"}),
+        ("other-pi0", "grape_m", {"part": "vision"}),
+    ],
+)
+def test_what_differs_in_the_reason_alone_is_accepted(name: str, scheme: Any, options: dict[str, Any]) -> None:
     model = tiny("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=None) if name == "gemma2" else model_of(name)
-    patch_model(copy.deepcopy(model), native_scheme(model) if scheme == "native" else scheme)
+    patch_model(copy.deepcopy(model), native_scheme(model) if scheme == "native" else scheme, **options)
+
+
+def test_what_fails_in_a_stock_model_is_refused_in_place_of_another_scheme_too() -> None:
+    """A short run of `grape_m` in Swin fails."""
+    model = copy.deepcopy(model_of("vision-swin"))
+    with pytest.raises(UnsupportedError, match="cannot be computed"):
+        patch_model(model, "grape_m")
+    patch_model(model, "alibi")
+    before = trace_of(model)
+    with pytest.raises(UnsupportedError, match="cannot be computed"):
+        patch_model(model, "grape_m")
+    assert not difference(before, trace_of(model))
 
 
 @pytest.mark.parametrize("config", [InterleavedConfig, LocalGlobalConfig])

@@ -33,6 +33,7 @@ _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNO
 _CAUSAL_CALL = {"create_causal_mask", "is_causal"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
 #: The method of a Conformer's attention that rotates its input, before queries and keys are projected.
 _ROTATES_INPUT = "_apply_rotary_embedding"
@@ -105,6 +106,7 @@ def _read_attention(path: str, module: nn.Module, modules: StackModules, order: 
     if layer_type is None and layer_types and layer < len(layer_types):
         layer_type = layer_types[layer]
     num_heads, head_dim = _head_shape(module, config, architecture)
+    num_key_value_heads = _key_value_heads(module, num_heads, architecture)
     return AttentionLayer(
         path=path,
         module=module,
@@ -112,7 +114,8 @@ def _read_attention(path: str, module: nn.Module, modules: StackModules, order: 
         uses_interface=_uses_interface(type(module).forward),
         rotary_functions=rotary_names(forward),
         num_heads=num_heads,
-        num_key_value_heads=_key_value_heads(module, num_heads, architecture),
+        num_key_value_heads=num_key_value_heads,
+        num_cached_heads=min(first_int(module, _KEY_HEADS) or num_key_value_heads, num_key_value_heads),
         head_dim=head_dim,
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, modules),
@@ -235,7 +238,7 @@ def _key_value_heads(module: nn.Module, num_heads: int, architecture: Architectu
     groups = first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
     if groups:
         return num_heads // groups
-    return first_int(module, ("num_key_value_heads", "num_kv_heads")) or num_heads
+    return first_int(module, _KEY_HEADS) or num_heads
 
 
 def first_int(holder: Any, names: tuple[str, ...], default: int = 0) -> int:

@@ -56,6 +56,7 @@ class AttentionLayer:
         rotary_functions: names of the rotary functions its forward calls.
         num_heads: number of query heads.
         num_key_value_heads: number of key heads.
+        num_cached_heads: number of key heads that it caches: fewer, if it repeats them behind the cache (JetMoe).
         head_dim: width of a head.
         layer_type: the layer's entry in `config.layer_types`, if there is one.
         causal: whether queries see only keys at or before them.
@@ -70,6 +71,7 @@ class AttentionLayer:
     rotary_functions: list[str]
     num_heads: int
     num_key_value_heads: int
+    num_cached_heads: int
     head_dim: int
     layer_type: str | None
     causal: bool

@@ -299,22 +299,19 @@ def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], 
     Raises:
         UnsupportedError: if a short run fails with the scheme and succeeds without.
     """
-    others = [stack for stack in stacks if not stack.layout.takes_tokens]
-    if not others:
-        return
     try:
         with torch.random.fork_rng(devices=[]), changes.with_scheme(config, stacks):
-            run_briefly(anatomy, others, _TOKENS)
+            run_briefly(anatomy, stacks, _TOKENS)
     except SequenceLengthError:
         return  # A shorter input may suit the scheme.
     except NotRunnableError as error:
         try:
-            run_briefly(anatomy, others, _TOKENS)
+            run_briefly(anatomy, stacks, _TOKENS)
         except NotRunnableError:
             return  # What the stock model needs is unknown.
         cause = error.__cause__
         raise UnsupportedError(
-            f"{config.name!r} cannot be computed in this {type(others[0].module).__name__}. A short run of the stock "
+            f"{config.name!r} cannot be computed in this {type(stacks[0].module).__name__}. A short run of the stock "
             f"model succeeds, and fails with the scheme in its place: {type(cause).__name__}: {cause} Choose a scheme "
             "of another kind: one that adds vectors, or one that acts in attention."
         ) from error

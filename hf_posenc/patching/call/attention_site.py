@@ -19,6 +19,7 @@ from hf_posenc.patching.call.layer_call import LayerCall
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.paged_requests import heads_first
+from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
 
@@ -132,7 +133,7 @@ class AttentionSite(LogitSite):
             first, second = self.apply_map(call.state, first, second, time_axis)
             call.rotations += 1
             if query_key_map.mapped_again:
-                call.rotated_query = first if time_axis == 2 else first.transpose(1, 2)
+                call.rotated += (first if time_axis == 2 else first.transpose(1, 2),)
         return first if second is None else (first, second)
 
     def apply_map(
@@ -213,11 +214,11 @@ class AttentionSite(LogitSite):
         Raises:
             UnsupportedError: if the module changes queries after the rotation, for example with a norm.
         """
-        query_key_map, rotated = self.encoding.query_key_map, call.rotated_query
+        query_key_map = self.encoding.query_key_map
         again = query_key_map is not None and query_key_map.mapped_again
-        if not again or self.rotation_is_last or rotated is None or query.is_meta or torch.compiler.is_compiling():
+        if not again or self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():
             return
-        if query.shape[-1] < rotated.shape[-1] or not torch.equal(query[..., : rotated.shape[-1]], rotated):
+        if not any(torch.equal(query[..., : rotated.shape[-1]], rotated) for rotated in call.rotated):
             CHANGED_QUERIES.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         self.rotation_is_last = True
 
@@ -287,14 +288,16 @@ class AttentionSite(LogitSite):
         if features:
             key = append_features(key, self.new_features(call))
         if features or encoding.widens_heads:
-            self._check_cached(update, key, *args, **kwargs)
+            self._check_cached(update, features, key, *args, **kwargs)
         if not features:
             return update(key, value_states, *args, **kwargs)
         keys, values = update(key, value_states, *args, **kwargs)
         keys, call.key_features = split_features(heads_first(keys), encoding.feature_heads, features)
         return keys, values
 
-    def _check_cached(self, update: Callable[..., Any], key: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> None:
+    def _check_cached(
+        self, update: Callable[..., Any], features: int, key: Tensor, layer_idx: int = 0, *_: Any, **__: Any
+    ) -> None:
         """Refuses a cache that was not filled by this model, such as prefix tuning or the cache of another model.
 
         Also one that would quantise the features of the bias.
@@ -303,8 +306,10 @@ class AttentionSite(LogitSite):
         if not isinstance(layer_idx, int) or layer_idx >= len(layers):
             return
         cache, encoding = layers[layer_idx], self.encoding
-        if encoding.num_features and isinstance(cache, QUANTISED_LAYER):
-            QUANTISED_CACHE.refuse(encoding.needs(), f"the scheme of {type(self.module).__name__}")
+        if features and isinstance(cache, QUANTISED_LAYER):
+            bias = encoding.logit_bias
+            assert bias is not None
+            QUANTISED_CACHE.refuse({Need.FEATURES: bias}, f"the scheme of {type(self.module).__name__}")
         cached = getattr(cache, "keys", None)
         if not isinstance(cached, Tensor) or cached.shape[-1] == key.shape[-1] or not cached.numel():
             return

@@ -197,7 +197,7 @@ class InterfaceAttention(AttentionSite):
             if isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
                 attention_mask = None  # The zero of a native bias that was silenced.
         self._check(query, attention_mask, kwargs)
-        if call.rotated_query is not None:
+        if call.rotated:
             self.check_rotated(call, query)
         paged = kwargs.get(PAGES) is not None
         if paged and self.encoding.reads_pages:

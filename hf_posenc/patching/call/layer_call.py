@@ -33,6 +33,7 @@ class LayerEncoding:
         num_heads: number of query heads.
         num_key_value_heads: number of key heads.
         head_dim: width of the heads the scores are computed from.
+        num_cached_heads: number of key heads that the layer caches; `None` for all of them.
         shard: the heads of this process, if several processes share the layer (tensor parallelism).
     """
 
@@ -43,6 +44,7 @@ class LayerEncoding:
     num_heads: int
     num_key_value_heads: int
     head_dim: int
+    num_cached_heads: int | None = None
     shard: HeadShard | None = None
 
     def exchange(self, **parts: Part | None) -> None:
@@ -71,11 +73,12 @@ class LayerEncoding:
         #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
         summands = self.summands = () if bias is None else tuple(bias.summands())
         kinds = [isinstance(one, ContextualRotation) for one in summands]
+        whole = self.num_cached_heads in (None, self.num_key_value_heads)
         self.rotates_by_input = any(kinds)
         #: Whether it consists of such rotations only.
         self.only_rotates_by_input = any(kinds) and all(kinds)
         #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
-        self.rotation_before_cache = rotation_before_cache(summands)
+        self.rotation_before_cache = rotation_before_cache(summands) if whole else None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         #: Whether the logits change by the same bias in every layer with these parts.
@@ -122,7 +125,8 @@ class LayerCall:
         attended: whether the attention function was reached.
         writes_pages: whether the attention function has the keys of requests, already mapped. Before transformers 5.24
             it updates the cache itself.
-        rotated_query: the query last returned in place of a rotary function, `(batch, heads, query_len, width)`.
+        rotated: what was returned in place of a rotary function, `(batch, heads, query_len, width)` each: the query, or
+            query and key of a function that is called for one tensor at a time.
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         key_features: the features of the bias for each key, cached ones included, once they are known.
         rotation: the factors with which the layer's input has rotated the keys of the new tokens before they entered
@@ -135,7 +139,7 @@ class LayerCall:
     keys_mapped: bool = False
     attended: bool = False
     writes_pages: bool = False
-    rotated_query: Tensor | None = None
+    rotated: tuple[Tensor, ...] = ()
     key_features: Tensor | None = None
     rotation: RotationFactors | None = None
     next_token: int = 0

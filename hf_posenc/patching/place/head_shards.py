@@ -129,4 +129,5 @@ def _split(encoding: LayerEncoding, shard: HeadShard, known: dict[int, Part]) ->
         num_heads=encoding.num_heads // shard.size,
         shard=shard,
         num_key_value_heads=1 if shard.shared_keys else encoding.num_key_value_heads // shard.size,
+        num_cached_heads=None,
     )

@@ -60,7 +60,8 @@ def _refuse_recomputed_queries(model: nn.Module) -> None:
         if (kind.__module__, kind.__name__) == ("peft.tuners.adaption_prompt.layer", "AdaptedAttention"):
             raise UnsupportedError(
                 f"{_PROMPTS}, so the scheme of this {type(model).__name__} cannot change under them. Patch the model "
-                "before they are made, or remove them first: model.delete_adapter for each adapter."
+                "before they are made, or remove them (delete_adapter of the PeftModel, for each adapter) and patch "
+                "the model inside (peft_model.base_model.model)."
             )
 
 

@@ -90,6 +90,7 @@ class StackEncoding(nn.Module):
                     num_heads=attention.num_heads,
                     num_key_value_heads=attention.num_key_value_heads,
                     head_dim=attention.head_dim,
+                    num_cached_heads=attention.num_cached_heads,
                 )
             )
         self._built.clear()
@@ -140,15 +141,16 @@ class StackEncoding(nn.Module):
         """Refuses a layer that reads keys which an earlier layer has mapped in another way."""
         owners: dict[str | None, tuple[int, Any]] = {}
         for attention, layer in zip(stack.attentions, self.layers, strict=True):
+            mapped = (layer.query_key_map, layer.rotation_before_cache)
             if not _reads_earlier_keys(attention.module):
-                owners[attention.layer_type] = (attention.layer, layer.query_key_map)
+                owners[attention.layer_type] = (attention.layer, mapped)
                 continue
-            own = layer.query_key_map
-            source, query_key_map = owners.get(attention.layer_type, (None, own))
-            if query_key_map is not own:
+            source, found = owners.get(attention.layer_type, (None, mapped))
+            if found != mapped:
                 raise UnsupportedError(
                     f"Layer {attention.layer} reads the keys of layer {source}, so both need the same rotation, but "
-                    "the schedule gives them different ones."
+                    "the schedule gives them different ones. Give both the same rotation, or choose layers whose keys "
+                    "no other layer reads."
                 )
 
     def follow_layers(self, stack: Stack) -> None:

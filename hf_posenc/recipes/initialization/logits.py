@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.parts import TEXT
+from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.preserve import evaluation_mode
@@ -103,7 +105,17 @@ def recorded_heads(
         sample: `(batch, length)` token ids without padding.
         part: a part that reads token ids.
         biases: whether the biases of the scheme act during the run.
+
+    Raises:
+        UnsupportedError: if several processes share the heads of a layer.
     """
+    for site in encoding.record.journal.forwards():
+        if isinstance(site, AttentionSite) and site.encoding.shard is not None:
+            raise UnsupportedError(
+                "The layers of this model are split over several processes (tensor parallelism), so that none of them "
+                "has the logits of all heads, to which the new scheme would be fitted. Swap the scheme of a model that "
+                'is loaded without tp_plan, save it, and load that with tp_plan, or pass initialization="default".'
+            )
     with evaluation_mode(anatomy.model), _recording(layers_of(encoding, part), biases) as recorders:
         for module in readers_of(anatomy, part):
             module(**_inputs_of(module, sample))
