@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
+from hf_posenc.recipes import swap_scheme
 from tests.distributed.processes import full
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.models import tiny
@@ -313,5 +314,7 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
     ways = WAYS if everything else {way: WAYS[way] for way in QUICK_WAYS}
     generating = GENERATED if everything else (QUICK_SCHEME,)
     found["generated"] = {scheme: generated(folder / "grouped", scheme, ways) for scheme in generating}
+    # Fitting needs the logits of all heads.
+    found["swapped"] = refusal(lambda: swap_scheme(loaded(folder / "grouped"), "t5", sample=tokens(length=16)))
     found["compiled"] = {scheme: compiled(folder / "grouped", scheme) for scheme in COMPILED if everything}
     return found

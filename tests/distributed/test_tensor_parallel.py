@@ -113,6 +113,11 @@ def test_plans_are_followed_or_refused_on_both_processes(run: Run) -> None:
                     assert REFUSED[name] in found, (name, scheme)
 
 
+def test_a_scheme_is_fitted_in_one_process_only(run: Run) -> None:
+    for rank in run.ranks:
+        assert "so that none of them has the logits of all heads" in rank["swapped"]
+
+
 @pytest.mark.parametrize("scheme", ["alibi", "ssmax", "learned_rope"])
 def test_heads_that_somebody_else_has_split_are_noticed(scheme: str) -> None:
     """Half of the projections, as a hand-written plan leaves them."""
