@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def run(page: str, scope: dict[str, Any], section: str = "") -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("page", ["README.md", "docs/how_to/patching.md"])
 def test_the_first_pages_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: small_llama())
+    config = small_llama().config
+    load = functools.partial(AutoModelForCausalLM.from_config, config)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **options: load(**options))
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", lambda name: COMPOSITES["llava"].model())
     scope = run(page, {})
     assert not hasattr(scope["model"], "position_encoding")

@@ -21,6 +21,7 @@ from hf_posenc.checkpoint.loading import (
     from_pretrained,
     refuse_wish,
 )
+from hf_posenc.checkpoint.requested import SET_ASIDE
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_config, read_entry
 from hf_posenc.wrapping import Call, wrap
 
@@ -80,6 +81,9 @@ def _get_config_dict(call: Call) -> Any:
         if not isinstance(config.get("model_type"), str):
             raise damaged(source, "a model_type that is not a string")
         check_entry(config[ATTRIBUTE], str(source))
+    if isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)) and ATTRIBUTE in unused:
+        # The reader of the config would write it over the entry.
+        unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {SET_ASIDE: unused[ATTRIBUTE]}
     return config, unused
 
 

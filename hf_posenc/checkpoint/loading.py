@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.atomic_folder import finish_saving
+from hf_posenc.checkpoint.requested import with_requested_scheme
 from hf_posenc.entry import ATTRIBUTE, find_position_weight, is_patched, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.wrapping import Call
@@ -45,18 +46,27 @@ def refuse_wish(model_class: type, value: Any) -> None:
     if isinstance(name, str) and name in list_schemes():
         raise UnsupportedError(
             f"The config of this {model_class.__name__} has {ATTRIBUTE}={value!r}, which transformers does not read: "
-            "the model would have its stock positions. Remove the field (del config.position_encoding), build the "
-            f"model, and call patch_model(model, {value!r})."
+            "the model would have its stock positions. Remove the field (del config.position_encoding), and pass "
+            f"{ATTRIBUTE}={value!r} to from_pretrained or AutoModel*.from_config, or call patch_model on the model."
         )
 
 
 def from_config(call: Call) -> Any:
     """Wraps `PreTrainedModel._from_config`."""
-    return call.run() if read_entry(call["config"]) is None else call.run(cls=patching_proxy(call["cls"]))
+
+    def build(call: Call) -> Any:
+        return call.run() if read_entry(call["config"]) is None else call.run(cls=patching_proxy(call["cls"]))
+
+    return with_requested_scheme(call, build)
 
 
 def from_pretrained(call: Call) -> Any:
-    """Wraps `PreTrainedModel.from_pretrained`.
+    """Wraps `PreTrainedModel.from_pretrained`."""
+    return with_requested_scheme(call, _from_pretrained)
+
+
+def _from_pretrained(call: Call) -> Any:
+    """Loads a stock or a patched model.
 
     Raises:
         CheckpointError: for files that are damaged or do not belong together.
@@ -69,7 +79,7 @@ def from_pretrained(call: Call) -> Any:
     if is_scheme_name(source):
         from hf_posenc.checkpoint.rebuilding import rebuilt
 
-        return rebuilt(from_pretrained, call)
+        return rebuilt(_from_pretrained, call)
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
         refuse_stock_config(source, config, call.arguments)
         return _stock_from_pretrained(call)

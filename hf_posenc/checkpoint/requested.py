@@ -1,0 +1,65 @@
+"""The argument `position_encoding` of `from_pretrained` and `from_config`: a scheme that is placed in the new model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_posenc.entry import ATTRIBUTE
+from hf_posenc.wrapping import Call
+
+#: Its name while a config is read that has an attribute `position_encoding`, to which transformers would assign it.
+SET_ASIDE = "_requested_position_encoding"
+_PLACES = ("part", "layers", "elsewhere")
+
+
+def with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
+    """Builds a model, and patches it with the scheme that the call asks for.
+
+    Args:
+        call: of `from_pretrained` or `_from_config`.
+        build: returns the model, or a tuple that begins with it, for the call without this argument.
+
+    Raises:
+        UnknownNameError, ValueError, TypeError: as `patch_model`, for what is not a scheme before anything is loaded.
+        UnsupportedError: as `patch_model`.
+    """
+    names = [name for name in (ATTRIBUTE, SET_ASIDE) if name in call.kwargs]
+    if not names or _knows_the_argument(call["cls"]):
+        return build(call)
+    requested = next((call.kwargs[name] for name in names if call.kwargs[name] is not None), None)
+    plain = Call(
+        call.original,
+        call.signature,
+        call.args,
+        {name: value for name, value in call.kwargs.items() if name not in names},
+    )
+    if requested is None:
+        return build(plain)
+    from hf_posenc.patching.patch import patch_model
+    from hf_posenc.schemes import as_scheme
+
+    scheme, places = _split(requested)
+    config = as_scheme(scheme)
+    built = build(plain)
+    patch_model(built[0] if isinstance(built, tuple) else built, config, **places)
+    return built
+
+
+def _knows_the_argument(model_class: Any) -> bool:
+    """Whether a model class of another project, or its config, has an argument of this name."""
+    owners = (model_class, model_class.config_class)
+    return any(owner is not None and ATTRIBUTE in inspect.signature(owner).parameters for owner in owners)
+
+
+def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
+    """The scheme, and the arguments of `patch_model` that stand in the same dictionary."""
+    from hf_posenc.schemes.registry import get_scheme
+
+    if not isinstance(requested, Mapping) or not isinstance(requested.get("scheme"), str):
+        return requested, {}
+    options = {field.name for field in dataclasses.fields(get_scheme(requested["scheme"]))}
+    places = {name: requested[name] for name in _PLACES if name in requested and name not in options}
+    return {name: value for name, value in requested.items() if name not in places}, places

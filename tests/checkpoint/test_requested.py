@@ -1,0 +1,204 @@
+"""`position_encoding=` in `from_pretrained` and `from_config`: the same as `patch_model` behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    pipeline,
+)
+
+from hf_posenc import AlibiConfig, UnknownNameError, patch_model
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
+from tests.checkpoint.checkpoint_cases import write_stock_llama
+from tests.matrix.running import tokens
+from tests.models import tiny
+
+#: What is asked for, and the call of `patch_model` that does the same.
+REQUESTS: dict[str, tuple[Any, tuple[Any, dict[str, Any]]]] = {
+    "a name": ("alibi", ("alibi", {})),
+    "a dictionary": ({"scheme": "rope", "theta": 5e5}, ("rope", {"theta": 5e5})),
+    "a config": (AlibiConfig(learnable=True), (AlibiConfig(learnable=True), {})),
+    "several": (["rope", "alibi"], (["rope", "alibi"], {})),
+    "some layers": (
+        {"scheme": "alibi", "layers": [1], "elsewhere": "none"},
+        ("alibi", {"layers": [1], "elsewhere": "none"}),
+    ),
+    "a scheme with an option of that name": (
+        {"scheme": "schedule", "layers": ["alibi", "rope"]},
+        ({"scheme": "schedule", "layers": ["alibi", "rope"]}, {}),
+    ),
+    "native": ("native", ("native", {})),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A stock model in several files, and a patched one."""
+    root = tmp_path_factory.mktemp("models")
+    model = tiny("LlamaForCausalLM")
+    model.save_pretrained(root / "stock", max_shard_size="20KB")
+    assert len(list((root / "stock").glob("*.safetensors"))) > 1
+    patch_model(model, "t5").save_pretrained(root / "patched")
+    return {name: root / name for name in ("stock", "patched")}
+
+
+def expected(folder: Path, request: str) -> Any:
+    scheme, places = REQUESTS[request][1]
+    return patch_model(AutoModelForCausalLM.from_pretrained(folder), scheme, **places)
+
+
+def assert_equal(model: Any, wanted: Any) -> None:
+    assert type(model) is type(wanted)
+    assert model.position_encoding.config == wanted.position_encoding.config
+    torch.testing.assert_close(model.eval()(tokens()).logits, wanted.eval()(tokens()).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("kind", ["stock", "patched"])
+def test_a_loaded_model_is_patched(folders: dict[str, Path], kind: str, request_: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[kind], position_encoding=REQUESTS[request_][0])
+    assert_equal(model, expected(folders[kind], request_))
+
+
+def _with_info(folder: Path, **request: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **request)[0]
+
+
+def _pipeline(folder: Path, **request: Any) -> Any:
+    return pipeline("text-generation", str(folder), model_kwargs=request).model
+
+
+def _sentence_transformer(folder: Path, **request: Any) -> Any:
+    modules = pytest.importorskip("sentence_transformers.models")
+    return modules.Transformer(str(folder), model_args=request).auto_model
+
+
+def _lm_eval(folder: Path, **request: Any) -> Any:
+    models = pytest.importorskip("lm_eval.models.huggingface")
+    name = request["position_encoding"]
+    return models.HFLM.create_from_arg_string(f"pretrained={folder},position_encoding={name},device=cpu").model
+
+
+def _trl(folder: Path, **request: Any) -> Any:
+    trl = pytest.importorskip("trl")
+    data = datasets.Dataset.from_dict({"text": ["word5 word6", "word7 word8"]})
+    arguments = trl.SFTConfig(
+        str(folder / "out"), model_init_kwargs=request, use_cpu=True, bf16=False, report_to="none"
+    )
+    return trl.SFTTrainer(str(folder), args=arguments, train_dataset=data).model
+
+
+def _peft(folder: Path, **request: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    base = LlamaForCausalLM.from_pretrained(folder, **request)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "adapter")
+    return peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", **request).get_base_model()
+
+
+@pytest.mark.parametrize(
+    "load", [LlamaForCausalLM.from_pretrained, _with_info, _pipeline, _sentence_transformer, _lm_eval, _trl, _peft]
+)
+def test_every_tool_that_passes_arguments_on(load: Callable[..., Any], tmp_path: Path) -> None:
+    folder = write_stock_llama(tmp_path)
+    model, wanted = load(folder, position_encoding="alibi"), expected(folder, "a name")
+    assert model.position_encoding.config == AlibiConfig()
+    backbones = [one.eval().model if hasattr(one, "lm_head") else one.eval() for one in (model, wanted)]
+    found, hidden = (one(tokens() % 60, use_cache=False).last_hidden_state for one in backbones)
+    torch.testing.assert_close(found.float(), hidden, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"device_map": {"": "cpu"}}, {"dtype": torch.bfloat16}], ids=str)
+def test_options_of_loading(folders: dict[str, Path], options: dict[str, Any]) -> None:
+    for folder in folders.values():
+        model = AutoModelForCausalLM.from_pretrained(folder, position_encoding="alibi", **options)
+        assert_equal(model, patch_model(AutoModelForCausalLM.from_pretrained(folder, **options), "alibi"))
+
+
+def test_a_new_model_is_patched(folders: dict[str, Path]) -> None:
+    for kind in folders:
+        config = AutoConfig.from_pretrained(folders[kind])
+        before = config.to_dict()
+        model = AutoModelForCausalLM.from_config(config, position_encoding="alibi")
+        assert model.position_encoding.config == AlibiConfig()
+        assert config.to_dict() == before
+
+
+def test_a_part_is_named_in_the_dictionary(tmp_path: Path) -> None:
+    model = tiny_model(pair_named("image-text-llava"))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, position_encoding={"scheme": "none", "part": "vision"})
+    assert loaded.position_encoding.config.by_part().keys() == {"vision"}
+
+
+def test_none_is_no_request(folders: dict[str, Path]) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding=None)
+    assert not hasattr(stock, "position_encoding")
+    patched = AutoModelForCausalLM.from_pretrained(folders["patched"], position_encoding=None)
+    assert patched.position_encoding.config.name == "t5"
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        ("alibbi", UnknownNameError, "Did you mean 'alibi'"),
+        ({"scheme": "rope", "thetta": 1.0}, UnknownNameError, "Did you mean 'theta'"),
+        ({"scheme": "alibi", "layers": [5]}, ValueError, "layers with self-attention are"),
+        ({"scheme": "alibi", "part": "vision"}, UnknownNameError, "vision"),
+        (3, ValueError, "Not a scheme"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_placed_raises(
+    folders: dict[str, Path], request_: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding=request_)
+
+
+def test_a_wrong_name_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError):
+        LlamaForCausalLM.from_pretrained(tmp_path / "nothing", position_encoding="alibbi")
+
+
+class OwnConfig(LlamaConfig):
+    """A config of another project."""
+
+    model_type = "own_positions"
+
+    def __init__(self, position_encoding: str = "theirs", **fields: Any) -> None:
+        super().__init__(**fields)
+        self.position_encoding = position_encoding
+
+
+class OwnModel(PreTrainedModel):
+    """Reads an argument of this name itself."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(2, 2)
+        self.post_init()
+
+
+def test_the_argument_of_another_project_stays_theirs(tmp_path: Path) -> None:
+    OwnModel(OwnConfig()).save_pretrained(tmp_path)
+    assert OwnModel.from_pretrained(tmp_path, position_encoding="special").config.position_encoding == "special"
+
+
+def test_a_model_with_a_request_is_saved_and_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding="alibi")
+    model.save_pretrained(tmp_path)
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path), model)
