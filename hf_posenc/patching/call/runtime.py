@@ -7,7 +7,7 @@ replaced on the instance, and provides the `ForwardState` of the call in progres
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from hf_posenc.patching.call.cache_notes import (
 )
 from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
-from hf_posenc.patching.call.call_layout import CallLayout
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
 from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.key_positions import differs_from_expected
@@ -44,6 +43,25 @@ if TYPE_CHECKING:
 
 #: Arguments of a stack with one row per token.
 _TOKENS = ("input_ids", "inputs_embeds", "input", "hidden_states")
+
+
+class CallLayout:
+    """What a call has to find out about its tokens: here for tokens on one axis, one for each id or embedding."""
+
+    #: Whether its tokens have places on several axes, whatever the positions of a call are.
+    has_axes: ClassVar[bool] = False
+
+    def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardState:
+        """The places of tokens on several axes, as far as the arguments of a call show them."""
+        raise NotImplementedError
+
+    def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
+        """The features in place of tokens, whose shape does not show the number of tokens; `None` without any."""
+        return None
+
+    def tokens_of(self, features: Tensor) -> int:
+        """The number of tokens that a stack with a fixed input makes of features; 0 if it is unknown."""
+        return 0
 
 
 class StackRuntime:

@@ -22,9 +22,8 @@ from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_argu
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable
 from hf_posenc.patching.call.grid_state import GridState, grid_state
-from hf_posenc.patching.call.rotary_site import RotaryModuleSite
-from hf_posenc.patching.layouts.grid_bias import GridBias, find_biases, window_of
-from hf_posenc.patching.layouts.grid_native import native_grid_scheme
+from hf_posenc.patching.call.module_sites import RotaryModuleSite
+from hf_posenc.patching.layouts.grid_native import GridBias, find_biases, native_grid_scheme, window_of
 from hf_posenc.patching.layouts.grid_sites import (
     GridRotarySite,
     GridTableSite,

@@ -18,9 +18,8 @@ from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import PositionTable, position_tables, sinusoids_like
-from hf_posenc.patching.call.call_layout import CallLayout
-from hf_posenc.patching.call.rotary_site import RotaryModuleSite
-from hf_posenc.patching.call.vector_sites import TableOwner, TableSite
+from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
+from hf_posenc.patching.call.runtime import CallLayout
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.rotary_site import RotaryModuleSite
+from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
 
