@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
-from hf_posenc.checkpoint.pushing import upload_of
+from hf_posenc.checkpoint.saving import upload_of
 from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 
 
