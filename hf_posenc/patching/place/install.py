@@ -121,7 +121,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         architecture.silence(stack, journal)
     for module, name in architecture.fixed_tables(stack) if architecture.fixed_tables else ():
         if module is stack.module:
-            runtime.tables = WithoutTable(module, name)
+            runtime.viewed = WithoutTable(module, name)
     if stack.mechanism:
         report.replaced.append(f"{stack.name}: {stack.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
