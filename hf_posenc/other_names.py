@@ -1,14 +1,6 @@
-"""The error for unknown schemes, with hints for other names of schemes and for third-party schemes."""
+"""Other names of schemes, and words of the field that are no schemes, with hints for the error."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-
-from hf_posenc.errors import UnknownNameError
-
-_CUSTOM_SCHEME_HINT = (
-    "For your own scheme, first import the module that registers it; on the command line: --import MODULE."
-)
 
 _SCHEMES = {
     "no_pe": ("none",),
@@ -63,12 +55,7 @@ _SCALINGS = {
 }
 
 
-def unknown_scheme(name: str, known: Iterable[str]) -> UnknownNameError:
-    """Returns the error for a scheme that is not registered."""
-    return UnknownNameError("scheme", name, known, hint=_hint_for(name), remedy=_CUSTOM_SCHEME_HINT)
-
-
-def _hint_for(name: str) -> str:
+def hint_for(name: str) -> str:
     """Returns a hint for a common name that is not the name of a scheme, or an empty string."""
     word = name.lower().replace("-", "_").replace(" ", "_")
     if word == "drope":

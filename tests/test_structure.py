@@ -17,11 +17,11 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (60, 1140, 610),
-    "patch and first forward": (71, 1600, 900),
-    "forward": (14, 120, 60),
-    "further layer": (14, 30, 30),
-    "decoding": (14, 140, 95),
+    "patch": (60, 1100, 610),
+    "patch and first forward": (65, 1300, 715),
+    "forward": (14, 115, 60),
+    "further layer": (14, 25, 15),
+    "decoding": (14, 140, 90),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -89,6 +89,6 @@ def test_a_call_takes_no_longer_way(counted: dict[str, list[int]], path: str) ->
 
 def test_the_library_is_no_larger() -> None:
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")]
-    assert sum(lines) <= 51_002
+    assert sum(lines) <= 50_826
     assert max(lines) <= 500
-    assert len(lines) <= 325
+    assert len(lines) <= 312

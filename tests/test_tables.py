@@ -37,4 +37,4 @@ def test_a_table_that_fits_is_as_it_was():
 
 def test_markdown_does_not_wrap():
     with fitted_to(40):
-        assert len(format_table(HEADERS, ROWS, markdown=True).splitlines()) == 2 + len(ROWS)
+        assert len(format_table(HEADERS, ROWS, form="markdown").splitlines()) == 2 + len(ROWS)

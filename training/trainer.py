@@ -19,7 +19,7 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_posenc.checkpoint import model_card
-from hf_posenc.recipes.parameter_groups import undecayed_scheme_parameters
+from hf_posenc.recipes.trained_parameters import undecayed_scheme_parameters
 from training.checkpoints import PROGRESS_FILE, incompleteness, record_progress, stored_names
 from training.data.order import EpochOrder, RowsByEpoch
 from training.errors import SettingsError

@@ -48,7 +48,6 @@ from hf_posenc.attention.forms import (
     masked_rows,
 )
 from hf_posenc.attention.fused_attention import folds, fused_attention
-from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.positions import exporting
 
@@ -319,7 +318,40 @@ def _attend_looking_up(
     module, query, key, value, mask, *args = given
     if not _is_set(kwargs.get("softcap")):
         mask = narrowed(mask, form, query, key, value, _scaling(query, kwargs))
-    return function(module, query, key, value, mask, *args, position_bias=look_up(form), **kwargs)
+    return function(module, query, key, value, mask, *args, position_bias=LookUp(form, query.shape[2]), **kwargs)
+
+
+class LookUp:
+    """A look-up `[batch, head, query, key]` of a bias, for flex attention's score function, instead of a tensor.
+
+    It stores one number per distance, or one per key and one per query, or both. Scores are float32 in any model.
+
+    Args:
+        form: the bias.
+        query_length: number of queries.
+    """
+
+    def __init__(self, form: FusedForm, query_length: int) -> None:
+        vector, terms, query_slots = form.tensors
+        self.of_distances = None if vector is None else vector.contiguous()
+        self.of_keys = self.of_queries = None
+        if terms is not None and query_slots is not None:
+            self.of_keys = terms.contiguous()
+            self.of_queries = self.of_keys.index_select(-1, query_slots)
+        self.query_length = query_length
+
+    def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        batch, head, query, key = pair
+        bias = None
+        if self.of_distances is not None:
+            bias = self.of_distances[head, key - query + (self.query_length - 1)]
+        if self.of_keys is not None and self.of_queries is not None:
+            if self.of_keys.shape[0] == 1:
+                batch = torch.zeros_like(batch)
+            terms = self.of_keys[batch, head, key] - self.of_queries[batch, head, query]
+            bias = terms if bias is None else bias + terms
+        assert bias is not None
+        return bias
 
 
 def _attend_in_math(*given: Any) -> Any:

@@ -127,7 +127,7 @@ def _save_pretrained(call: Call) -> Any:
 
 def _upload_modified_files(call: Call) -> Any:
     if "hf_posenc.patching" in sys.modules:
-        from hf_posenc.checkpoint.pushing import write_card
+        from hf_posenc.checkpoint.saving import write_card
 
         write_card(call["self"], call["working_dir"], call["repo_id"])
     return call.run()

@@ -1,21 +1,28 @@
-"""`save_pretrained` of patched models, or over one. It raises if the saved model could not be loaded again."""
+"""`save_pretrained` of patched models, or over one, and their uploads.
+
+It raises if the saved model could not be loaded again. An upload has a card of the scheme, and if it fails, the error
+says what to do.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 from transformers import modeling_utils
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from hf_posenc.checkpoint.agreement import record_shards
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
+from hf_posenc.checkpoint.cards import model_card
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.entry import MARK, find_mark, is_patched, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.encoding import encodings, refuse_changed
+from hf_posenc.patching.place.encoding import current_encoding, encodings, refuse_changed
 from hf_posenc.wrapping import Call
 
 
@@ -83,8 +90,6 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     """Creates the repository, as `save_pretrained` does before it writes, and returns a function that uploads the
     files. The options of the upload are removed from those of `save_pretrained`.
     """
-    from hf_posenc.checkpoint.pushing import upload_of
-
     token_option = {} if token is None else {"token": token}
     message, create_pr = options.pop("commit_message", None), options.pop("create_pr", False)
     name = options.pop("repo_id", os.fspath(folder).split(os.path.sep)[-1])
@@ -109,3 +114,41 @@ def _marked(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     (encoding,) = encodings(model)
     (path,) = [name for name, module in model.named_modules() if module is encoding][:1]
     return {**state_dict, f"{path}.{MARK}": encoding.get_extra_state()}
+
+
+#: A comment in cards that are replaced by the next upload.
+AUTOMATIC = "<!-- Written by hf_posenc, and again by every push of the model. Remove this line to edit the card. -->"
+#: A sentence in the cards that transformers writes for every model.
+_OF_TRANSFORMERS = "This model card has been automatically generated"
+
+
+def write_card(model: Any, working_dir: Any, repo_id: str) -> None:
+    """Gives a patched model a card that describes its scheme, in the folder that will be uploaded.
+
+    A card that was written by hand is kept, and tagged with the scheme.
+    """
+    if current_encoding(model) is not None and not getattr(model, "_hf_peft_config_loaded", False):
+        path = Path(working_dir, "README.md")
+        own = model_card(model, model_id=repo_id)
+        tags = own.data.get("tags", [])
+        card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
+        if card is None or _OF_TRANSFORMERS in card.text or AUTOMATIC in card.text:
+            own.text = f"{own.text.rstrip()}\n\n{AUTOMATIC}\n"
+            card, tags = own, [*tags, *(model.model_tags or [])]
+        else:
+            tags = [*(card.data.get("tags") or []), *tags]
+        card.data["tags"] = list(dict.fromkeys(tags))
+        card.save(path)
+
+
+@contextlib.contextmanager
+def upload_of(folder: str | os.PathLike[str], repository: str) -> Iterator[None]:
+    """Adds a note to an exception in the block: the folder is complete, and how to upload it later."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(
+            f"The upload to {repository!r} failed, but {os.fspath(folder)} is complete. To upload it later, run: "
+            f"hf upload {repository} {os.fspath(folder)}"
+        )
+        raise

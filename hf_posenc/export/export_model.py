@@ -1,4 +1,4 @@
-"""`export_model`: one call for every target."""
+"""`export_model`: one call for every target, with the card of what it has written and its upload to the hub."""
 
 from __future__ import annotations
 
@@ -6,24 +6,83 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.adapter_config import CONFIG_FILE as ADAPTERS
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
+from hf_posenc.checkpoint.cards import card_data, hub_name, scheme_names, scheme_section, versions_section
+from hf_posenc.checkpoint.saving import upload_of
 from hf_posenc.checkpoint.stored_schemes import WEIGHTS
 from hf_posenc.errors import UnknownNameError, UsageError
-from hf_posenc.export.card import export_card
 from hf_posenc.export.carriers import carry
-from hf_posenc.export.hub import Upload
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.models import model_to_export, refuse_unsuited
-from hf_posenc.export.records import MANIFEST, ExportReport, files_in
+from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files_in
 from hf_posenc.export.targets import find_target
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.preserve import evaluation_mode
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Where an export is uploaded to.
+
+    Args:
+        repository: hub id.
+        private: whether a new repository is private; `None` for the default of its owner.
+        token: access token; `None` for the stored one.
+        revision: branch, which is created if it does not exist; `None` for the default branch.
+        create_pr: whether to open a pull request instead of a commit to the branch.
+        commit_message: its title.
+    """
+
+    repository: str
+    private: bool | None = None
+    token: str | bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+    commit_message: str | None = None
+
+    def full_name(self) -> str:
+        """The hub id with its owner: a name without one belongs to the owner of the token."""
+        if "/" in self.repository:
+            return self.repository
+        return HfApi(token=self.token).get_full_repo_name(self.repository)
+
+    def send(self, report: ExportReport) -> None:
+        """Uploads all files of an export in one commit, so that the repository never has a part of it.
+
+        An exception gets a note that says how to upload the folder later.
+        """
+        api = HfApi(token=self.token)
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=report.folder / name) for name in report.files
+        ]
+        message = self.commit_message or f"Export of {report.scheme} to {report.target}"
+        with upload_of(report.folder, self.repository):
+            name = api.create_repo(self.repository, private=self.private, exist_ok=True).repo_id
+            if self.revision is not None:
+                api.create_branch(name, branch=self.revision, exist_ok=True)
+            operations += [CommitOperationDelete(path) for path in self._outdated(api, name, report)]
+            api.create_commit(
+                name, operations, commit_message=message, revision=self.revision, create_pr=self.create_pr
+            )
+
+    def _outdated(self, api: HfApi, name: str, report: ExportReport) -> list[str]:
+        """Files in the repository that belong to an earlier export only. Some programs would load them."""
+        try:
+            earlier = files_in(Path(api.hf_hub_download(name, MANIFEST, revision=self.revision)))
+        except RemoteEntryNotFoundError:
+            return []
+        there = api.list_repo_files(name, revision=self.revision)
+        return sorted((set(there) & earlier) - set(report.files))
 
 
 def export_model(
@@ -170,3 +229,49 @@ def _upload(repository: Any, options: Mapping[str, Any]) -> Upload | None:
         raise TypeError(f'push_to_hub is {repository!r}; expected the hub id of a repository, such as "me/my-model".')
     validate_repo_id(repository)
     return Upload(repository, **options)
+
+
+def export_card(model: PreTrainedModel, report: ExportReport, usage: str, repository: str | None) -> ModelCard:
+    """Creates the card of an export.
+
+    Args:
+        model: the exported model.
+        report: what was written.
+        usage: Markdown with the code that runs it; `{folder}` stands for its folder or hub id.
+        repository: hub id, if it is uploaded.
+    """
+    folder, class_name, encoding = report.folder.resolve().name, type(model).__name__, current_encoding(model)
+    name, base = repository or folder, hub_name(model)
+    data = card_data(
+        name, class_name, "stock" if encoding is None else scheme_names(encoding.config), tags=[report.target],
+        library_name="transformers" if report.target == "stock" else report.target,
+        base_model=None if base == repository else base,
+    )  # fmt: skip
+    scheme = (
+        f"The position encoding of a stock `{class_name}`."
+        if encoding is None
+        else scheme_section(encoding.config.to_dict(), class_name)
+    )
+    sections = [
+        f"# {name}",
+        f"A `{class_name}` with the position encoding `{report.scheme}`, exported for "
+        f"{find_target(report.target).program}. It runs without the package `hf_posenc`.",
+        f"## How to run it\n\n{_how_to_run(usage, report, repository)}",
+        f"## Position encoding\n\n{scheme}\n\nThe export expresses it through {report.carrier}.",
+        f"## Measured difference\n\nThe export was run on the same tokens as the original model:\n\n```\n"
+        f"{checks_table(report.checks)}\n```",
+        f"### Framework versions\n\n{versions_section()}",
+    ]
+    body = "\n\n".join(section.strip() for section in sections)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=False)
+
+
+def _how_to_run(usage: str, report: ExportReport, repository: str | None) -> str:
+    """The usage, with a name for `{folder}`. Only transformers takes the name of a repository as a folder."""
+    if repository is None:
+        return usage.replace("{folder}", report.folder.resolve().name)
+    if report.target == "stock":
+        return usage.replace("{folder}", repository)
+    local = repository.rpartition("/")[2]
+    download = f"```bash\nhf download {repository} --local-dir {local}\n```"
+    return f"{download}\n\n{usage.replace('{folder}', local)}"

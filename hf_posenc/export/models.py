@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
@@ -14,6 +13,7 @@ from hf_posenc.export.targets import Target
 from hf_posenc.patching.anatomy.anatomy import model_parts
 from hf_posenc.patching.anatomy.parts import TEXT, default_part
 from hf_posenc.patching.place.encoding import current_encoding, parts_named, refuse_changed
+from hf_posenc.patching.place.model_checks import is_part
 
 #: How to get the embeddings of an encoder-decoder.
 _ENCODER = (
@@ -45,7 +45,7 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
             "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)."
         )
     name = type(model).__name__
-    if type(model).__module__.startswith("transformers.models.") and not hasattr(transformers, name):
+    if is_part(model):
         raise UnsupportedError(f"{name} is a part of a model, and programs load whole models. {_ENCODER}")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(

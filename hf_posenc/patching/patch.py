@@ -156,10 +156,8 @@ def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:
 
 def _kept(encoding: PositionEncoding | None, changed: Collection[str]) -> dict[str, StackEncoding]:
     """What is in place in the stacks of other parts. Its parameters may have been trained."""
-    if encoding is None or encoding.report is None:
-        return {}
-    others = [stack.name for stack in encoding.report.stacks if stack.part not in changed]
-    return {name: encoding.stacks[name] for name in others}
+    stacks = {} if encoding is None else encoding.stacks
+    return {name: stack for name, stack in stacks.items() if stack.part not in changed}
 
 
 def _resolve(
@@ -226,7 +224,7 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
     """
     before = set() if previous is None else set(previous.stacks.values())
     placed = [stack for stack in encoding.stacks.values() if stack not in before]
-    names = {name for stack in placed for name in stack.layout.in_raster_order(stack.acting_parts())}
+    names = {name for stack in placed for name in stack.runtime.layout.in_raster_order(stack.acting_parts())}
     if names:
         warnings.warn(
             f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "

@@ -121,7 +121,10 @@ def png_of(figure: Figure, dpi: int = 110, colors: int = 256) -> bytes:
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 110, colors: int = 256) -> Path:
-    """Writes one file whose ending names the format, a PNG with a palette of at most `colors` colours."""
+    """Writes one file whose ending names the format, a PNG with a palette of at most `colors` colours.
+
+    `dpi` are the dots per inch of a PNG, and of what is rasterised inside an SVG.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".png":
@@ -129,15 +132,3 @@ def save(figure: Figure, path: str | Path, dpi: int = 110, colors: int = 256) ->
     else:
         figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
-
-
-def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110) -> list[Path]:
-    """Writes `name.png` and `name.svg`.
-
-    Args:
-        figure: what to save.
-        folder: where the files go; made if missing.
-        name: of the files, without an ending. By convention that of a figure for a dark page ends in `_dark`.
-        dpi: dots per inch of the PNG, and of what is rasterised inside the SVG.
-    """
-    return [save(figure, folder / f"{name}.{ending}", dpi) for ending in ("png", "svg")]

@@ -8,8 +8,6 @@ from hf_posenc.recipes.distillation import (
     soft_target_loss,
 )
 from hf_posenc.recipes.gradual import GradualSwapCallback, begin_blend, blend_strength, finish_blend, set_blend_strength
-from hf_posenc.recipes.lora import add_lora
-from hf_posenc.recipes.parameter_groups import parameter_groups
 from hf_posenc.recipes.perturbed_positions import (
     PerturbedSelfDistillation,
     perturbed_positions,
@@ -19,6 +17,7 @@ from hf_posenc.recipes.phases import SchemePhases, SchemePhasesCallback, drope
 from hf_posenc.recipes.spectrum_candidates import SpectrumCandidate
 from hf_posenc.recipes.spectrum_search import SpectrumSearch, search_spectrum
 from hf_posenc.recipes.swap import Swap, swap_scheme
+from hf_posenc.recipes.trained_parameters import add_lora, parameter_groups
 
 __all__ = [
     "Distillation",

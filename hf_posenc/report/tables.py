@@ -44,9 +44,7 @@ def terminal_width() -> int | None:
 Form = Literal["text", "markdown", "html"]
 
 
-def format_table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], *, form: Form = "text", markdown: bool = False
-) -> str:
+def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, form: Form = "text") -> str:
     """Aligned columns, left for text and right for numbers.
 
     Args:
@@ -54,7 +52,6 @@ def format_table(
         rows: cells as text, one sequence per row.
         form: "text" for a terminal, "markdown" with pipes and a rule, as GitHub renders them, or "html", which needs
             pandas.
-        markdown: the same as `form="markdown"`.
 
     Raises:
         ValueError: if a row has another number of cells than there are headers.
@@ -65,7 +62,7 @@ def format_table(
         import pandas
 
         return str(pandas.DataFrame(rows, columns=list(headers)).to_html(index=False, border=0))
-    if markdown or form == "markdown":
+    if form == "markdown":
         return _markdown(columns)
     width = _width.get()
     return "\n\n".join(_text(block, width) for block in _blocks(columns, width))

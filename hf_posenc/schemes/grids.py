@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,12 +71,13 @@ def places(
     return Places(grid_coordinates(positions.ids, grid, num_prefix_tokens), None, placed)
 
 
-def grid_coordinates(ids: Tensor, grid: tuple[int, ...], num_prefix_tokens: int = 0) -> Tensor:
+def grid_coordinates(ids: Tensor, grid: Sequence[int | Tensor], num_prefix_tokens: int = 0) -> Tensor:
     """Returns the coordinates of tokens that fill a grid row by row.
 
     Args:
         ids: `(batch or 1, length)`, positions along the sequence.
-        grid: sizes of all axes except the first, in tokens: `(width,)` in two dimensions, `(height, width)` in three.
+        grid: sizes of all axes except the first, in tokens: `(width,)` in two dimensions, `(height, width)` in three. A
+            size may differ between the rows of a batch.
         num_prefix_tokens: number of tokens before the grid. These tokens and padding get coordinates 0.
 
     Returns:

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar, dataclass_transform
 
+from hf_posenc.errors import UnknownNameError
 from hf_posenc.extensions import import_named_modules
-from hf_posenc.other_names import unknown_scheme
+from hf_posenc.other_names import hint_for
 from hf_posenc.schemes.config import SchemeConfig, nesting
 from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, shown
 
@@ -65,7 +66,8 @@ def get_scheme(name: str) -> type[SchemeConfig]:
     try:
         return _SCHEMES[name]
     except KeyError:
-        raise unknown_scheme(str(name), _SCHEMES) from None
+        remedy = "For your own scheme, first import the module that registers it; on the command line: --import MODULE."
+        raise UnknownNameError("scheme", str(name), _SCHEMES, hint=hint_for(str(name)), remedy=remedy) from None
 
 
 def registered_configs() -> list[type[SchemeConfig]]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import UnsupportedError, export_model, patch_model, unpatch_model
 from hf_posenc.recipes import SpectrumCandidate, search_spectrum
 from hf_posenc.recipes.spectrum_candidates import CandidateSpace
-from hf_posenc.recipes.spectrum_objective import with_needles
+from hf_posenc.recipes.spectrum_search import with_needles
 from hf_posenc.schemes import LongRopeScaling, RopeConfig, YarnScaling
 from tests.fixtures.make import CHECKPOINTS
 from tests.models import tiny

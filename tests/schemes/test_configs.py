@@ -105,7 +105,7 @@ def test_every_hint_names_something_that_exists():
             get_scheme(name)
     taken = (set(other_names._SCHEMES) | set(other_names._SCALINGS)) & set(registry_module._SCHEMES)
     assert taken == set(), "a scheme of that name hides the hint"
-    assert all(other_names._hint_for(word) for word in other_names._SCALINGS)
+    assert all(other_names.hint_for(word) for word in other_names._SCALINGS)
 
 
 def test_a_scaling_given_as_a_dictionary_is_the_scaling():

@@ -96,11 +96,6 @@ def modules_by_stack(model: nn.Module) -> list[StackModules]:
     return list(stacks.values())
 
 
-def own_modules(stack: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Path and module of everything that belongs to a stack and to no other one inside it."""
-    return modules_by_stack(stack)[0].members
-
-
 def _belongs_to(child: PreTrainedModel, owner: StackModules) -> bool:
     return type(child.config) is type(owner.module.config) and owner.kind.includes(child, owner.module)
 

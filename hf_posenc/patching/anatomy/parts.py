@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnknownNameError
@@ -128,9 +128,3 @@ def inner_part(module: nn.Module, config: Any) -> str | None:
     names = (name for name, inner in config.__dict__.items() if isinstance(inner, PreTrainedConfig) and inner is own)
     name = next(names, None)
     return None if name is None else name.removesuffix("_config")
-
-
-def given_features(arguments: dict[str, Any]) -> Tensor | None:
-    """The features among the arguments of a call, or `None`."""
-    found = (arguments.get(name) for name in FEATURES)
-    return next((value for value in found if isinstance(value, Tensor)), None)

@@ -178,22 +178,24 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
     width = 2 * frequencies.shape[-1]
     hidden = torch.zeros(1, 1, 1, device=frequencies.device)
     position_ids = torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device)
-    arguments = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
-    output = call_rotary(module, hidden, position_ids, *arguments)
+    output = call_rotary(module, hidden, position_ids, layer_type)
     if isinstance(output, Tensor):
         return "complex", width
     return ("half_width" if output[0].shape[-1] * 2 == width else "full"), width
 
 
-def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, *arguments: Any) -> Any:
+def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """Calls the forward of a rotary module's class with positions on one axis, ignoring a forward on the instance.
+
+    A module that has one spectrum for all layers is not told the layer type.
 
     Raises:
         UnsupportedError: if it requires other positions or arguments.
     """
+    typed = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
     try:
         with torch.no_grad():
-            return type(module).forward(module, hidden, position_ids, *arguments)
+            return type(module).forward(module, hidden, position_ids, *typed)
     except (TypeError, IndexError, RuntimeError) as error:
         raise unknown_seam(
             f"{type(module).__name__} could not compute the phases of a token ({error}): its positions have more than "

@@ -58,7 +58,7 @@ def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_typ
     if not takes_type and layer_type is not None:
         return None
     device = next(module.buffers(), hidden).device
-    output = call_rotary(module, hidden.to(device), position_ids.to(device), *((layer_type,) if takes_type else ()))
+    output = call_rotary(module, hidden.to(device), position_ids.to(device), layer_type)
     phases = cosines_in(output)
     return phases[0] if phases.dim() == 4 else phases
 
@@ -85,11 +85,10 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> li
     device = inverse_frequencies_of(clone, layer_type).device
     found = []
     lengths = _lengths(rotary, layer_type, parameters)
-    typed = (layer_type,) if has_layer_types(rotary) else ()
     rows = max((size for buffer in rotary.buffers() for size in buffer.shape[:-1]), default=_FAR)
     for length in lengths:
         ids = torch.tensor([0, 1, (length if len(lengths) > 1 else rows) - 1], device=device)
-        output = call_rotary(clone, torch.zeros(1, 3, 1, device=device), ids.unsqueeze(0), *typed)
+        output = call_rotary(clone, torch.zeros(1, 3, 1, device=device), ids.unsqueeze(0), layer_type)
         stored = inverse_frequencies_of(clone, layer_type).detach()
         if stored.dtype == torch.float32:
             refuse_other_angles(rotary, angles_in(output)[1], ids, stored)
@@ -176,7 +175,7 @@ def frequencies_by_axis(rotary: nn.Module, layer_type: str | None, layout: str) 
     for axis in range(axes):
         position_ids = torch.zeros(axes, 1, 1, dtype=torch.int64, device=own.device)
         position_ids[axis] = 1
-        cos, sin = call_rotary(clone, hidden, position_ids, *((layer_type,) if has_layer_types(clone) else ()))
+        cos, sin = call_rotary(clone, hidden, position_ids, layer_type)
         angles = torch.atan2(sin.float(), cos.float()).reshape(-1)
         whole = angles.shape[0] == 2 * pairs
         first, second = (angles[::2], angles[1::2]) if layout == "interleaved" else (angles[:pairs], angles[pairs:])

@@ -61,11 +61,6 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
     set_note(keeper, SCHEME, _ACCEPTED)
 
 
-def mark_cache(cache: Any, scheme: SchemeConfig) -> None:
-    """Notes the scheme of a cache."""
-    set_note(self_attention_cache(cache), SCHEME, scheme)
-
-
 def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
     """Refuses a cache whose tokens were encoded with another scheme, or by no patched model.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.schemes.grids import grid_coordinates
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 
@@ -33,7 +34,7 @@ def in_raster(grid: tuple[int, ...], length: int, suffix_tokens: int, device: to
     slots = ids - before
     placed = (slots >= 0) & (slots < patches)
     sizes = torch.stack([ids.new_full((1, length), size) for size in grid])
-    coordinates = _unravelled(slots.where(placed, 0), list(grid))
+    coordinates = grid_coordinates(slots.where(placed, 0), grid[1:])
     return Positions(ids, ids.new_full((1, 1), length), coordinates, None, sizes, placed, grid)
 
 
@@ -48,7 +49,7 @@ def of_images(sizes: Tensor, length: int, memo: dict[Hashable, Any]) -> Position
     slots = torch.arange(length, device=sizes.device).expand(sizes.shape[0], -1)
     patches = sizes.prod(-1, keepdim=True)
     placed = slots < patches
-    coordinates = _unravelled(slots.where(placed, 0), list(sizes.T.unsqueeze(-1)))
+    coordinates = grid_coordinates(slots.where(placed, 0), [*sizes.T.unsqueeze(-1)[1:]])
     extents = sizes.T.unsqueeze(-1).expand(-1, -1, length)
     ids = slots.where(placed, -1)
     return Positions(ids, patches, coordinates, None, extents, placed, memo=memo).bounded(length)
@@ -137,15 +138,6 @@ def selected(positions: Positions, indices: Tensor, memo: dict[Hashable, Any]) -
     coordinates, extents, placed = map(take, (positions.coordinates, positions.extents, positions.placed))
     found = Positions(ids, positions.lengths, coordinates, None, extents, placed, positions.grid, memo=memo)
     return found.bounded(positions.ids.shape[-1])
-
-
-def _unravelled(places: Tensor, sizes: list[Any]) -> Tensor:
-    """`(axes, *places.shape)`: the coordinates of places in raster order, the last axis fastest."""
-    coordinates = []
-    for size in reversed(sizes[1:]):
-        coordinates.append(places % size)
-        places = torch.div(places, size, rounding_mode="floor")
-    return torch.stack([places, *reversed(coordinates)])
 
 
 Sizes = tuple[int, ...]

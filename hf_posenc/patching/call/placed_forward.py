@@ -70,12 +70,13 @@ def forward_on_instance(module: nn.Module) -> Any:
     A tool may restore a `PlacedForward` after its scheme was removed. Such a retired object is skipped in favour of
     the forward inside it.
     """
-    found = module.__dict__.get(place_of_forward(module))
+    place = place_of_forward(module)
+    found = module.__dict__.get(place)
     while isinstance(found, PlacedForward) and found.retired:
         found = found.inner
     # If no forward was set on the instance, accelerate stores a bound method of the class inside its hook.
-    hooked = place_of_forward(module) == "_old_forward"
-    return None if hooked and getattr(found, "__func__", None) is type(module).forward else found
+    is_stock = place == "_old_forward" and getattr(found, "__func__", None) is type(module).forward
+    return None if is_stock else found
 
 
 def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:

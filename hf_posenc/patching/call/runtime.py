@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.forward_code import named_arguments
+from hf_posenc.patching.anatomy.rotary_functions import reads_axes
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.cache_notes import (
     cache_among,
     cached_length,
@@ -22,10 +24,10 @@ from hf_posenc.patching.call.cache_notes import (
     note_of,
     remember_length,
     self_attention_cache,
+    set_note,
 )
-from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme, mark_cache
+from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
-from hf_posenc.patching.call.call_layout import CallLayout
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
 from hf_posenc.patching.call.generation_call import GENERATION
 from hf_posenc.patching.call.key_positions import differs_from_expected
@@ -35,6 +37,7 @@ from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.recomputation import Recomputation
 from hf_posenc.patching.call.slot_buffers import SlotBuffers
+from hf_posenc.patching.call.view import Viewed
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import KeptValues, exporting
 
@@ -51,27 +54,27 @@ class StackRuntime:
 
     Args:
         scheme: the scheme of the stack.
+        stack: the stack.
     """
 
-    def __init__(self, scheme: SchemeConfig) -> None:
+    def __init__(self, scheme: SchemeConfig, stack: Stack) -> None:
         self.scheme = scheme
         self.states: PerThread[ForwardState] = PerThread()
         self.recomputation = Recomputation(self.states)
-        self.time_major = False
-        self.channels_first = False
+        self.time_major = stack.architecture.time_major
+        self.channels_first = stack.architecture.channels_first
         #: What the tokens of the stack are.
-        self.layout = CallLayout()
-        #: The site of the tables over the grid that the stack itself owns. Its `view` is the stack with other tables.
-        self.tables: Any = None
-        #: The view as which an encoder with a fixed number of frames runs; set while the scheme is in place.
-        self.input_view: Any = None
+        self.layout = stack.layout
+        #: Has the view as which the stack's own forward runs, with other tables or another number of frames; `None` if
+        #: it runs as it is. Set while the scheme is in place.
+        self.viewed: Viewed | None = None
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
         #: Whether the model itself makes positions on several axes (M-RoPE).
-        self.makes_coordinates = False
+        self.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
         #: Why the scheme needs all tokens of a sequence in one process; empty if it does not.
         self.split_problem = ""
-        self.slots = SlotBuffers()
+        self.slots = SlotBuffers(max((table.origin for table in stack.tables), default=0))
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
         #: The ids of patched attention modules that have not run since the stack was last searched.
@@ -153,11 +156,11 @@ class StackForward(PlacedForward):
         return code
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward of the stack; with other tables, if the stack itself owns tables over a grid."""
+        """Runs the forward of the stack, as a view of it if tables or the number of frames have to be others."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
-        tables = None if self.retired else self.runtime.tables
-        return type(self.module).forward(self.module if tables is None else tables.view, *args, **kwargs)
+        viewed = None if self.retired else self.runtime.viewed
+        return type(self.module).forward(self.module if viewed is None else viewed.view, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
@@ -188,7 +191,13 @@ class StackForward(PlacedForward):
             if torch.is_grad_enabled():
                 self.runtime.recomputation.has_run = True
                 self.runtime.recomputation.keep_state(self.module)
-            result = self._stock_or_view(state, *args, **kwargs)
+            if self.inner is not None and self.runtime.viewed is not None and isinstance(state, SeriesState):
+                raise UnsupportedError(
+                    f"The forward of this {type(self.module).__name__} was replaced by another library before it was "
+                    "patched, so its number of frames cannot be set for each call. Remove that forward, and patch "
+                    "again."
+                )
+            result = self.stock(*args, **kwargs)
             if self.runtime.unattended and self.runtime.watch is not None:
                 self.runtime.watch.refuse_unattended()
             cache = state.cache_object
@@ -199,22 +208,10 @@ class StackForward(PlacedForward):
                 remember_keys(cache)
                 remember_length(cache, state.end)
                 if known is not scheme:
-                    mark_cache(cache, scheme)
+                    set_note(self_attention_cache(cache), SCHEME, scheme)
             return result
         finally:
             del calls[depth:]
-
-    def _stock_or_view(self, state: ForwardState, *args: Any, **kwargs: Any) -> Any:
-        """Runs the stack's own forward; that of an encoder with a fixed number of frames as a view of it."""
-        view = self.runtime.input_view
-        if view is None or not isinstance(state, SeriesState):
-            return self.stock(*args, **kwargs)
-        if self.inner is not None:
-            raise UnsupportedError(
-                f"The forward of this {type(self.module).__name__} was replaced by another library before it was "
-                "patched, so its number of frames cannot be set for each call. Remove that forward, and patch again."
-            )
-        return type(self.module).forward(view.view, *args, **kwargs)
 
     # Disabled for the whole call: a single compiled frame could read values that another frame computed outside a
     # graph.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.patching.anatomy.anatomy import own_modules
+from hf_posenc.patching.anatomy.anatomy import modules_by_stack
 
 _BUFFERS = ("position_ids", "token_type_ids")
 #: Sines and cosines `(length, width)`.
@@ -26,14 +26,18 @@ EXPORTED_LENGTH = 2**15
 
 
 class SlotBuffers:
-    """The buffers of one stack, none of them part of its state dict."""
+    """The buffers of one stack, none of them part of its state dict.
 
-    def __init__(self) -> None:
+    Args:
+        rows_before: number of rows before that of the first token in the position table; RoBERTa indexes its buffers by
+            row.
+    """
+
+    def __init__(self, rows_before: int) -> None:
         self.native_lengths: list[tuple[nn.Module, str, int]] = []
         #: Measured before the first call, because a graph is made for the value that it finds.
         self.shortest: int | None = None
-        #: Number of rows before that of the first token in the position table; RoBERTa indexes its buffers by row.
-        self.rows_before = 0
+        self.rows_before = rows_before
 
     def reach(self, stack: nn.Module, length: int, *, masks: bool = True) -> None:
         """Extends every buffer to at least `length` tokens; existing slots keep their values.
@@ -87,7 +91,7 @@ class SlotBuffers:
 def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     found = []
     # The position ids of a vision tower inside a stack of text are as many as its patches.
-    for module in (stack, *(module for _, module in own_modules(stack))):
+    for module in (stack, *(module for _, module in modules_by_stack(stack)[0].members)):
         for name in _BUFFERS:
             buffer = module._buffers.get(name)
             transient = name in module._non_persistent_buffers_set

@@ -22,9 +22,8 @@ from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_argu
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable
 from hf_posenc.patching.call.grid_state import GridState, grid_state
-from hf_posenc.patching.call.rotary_site import RotaryModuleSite
-from hf_posenc.patching.layouts.grid_bias import GridBias, find_biases, window_of
-from hf_posenc.patching.layouts.grid_native import native_grid_scheme
+from hf_posenc.patching.call.module_sites import RotaryModuleSite
+from hf_posenc.patching.layouts.grid_native import GridBias, find_biases, native_grid_scheme, window_of
 from hf_posenc.patching.layouts.grid_sites import (
     GridRotarySite,
     GridTableSite,
@@ -96,9 +95,9 @@ class Grid(Layout):
     @classmethod
     def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
         projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
-        grid = cls(projection, native=_native_sizes(projection, config), suffix_tokens=suffix_tokens)
         steps = getattr(config, "patch_size", None) if projection is None else projection.stride
-        grid.step = (steps, steps) if isinstance(steps, int) else steps
+        step = (steps, steps) if isinstance(steps, int) else steps
+        grid = cls(projection, step, _native_sizes(projection, step, config), suffix_tokens=suffix_tokens)
         others = 0 if grid.native is None else math.prod(grid.native) + suffix_tokens
         for path, module in modules:
             grid.tables.extend(_tables_of(path, module, others))
@@ -229,7 +228,7 @@ class Grid(Layout):
             alone = len(self.tables) == 1
             site = GridTableSite(first.module, tables, self.tables[0], runtime, encoding.additive, alone=alone)
             if first.module is stack.module:
-                runtime.tables = site
+                runtime.viewed = site
             else:
                 journal.set_forward(first.module, site)
             for table in tables:
@@ -328,18 +327,18 @@ def _channels(config: Any) -> int:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 3)
 
 
-def _native_sizes(projection: nn.Conv2d | nn.Conv3d | None, config: Any) -> tuple[int, ...] | None:
+def _native_sizes(
+    projection: nn.Conv2d | nn.Conv3d | None, step: tuple[int, ...] | None, config: Any
+) -> tuple[int, ...] | None:
     if _reads_spectrogram(config):
         sizes = ((config.num_mel_bins, config.frequency_stride), (config.max_length, config.time_stride))
         return tuple((size - config.patch_size) // stride + 1 for size, stride in sizes)
     sides, frames = _sides(config), _frames(config)
-    steps = getattr(config, "patch_size", None) if projection is None else projection.stride
-    steps = (steps, steps) if isinstance(steps, int) else steps
     of_video = isinstance(projection, nn.Conv3d)
-    if sides is None or steps is None or (of_video and frames is None):
+    if sides is None or step is None or (of_video and frames is None):
         return None
     pixels = (frames, *sides) if of_video and frames is not None else sides
-    return tuple(count // step for count, step in zip(pixels, tuple(steps)[-len(pixels) :], strict=True))
+    return tuple(count // size for count, size in zip(pixels, tuple(step)[-len(pixels) :], strict=True))
 
 
 def _sides(config: Any) -> tuple[int, int] | None:

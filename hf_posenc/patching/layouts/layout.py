@@ -18,20 +18,21 @@ from hf_posenc.patching.anatomy.kinds import TemporaryChanges
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.anatomy.tables import PositionTable, position_tables, sinusoids_like
-from hf_posenc.patching.call.call_layout import CallLayout
-from hf_posenc.patching.call.rotary_site import RotaryModuleSite
-from hf_posenc.patching.call.vector_sites import TableOwner, TableSite
+from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
 
 
-class Layout(CallLayout):
+class Layout:
     """The tokens of one stack. What is defined here holds for tokens on one axis, with ordinary position tables.
 
     It is plain data that refers to modules of the stack: a runtime holds it, and is copied with its model.
     """
 
+    #: Whether its tokens have places on several axes, whatever the positions of a call are.
+    has_axes: ClassVar[bool] = False
     #: Whether the caller passes the tokens one by one, as ids or embeddings, so that their order can be changed.
     takes_tokens: ClassVar[bool] = False
     #: Whether the config states its length beside that of a text.
@@ -164,6 +165,20 @@ class Layout(CallLayout):
         frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
         formula = sinusoids_like(weight.detach(), origin) if frozen or self.computes_tables else None
         return formula or LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
+
+    # Finding out about the tokens of a call.
+
+    def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardState:
+        """The places of tokens on several axes, as far as the arguments of a call show them."""
+        raise NotImplementedError
+
+    def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
+        """The features in place of tokens, whose shape does not show the number of tokens; `None` without any."""
+        return None
+
+    def tokens_of(self, features: Tensor) -> int:
+        """The number of tokens that a stack with a fixed input makes of features; 0 if it is unknown."""
+        return 0
 
     # Placing a scheme.
 

@@ -16,7 +16,7 @@ from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
 from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
-from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH, given_features
+from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import NamedModule, Stack
 from hf_posenc.patching.anatomy.tables import OwnedTable, sinusoids_like
@@ -203,7 +203,8 @@ class Series(Layout):
 
     def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
         """The features of sound or of a time series."""
-        return given_features(arguments)
+        found = (arguments.get(name) for name in FEATURES)
+        return next((value for value in found if isinstance(value, Tensor)), None)
 
     def tokens_of(self, features: Tensor) -> int:
         """Those of an encoder that accepts one number of frames only."""
@@ -214,7 +215,7 @@ class Series(Layout):
         super().install(stack, encoding, journal, report)
         runtime, additive = encoding.runtime, None if stack.tables else encoding.additive
         if self.fixed_input is not None:
-            runtime.input_view = InputView(stack.module, self.fixed_input, runtime)
+            runtime.viewed = InputView(stack.module, self.fixed_input, runtime)
         sources: list[VectorModule | OwnedTable] = [*self.vectors, *self.parameters]
         for source in sources:
             kind = type(source.module).__name__

@@ -130,8 +130,7 @@ def _refuse_other_parts(encoding: PositionEncoding, target: PreTrainedModel, par
             "number of patches follows from the size of an image: pass larger images, with "
             "interpolate_pos_encoding=True if the forward of the model takes it."
         )
-    assert encoding.report is not None
-    patched = list(dict.fromkeys(stack.part for stack in encoding.report.stacks))
+    patched = list(dict.fromkeys(stack.part for stack in encoding.stacks.values()))
     if part is None and main not in patched:
         raise UnsupportedError(
             f"The context length of this {type(target).__name__} is that of its {main} part, which has its native "
@@ -144,7 +143,7 @@ def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, l
     lengths, _ = lengths_of(encoding, model, part)
     native = lengths.native
     # Other maps, and maps with a bias that corrects distant pairs, extrapolate differently.
-    stacks = [stack.name for stack in encoding.report.stacks if part in (None, stack.part)] if encoding.report else None
+    stacks = [name for name, stack in encoding.stacks.items() if part in (None, stack.part)]
     plain = [part for part in encoding.parts(stacks) if type(part) is RotaryMap and not part.mapped_again]
     known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:

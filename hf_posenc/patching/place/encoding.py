@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
@@ -225,13 +224,7 @@ def build_encoding(
             continue
         scheme = scheme_of(config, stack.part)
         assert scheme is not None
-        placed = built[stack.name] = StackEncoding(scheme, stack, device)
-        runtime = placed.runtime
-        runtime.slots.rows_before = max((table.origin for table in stack.tables), default=0)
-        runtime.layout = stack.layout
-        runtime.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
-        runtime.time_major = stack.architecture.time_major
-        runtime.channels_first = stack.architecture.channels_first
+        built[stack.name] = StackEncoding(scheme, stack, device)
     return PositionEncoding(config, {stack.name: built[stack.name] for stack in stacks})
 
 
@@ -333,7 +326,5 @@ def scheme_in_part(encoding: PositionEncoding | None, part: str) -> SchemeConfig
 
 
 def stacks_in_part(encoding: PositionEncoding, part: str) -> dict[str, StackEncoding]:
-    """The parts of a scheme in the stacks of a part, by name of the stack. The scheme is in force."""
-    assert encoding.report is not None
-    names = [stack.name for stack in encoding.report.stacks if stack.part == part]
-    return {name: encoding.stacks[name] for name in names}
+    """The parts of a scheme in the stacks of a part, by name of the stack."""
+    return {name: stack for name, stack in encoding.stacks.items() if stack.part == part}

@@ -13,11 +13,11 @@ from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.module_sites import AddToHiddenStates
 from hf_posenc.patching.call.parallel import refuse_replicas
 from hf_posenc.patching.call.placed_forward import ZeroOutput, unrotated
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.call.vector_sites import AddToHiddenStates
 from hf_posenc.patching.call.view import WithoutTable
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.record import SchemeRecord
@@ -121,7 +121,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         architecture.silence(stack, journal)
     for module, name in architecture.fixed_tables(stack) if architecture.fixed_tables else ():
         if module is stack.module:
-            runtime.tables = WithoutTable(module, name)
+            runtime.viewed = WithoutTable(module, name)
     if stack.mechanism:
         report.replaced.append(f"{stack.name}: {stack.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):

@@ -149,7 +149,7 @@ def lengths_of(encoding: PositionEncoding, model: PreTrainedModel, part: str | N
         part = None if anatomy.part(part) == anatomy.main else part
     if part in known:
         return known[part], part
-    patched = {stack.part for stack in encoding.report.stacks} if encoding.report is not None else set()
+    patched = {stack.part for stack in encoding.stacks.values()}
     reason = "its config states no length for it" if part in patched else "it is not patched"
     raise UnsupportedError(f"The length of the part {part!r} of this {type(model).__name__} cannot be set: {reason}.")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.rotary_site import RotaryModuleSite
+from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
 
@@ -39,18 +40,19 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _refuse_part(model: PreTrainedModel) -> None:
-    """Refuses encoders and decoders that cannot be saved separately, because transformers does not export them."""
-    import transformers
-
+def is_part(model: PreTrainedModel) -> bool:
+    """Whether a model cannot be saved separately: an encoder or a decoder that transformers does not export."""
     name = type(model).__name__
-    if not type(model).__module__.startswith("transformers.models.") or hasattr(transformers, name):
-        return
-    raise UnsupportedError(
-        f"{name} is a part of a model and is saved with it, so a scheme in this part alone would be lost. Patch the "
-        "whole model (`layers=` and `elsewhere=` choose layers; in a model of several modalities, `part=` chooses the "
-        "part)."
-    )
+    return type(model).__module__.startswith("transformers.models.") and not hasattr(transformers, name)
+
+
+def _refuse_part(model: PreTrainedModel) -> None:
+    if is_part(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is a part of a model and is saved with it, so a scheme in this part alone would "
+            "be lost. Patch the whole model (`layers=` and `elsewhere=` choose layers; in a model of several "
+            "modalities, `part=` chooses the part)."
+        )
 
 
 def _refuse_recomputed_queries(model: nn.Module) -> None:

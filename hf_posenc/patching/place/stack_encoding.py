@@ -57,8 +57,9 @@ class StackEncoding(nn.Module):
     ) -> None:
         super().__init__()
         self._device = device
-        self.layout = stack.layout
-        self.runtime = StackRuntime(config)
+        #: The part of the model that the stack belongs to.
+        self.part = stack.part
+        self.runtime = StackRuntime(config, stack)
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
         self.layers: list[LayerEncoding] = []
@@ -104,7 +105,7 @@ class StackEncoding(nn.Module):
         if self.additive is not None:
             yield self.additive
         for layer in self.layers:
-            yield from (part for part in (layer.query_key_map, layer.logit_bias, layer.logit_scale) if part is not None)
+            yield from layer.parts
 
     def needs(self) -> dict[Need, Part]:
         """What the parts in use need."""

@@ -25,8 +25,8 @@ from hf_posenc.patching.anatomy.forward_code import leads_to, registered_functio
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
-from hf_posenc.patching.call.vector_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 from hf_posenc.patching.place.journal import Journal, remove_hook
 from hf_posenc.patching.place.stack_encoding import StackEncoding

@@ -367,8 +367,7 @@ def _remove_encoding(encoding: PositionEncoding) -> None:
     """Reverts every change that an encoding has made. After an interrupt, a second call finishes it."""
     for stack in encoding.stacks.values():
         stack.runtime.slots.restore()
-        stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = None
-        stack.runtime.input_view = None
+        stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = stack.runtime.viewed = None
         stack.runtime.recomputation.removed = True
     for placed in encoding.record.stacks.values():
         placed.prepare_removal()

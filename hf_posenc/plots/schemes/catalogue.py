@@ -13,7 +13,7 @@ from hf_posenc.plots.schemes.logits import bias_distance, bias_map, decay, grid,
 from hf_posenc.plots.schemes.rotations import frequencies, rotation
 from hf_posenc.plots.schemes.subject import Subject, subject_of
 from hf_posenc.plots.schemes.vectors import difference, dimensions, heat_map
-from hf_posenc.plots.style import save_figure, styled
+from hf_posenc.plots.style import save, styled
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def plot_scheme(
     figures = [(kind.name, draw_kind(kind, subject, dark)) for kind in wanted]
     paths: list[Path] = []
     for name, figure in figures:
+        file = f"{config.name}_{name}{'_dark' * dark}"
         with styled(dark):
-            paths += save_figure(figure, Path(folder), f"{config.name}_{name}{'_dark' * dark}", dpi=dpi)
+            paths += [save(figure, Path(folder, f"{file}.{ending}"), dpi) for ending in ("png", "svg")]
     return paths
