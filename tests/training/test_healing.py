@@ -169,7 +169,7 @@ def test_a_teacher_of_limited_length_reads_longer_text_in_pieces(bert, text_fold
     with torch.no_grad():
         assert torch.equal(teacher.states(short), model(input_ids=short).last_hidden_state)
         states = teacher.states(long)
-        second = model(input_ids=texts.framed(long[:, 23:45])).last_hidden_state
+        second = model(input_ids=texts.frame.around(long[:, 23:45], targets=False)).last_hidden_state
     assert states.shape == (1, 60, 32)
     assert torch.equal(states[:, 23:45], second[:, 1:-1])
 
