@@ -5,9 +5,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.launched import run_evaluation
+from accelerate import PartialState
+
+from hf_posenc.cli import main
+from training.launched import is_first_process, launched_on_cpu
 
 
 def run(script: str) -> None:
-    """Runs the evaluation that the file `script` is named after, and exits."""
-    sys.exit(run_evaluation(Path(script).stem.replace("_", "-")))
+    """Runs the evaluation that the file `script` is named after, on accelerate's device, and exits.
+
+    The first process measures. The others leave: sharing one measurement would gain nothing.
+    """
+    name = Path(script).stem.replace("_", "-")
+    state = PartialState(cpu=launched_on_cpu())
+    state.destroy_process_group()  # The first process may take as long as it likes.
+    device = [] if name == "properties" else ["--device", str(state.device)]
+    sys.exit(main(["eval", name, *device, *sys.argv[1:]]) if is_first_process() else 0)

@@ -6,7 +6,6 @@ import os
 import sys
 
 import torch
-from accelerate import PartialState
 
 from training.errors import SettingsError
 
@@ -41,27 +40,6 @@ def check_met(world_size: int, remedy: str) -> None:
             f"{launched} processes were launched and each is alone in its group, so each would train the whole run, "
             f"into the same folder. {remedy}"
         )
-
-
-def run_evaluation(name: str) -> int:
-    """`hf-posenc eval NAME` with the words of the process, on the device that accelerate chose.
-
-    The first process measures. The others leave: sharing one measurement would gain nothing.
-
-    Args:
-        name: of the evaluation.
-
-    Returns:
-        The exit status.
-    """
-    from hf_posenc.cli import main
-
-    state = PartialState(cpu=launched_on_cpu())
-    state.destroy_process_group()  # The first process may take as long as it likes.
-    if not is_first_process():
-        return 0
-    device = [] if name == "properties" else ["--device", str(state.device)]
-    return main(["eval", name, *device, *sys.argv[1:]])
 
 
 def report(program: str, error: object, status: int, every_process: bool = False) -> int:

@@ -30,14 +30,8 @@ from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pict
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions, resolution_result
 from training.argument_files import parse_arguments
 from training.arguments import RunArguments, SchemeArguments, WeightsArguments, require_at_least
-from training.data.pictures import (
-    Augmentation,
-    PictureBatches,
-    PictureRows,
-    first_pictures,
-    image_processor,
-    split_pictures,
-)
+from training.data.loading import first_rows, split_rows
+from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor
 from training.errors import SettingsError
 from training.one_run import (
     build_trainer,
@@ -267,9 +261,9 @@ def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
             raise SettingsError(f"--dataset_name: {error}") from error
 
     if images.validation_split is None:
-        train, validation = split_pictures(
-            load(images.dataset_split), [images.validation_split_percentage / 100], images.split_seed
-        )
+        pictures = load(images.dataset_split)
+        held_out = round(len(pictures) * (images.validation_split_percentage / 100))
+        train, validation = split_rows(pictures, [held_out], images.split_seed)
     else:
         train, validation = load(images.dataset_split), load(images.validation_split)
         if train.classes != validation.classes:
@@ -277,7 +271,7 @@ def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
                 f"--validation_split {images.validation_split} has other classes ({', '.join(validation.classes[:5])}, "
                 f"...) than --dataset_split {images.dataset_split} ({', '.join(train.classes[:5])}, ...)."
             )
-    return first_pictures(train, images.max_train_samples), first_pictures(validation, images.max_eval_samples)
+    return first_rows(train, images.max_train_samples), first_rows(validation, images.max_eval_samples)
 
 
 def _stock_model(options: ImageModelArguments, images: ImageArguments, pictures: Pictures, seed: int) -> Any:

@@ -75,12 +75,6 @@ def test_a_text_that_cannot_be_divided(tmp_path, tokenizer, text):
         load_corpus(settings(tmp_path), tokenizer, 16, 64)
 
 
-def test_missing_dataset_and_unreadable_file(tmp_path, tokenizer):
-    (tmp_path / "image.png").write_bytes(b"\x89PNG")
-    with pytest.raises(SettingsError, match="file types known here"):
-        load_corpus(settings(tmp_path / "image.png"), tokenizer, 16, 64)
-
-
 def test_byte_tokenizer_gets_a_sentinel_as_mask(tokenizer):
     assert tokenizer.mask_token == "<extra_id_0>"
     assert tokenizer.mask_token_id == tokenizer.convert_tokens_to_ids("<extra_id_0>") == 259

@@ -18,8 +18,8 @@ from training.study.settings import StudySettings, validated
 
 def study_of(folder: Path, model_type: str, **changes: Any) -> StudySettings:
     given = {
-        "tasks": ["repeated_copy"], "model_type": model_type, "schemes": ["native", "rope"], "max_steps": 40,
-        "eval_every": 20, "hidden_size": 32, "learning_rate": 1e-2, "output_dir": str(folder), "workers": 1,
+        "tasks": ["repeated_copy"], "model_type": model_type, "schemes": ["native", "rope"], "max_steps": 12,
+        "eval_every": 6, "hidden_size": 32, "learning_rate": 1e-2, "output_dir": str(folder), "workers": 1,
         "test_lengths": [4, 12], "test_samples": 8, "save_models": True,
     }  # fmt: skip
     return validated(StudySettings, given | changes, "The study")

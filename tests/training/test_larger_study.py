@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from docs.study import python_source
+from docs.study import python_source, train_tokenizer
 from tests.training.run_cases import study_runs, study_words
-from training import compare, train_tokenizer
+from training import compare
 from training.study.cells import study_cells
 from training.study.models import new_model
 from training.study.results import Task

@@ -18,7 +18,8 @@ from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pict
 from hf_posenc.report import Result
 from tests.training.run_cases import curve, results
 from training import run_image_classification
-from training.data.pictures import Augmentation, PictureRows, split_pictures
+from training.data.loading import split_rows
+from training.data.pictures import Augmentation, PictureRows
 from training.run_image_classification import ImageArguments
 from training.trainer import SettingsError
 
@@ -75,7 +76,7 @@ def test_a_run_learns_and_reads_other_resolutions(mixed: Path) -> None:
 def test_the_saved_model_is_the_one_that_was_measured(mixed: Path) -> None:
     model = AutoModelForImageClassification.from_pretrained(mixed).eval()
     assert model.position_encoding.config == hf_posenc.RopeNdConfig(assignment="mixed")
-    held_out = split_pictures(load_pictures(), [0.2], 0)[1].select(range(40))
+    held_out = split_rows(load_pictures(), [359], 0)[1].select(range(40))
     accuracies = {row.resolution: row.accuracy for row in accuracy_by_resolution(model, held_out, [12, 16, 24])}
     assert accuracies == {size: results(mixed)[f"accuracy_at_{size}"] for size in (12, 16, 24)}
     assert model.config.id2label[9] == "9"
@@ -173,12 +174,12 @@ def test_what_is_cut_out_depends_on_seed_epoch_and_row_alone() -> None:
 
 def test_parts_of_the_pictures_are_disjoint() -> None:
     digits = load_pictures()
-    parts = split_pictures(digits, [0.1, 0.4], seed=3)
+    parts = split_rows(digits, [180, 719], seed=3)
     assert [len(part) for part in parts] == [898, 180, 719]
     seen = [index for part in parts for index in part.items.indices]
     assert sorted(seen) == list(range(1797))
     with pytest.raises(SettingsError, match="none is left"):
-        split_pictures(digits.select(range(2)), [0.5, 0.5], 0)
+        split_rows(digits.select(range(2)), [1, 0], 0)
 
 
 @pytest.mark.parametrize(

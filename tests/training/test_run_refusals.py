@@ -62,6 +62,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half precision on a CPU": ({"fp16": "true"}, "--fp16 does nothing on a CPU"),
     "no steps": ({"max_steps": 0}, "trains nothing"),
     "best without evaluation": ({"load_best_model_at_end": "true"}, "strategy"),
+    "a weight without self-distillation": ({"self_distill_weight": 0.5}, "without --self_distill"),
+    "a shift without self-distillation": ({"self_distill_shift": "cyclic"}, "without --self_distill"),
+    "a weight that is nothing": ({"self_distill": "true", "self_distill_weight": 0}, "--self_distill_weight is 0"),
+    "a weight without end": ({"self_distill": "true", "self_distill_weight": "inf"}, "--self_distill_weight is inf"),
+    "masked tokens seen twice": ({"self_distill": "true", "causal": False}, "It is for causal language models"),
 }  # fmt: skip
 
 
@@ -71,9 +76,10 @@ def test_bad_input_is_refused_before_anything_is_written(case: str, texts: Path,
     changes, message = REFUSED[case]
     if case in ("wandb", "bitsandbytes") and importlib.util.find_spec(case):
         pytest.skip(f"{case} is installed here")
-    assert run(words(texts, tmp_path / "out", **changes)) == 2
+    causal = changes.get("causal", True)
+    assert run(words(texts, tmp_path / "out", **changes), causal) == 2
     said = capsys.readouterr().err
-    assert "run_clm: " in said
+    assert ("run_clm: " if causal else "run_mlm: ") in said
     assert message in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()

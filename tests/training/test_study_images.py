@@ -23,7 +23,7 @@ from training.study.tasks.images import pictures_summary
 
 def arguments(folder: Path, **changes: Any) -> list[str]:
     options: dict[str, Any] = {
-        "dataset_name": None, "tasks": "images", "schemes": "none,rope_nd,short", "seeds": "0,1",
+        "dataset_name": None, "tasks": "images", "schemes": "none,rope_nd,short", "seeds": "0",
         "scheme_options": {"short": {"scheme": "learned", "num_positions": 70}}, "learning_rates": "[1e-2, 1e-3]",
         "max_steps": 3, "eval_every": 3, "batch_size": 8, "train_length": None, "eval_windows": None,
         "validation_fraction": None, "train_resolution": 16, "test_resolutions": "12,16,48", "max_train_samples": 32,
@@ -62,7 +62,7 @@ def test_the_rate_of_each_scheme_is_the_one_with_the_lowest_validation_loss(
     finished: Path, results: dict[str, Any]
 ) -> None:
     tried = json.loads((finished.with_name("out_rates") / "results.json").read_text())
-    assert {run["seed"] for run in tried["runs"]} == {2}
+    assert {run["seed"] for run in tried["runs"]} == {1}
     losses = {run["scheme"]: run["curve"]["validation_loss"][-1] for run in tried["runs"]}
     assert len(losses) == 6
     for label in ("none", "rope_nd", "short"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hf_posenc.errors import close_names
 from training.errors import SettingsError
@@ -54,7 +57,7 @@ def load_named_dataset(
         if path.exists():
             dataset = _load_local(path, split, sample_by)
             source = f"Python package {DEFAULT_PACKAGE}" if name is None else path.name
-            return dataset if first is None else dataset.select(range(min(first, len(dataset)))), source
+            return first_rows(dataset, first), source
         assert name is not None
         if first is not None:
             stream = load_dataset(name, config_name, split=split, streaming=True)
@@ -79,6 +82,32 @@ def require_column(dataset: Any, column: str, source: str) -> None:
             f"The dataset {source!r} has no column {column!r}. Its columns: {', '.join(dataset.column_names)}. "
             + (f"Did you mean --text_column {close[0]}?" if close else "Name one with --text_column.")
         )
+
+
+def split_rows(rows: Any, sizes: Sequence[int], seed: int) -> list[Any]:
+    """Cuts documents or pictures at random into disjoint parts, none of them empty.
+
+    Args:
+        rows: a dataset, or `Pictures`.
+        sizes: of all parts but the first, which gets the rest; 1 in place of 0.
+        seed: of the permutation.
+
+    Raises:
+        SettingsError: if nothing would be left for the first part.
+    """
+    order = np.random.default_rng(seed).permutation(len(rows))
+    *parts, rest = np.split(order, np.cumsum([max(1, size) for size in sizes]))
+    if not len(rest):
+        held_out = sum(max(1, size) for size in sizes)
+        raise SettingsError(
+            f"There are {len(rows)} documents or pictures, and {held_out} would be held out: none is left to train on."
+        )
+    return [rows.select(part.tolist()) for part in (rest, *parts)]
+
+
+def first_rows(rows: Any, most: int | None) -> Any:
+    """At most so many documents or pictures; all of them for `None`."""
+    return rows if most is None else rows.select(range(min(most, len(rows))))
 
 
 def _load_local(path: Path, split: str, sample_by: str) -> Any:

@@ -16,7 +16,6 @@ from transformers import ViTImageProcessorPil
 
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
 from training.data.order import EpochRow, RowsByEpoch
-from training.errors import SettingsError
 
 #: Of Pillow.
 _BICUBIC = 3
@@ -120,33 +119,3 @@ def image_processor(resolution: int, normalization: Normalization, channels: int
     return ViTImageProcessorPil(
         size={"height": resolution, "width": resolution}, resample=_BICUBIC, image_mean=mean, image_std=std
     )
-
-
-def split_pictures(pictures: Pictures, shares: Sequence[float], seed: int) -> list[Pictures]:
-    """Cuts pictures at random into disjoint parts.
-
-    Args:
-        pictures: to cut.
-        shares: of all parts but the first, which gets the rest.
-        seed: of the permutation.
-
-    Raises:
-        SettingsError: if a part would be empty.
-    """
-    order = np.random.default_rng(seed).permutation(len(pictures)).tolist()
-    parts, start = [], 0
-    for share in shares:
-        stop = start + max(1, round(len(pictures) * share))
-        parts.append(pictures.select(order[start:stop]))
-        start = stop
-    if start >= len(pictures):
-        raise SettingsError(
-            f"{pictures.source} has {len(pictures)} picture(s), and {start} would be held out: none is left to train "
-            "on."
-        )
-    return [pictures.select(order[start:]), *parts]
-
-
-def first_pictures(pictures: Pictures, most: int | None) -> Pictures:
-    """At most so many of the pictures; all of them for `None`."""
-    return pictures if most is None or most >= len(pictures) else pictures.select(range(most))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from training.arguments import DataArguments
-from training.data.loading import load_named_dataset, require_column
+from training.data.loading import first_rows, load_named_dataset, require_column, split_rows
 from training.data.masking import RowMasking
 from training.data.packing import PackedRows
 from training.data.tokens import TokenStream, tokenize
@@ -43,12 +42,12 @@ def load_rows(
                 f"{source!r} holds {len(documents)} document, so none can be held out for validation. Cut it with "
                 "--sample_by paragraph, or name other text with --validation_file."
             )
-        number = round(len(documents) * data.validation_split_percentage / 100)
-        documents, held_out = split_documents(documents, number, data.split_seed)
+        number = min(round(len(documents) * data.validation_split_percentage / 100), len(documents) - 1)
+        documents, held_out = split_rows(documents, [number], data.split_seed)
         from_where = f"{source} (held out)"
     rows = []
     for number, (part, most) in enumerate(((documents, data.max_train_samples), (held_out, data.max_eval_samples))):
-        tokens = tokenize(first_documents(part, most), data.text_column, tokenizer, data.preprocessing_num_workers)
+        tokens = tokenize(first_rows(part, most), data.text_column, tokenizer, data.preprocessing_num_workers)
         # Masks of the validation rows are the same for every seed.
         masking = None if causal else RowMasking(tokenizer, data.mlm_probability, 0 if number else seed, stream=number)
         name = f"{'validation' if number else 'training'} part of {source!r}"
@@ -66,21 +65,3 @@ def _load(data: DataArguments, name: str | None, split: str, most: int | None) -
     dataset, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
     require_column(dataset, data.text_column, source)
     return dataset, source
-
-
-def split_documents(documents: Any, held_out: int, seed: int) -> tuple[Any, Any]:
-    """Cuts documents at random into those to train on and those to validate on; neither is empty.
-
-    Args:
-        documents: two or more.
-        held_out: how many are to be held out.
-        seed: of the permutation.
-    """
-    order = np.random.default_rng(seed).permutation(len(documents))
-    held_out = min(max(1, held_out), len(documents) - 1)
-    return documents.select(order[held_out:]), documents.select(order[:held_out])
-
-
-def first_documents(documents: Any, most: int | None) -> Any:
-    """At most so many of the documents; all of them for `None`."""
-    return documents if most is None else documents.select(range(min(most, len(documents))))

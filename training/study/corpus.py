@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from training.arguments import ModelArguments
-from training.data.loading import load_named_dataset, require_column
-from training.data.rows import first_documents, split_documents
+from training.data.loading import first_rows, load_named_dataset, require_column, split_rows
 from training.data.tokens import TokenStream, tokenize
 from training.errors import SettingsError
 from training.starting_model import BYTES, load_tokenizer
@@ -102,13 +101,14 @@ def load_corpus(
             f"The dataset {source!r} has {len(dataset)} document(s) with text; validation needs one of its own. Give "
             "several files, rows or paragraphs."
         )
-    train, held_out = split_documents(dataset, round(len(dataset) * settings.validation_fraction), settings.split_seed)
+    number = min(round(len(dataset) * settings.validation_fraction), len(dataset) - 1)
+    train, held_out = split_rows(dataset, [number], settings.split_seed)
     streams = []
     for name, documents, most, needed in (
         ("train", train, settings.max_train_samples, train_length),
         ("validation", held_out, settings.max_eval_samples, max_length),
     ):
-        stream = TokenStream.of_documents(tokenize(first_documents(documents, most), column, tokenizer))
+        stream = TokenStream.of_documents(tokenize(first_rows(documents, most), column, tokenizer))
         if len(stream) < needed:
             raise SettingsError(
                 f"The {name} part of {source!r} has {len(stream)} tokens in {stream.documents} document(s); one window "

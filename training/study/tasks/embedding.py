@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 
 from hf_posenc import SequenceLengthError
 from hf_posenc.metrics.forward import native_capacity
+from hf_posenc.metrics.language_modeling.token_losses import Frame
 from hf_posenc.recipes import hidden_state_loss, mean_pooled
 from training.data.tokens import TokenStream
 from training.errors import SettingsError
@@ -79,16 +80,12 @@ class Texts:
 
     def __init__(self, stream: TokenStream, tokenizer: Any) -> None:
         self.stream = stream
-        self.before, self.after = int(tokenizer.cls_token_id), int(tokenizer.sep_token_id)
+        self.frame = Frame((int(tokenizer.cls_token_id),), (int(tokenizer.sep_token_id),))
 
     def row(self, start: int, length: int) -> Tensor:
         """`(length,)` ids: `length - 2` tokens of the text from `start` on, framed."""
-        return self.framed(torch.from_numpy(self.stream.read(start, start + length - 2)[0]))
-
-    def framed(self, content: Tensor) -> Tensor:
-        """`(..., n)` -> `(..., n + 2)`."""
-        edge = content.new_ones(*content.shape[:-1], 1)
-        return torch.cat((edge * self.before, content, edge * self.after), dim=-1)
+        content = torch.from_numpy(self.stream.read(start, start + length - 2)[0])
+        return self.frame.around(content[None], targets=False)[0]
 
     def rows(self, count: int, length: int) -> Tensor:
         """`(count, length)`, spread evenly over the stream."""
@@ -134,7 +131,8 @@ class Teacher:
             states: Tensor = self.model(input_ids=input_ids).last_hidden_state
             return states
         pieces = input_ids[:, 1:-1].split(self.capacity - 2, dim=1)
-        by_piece = [self.model(input_ids=self.texts.framed(piece)).last_hidden_state for piece in pieces]
+        framed = (self.texts.frame.around(piece, targets=False).to(input_ids.device) for piece in pieces)
+        by_piece = [self.model(input_ids=piece).last_hidden_state for piece in framed]
         return torch.cat([by_piece[0][:, :1], *(states[:, 1:-1] for states in by_piece), by_piece[-1][:, -1:]], dim=1)
 
     @torch.no_grad()

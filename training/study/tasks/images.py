@@ -12,7 +12,8 @@ from hf_posenc.errors import UsageError
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution
 from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
-from training.data.pictures import Augmentation, PictureRows, first_pictures, image_processor, split_pictures
+from training.data.loading import first_rows, split_rows
+from training.data.pictures import Augmentation, PictureRows, image_processor
 from training.errors import SettingsError
 from training.study.corpus import Corpus
 from training.study.models import new_image_model
@@ -125,10 +126,10 @@ def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
         pictures = load_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
     except UsageError as error:
         raise SettingsError(f"--dataset_name: {error}") from error
-    shares = [study.validation_fraction, study.test_fraction]
-    train, validation, test = split_pictures(pictures, shares, study.split_seed)
+    sizes = [round(len(pictures) * share) for share in (study.validation_fraction, study.test_fraction)]
+    train, validation, test = split_rows(pictures, sizes, study.split_seed)
     most = study.max_train_samples, study.max_eval_samples
-    return first_pictures(train, most[0]), first_pictures(validation, most[1]), first_pictures(test, most[1])
+    return first_rows(train, most[0]), first_rows(validation, most[1]), first_rows(test, most[1])
 
 
 def pictures_summary(study: StudySettings) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from hf_posenc.metrics.language_modeling import loss_by_length
+from hf_posenc.metrics.language_modeling.token_losses import causal_targets
 from training.data.blocking import Batches
 from training.data.masking import RowMasking
 from training.data.packing import CONCATENATE, PackedRows
 from training.errors import SettingsError
-from training.objectives import IGNORED
 from training.study.corpus import Corpus, unigram_cross_entropy
 from training.study.settings import StudySettings, TrainingSettings
 from training.study.tasks.task import OF_IMAGES, CellData, StudyTask, rounded
@@ -235,9 +235,7 @@ def validation_batch(
     window has no context and is no target.
     """
     if causal:
-        labels = windows.clone()
-        labels[:, 0] = IGNORED
-        return {"input_ids": windows, "labels": labels}
+        return dict(zip(("input_ids", "labels"), causal_targets(windows), strict=True))
     collate = DataCollatorForLanguageModeling(
         tokenizer, mlm=True, mlm_probability=mlm_probability, mask_replace_prob=1.0, random_replace_prob=0.0
     )

@@ -1,6 +1,6 @@
 """Trains a byte-level BPE tokenizer on a dataset, for models from scratch.
 
-python training/train_tokenizer.py outputs/tokenizer --vocab_size 8192
+python docs/study/train_tokenizer.py outputs/tokenizer --vocab_size 8192
 python training/compare.py --tokenizer_name outputs/tokenizer
 """
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
