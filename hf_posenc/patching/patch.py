@@ -143,7 +143,7 @@ def _plan(
         encoding = transaction.plan(whole, kept=_kept(previous, changed))
     if (limits := architecture_of(target.config).limits) is not None:
         for stack in encoding.stacks.values():
-            if not stack.layout.has_axes:  # Patches of images are not cached.
+            if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
                 limits.refuse(stack.needs(), encoding.label)
     return encoding
 
