@@ -165,7 +165,6 @@ def _fused_attention_backward(
     windows = windows_of(call, vector, terms)
     bias = BlockBias(vector, terms, query_slots, mask, query_length, causal, windows)
     of_vector, of_terms = _gradients_of_bias(query, vector, terms, learned)
-    of_queries = of_terms.new_zeros(*query.shape[:3]) if learned[1] else of_terms
 
     def add(scores: Tensor, block: Block) -> None:
         if learned[0]:
@@ -173,13 +172,10 @@ def _fused_attention_backward(
             farthest = query_length - block.stop + block.first
             of_vector[block.heads, farthest : farthest + sums.shape[-1]] += sums
         if learned[1]:
+            # A query's own term changes no weight, so it has no gradient.
             of_terms[block.items, block.heads, block.keys] += scores.sum(-2)
-            of_queries[block.items, block.heads, block.start : block.stop] = scores.sum(-1).flip(-1)
 
     found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add, windows)
-    if learned[1]:
-        assert query_slots is not None
-        of_terms.index_add_(-1, query_slots, of_queries, alpha=-1)
     return *found, of_vector, of_terms
 
 

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_posenc import ComposedConfig
 from hf_posenc.attention import block_attention, blockwise
 from hf_posenc.attention.backends import attend_with_bias
-from hf_posenc.attention.forms import BiasForm, RowsForm
+from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm
 from hf_posenc.patching.call.forward_state import ForwardState
 from tests.matrix.running import patched, tokens
 
@@ -36,7 +36,12 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def attend(
-    form: BiasForm, dtype: torch.dtype, mask: Tensor | None = None, queries: int = 6, causal: bool = True
+    form: BiasForm,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+    queries: int = 6,
+    causal: bool = True,
+    **options: Any,
 ) -> Any:
     """A call of one layer, with the keys of the form."""
     heads, keys = form.heads, form.key_length  # type: ignore[union-attr]
@@ -44,7 +49,17 @@ def attend(
         torch.ones(1, heads, count, 4, dtype=dtype, requires_grad=True) for count in (queries, keys, keys)
     )
     return attend_with_bias(
-        "sdpa", sdpa_attention_forward, form, nn.Module(), query, key, value, mask, scaling=0.3, is_causal=causal
+        "sdpa",
+        sdpa_attention_forward,
+        form,
+        nn.Module(),
+        query,
+        key,
+        value,
+        mask,
+        scaling=0.3,
+        is_causal=causal,
+        **options,
     )[0]
 
 
@@ -107,3 +122,29 @@ def test_training_a_learned_bias_takes_the_fused_kernel(scheme: str) -> None:
     names = {event.name for event in recorded.events()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
     assert "aten::_scaled_dot_product_attention_math" not in names
+
+
+def test_rows_that_a_block_computes_again_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks beyond `bias_numbers` are checkpointed. Rows from the first pass would have other saved tensors."""
+    set_sizes(monkeypatch, short_pairs=10**6, kept_numbers=1, bias_numbers=1)
+    vector = torch.linspace(-1.0, 1.0, 22).view(2, 11).requires_grad_()
+    form = DistanceForm(vector, 6, 6)
+    found = attend(form, torch.float32).square().sum()
+    torch.testing.assert_close(*torch.autograd.grad(found, vector), vector.new_zeros(2, 11), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("feature", [{"softcap": 3.0}, {"s_aux": torch.zeros(2)}, {"output_attentions": True}], ids=str)
+def test_features_of_stock_attention_are_left_to_it(feature: dict[str, Any]) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def stock(
+        module: nn.Module, query: Tensor, *heads: Any, position_bias: Any = None, **options: Any
+    ) -> tuple[Tensor, None]:
+        asked.append(options)
+        return query.transpose(1, 2), None
+
+    heads = torch.ones(1, 2, 6, 4)
+    form = DistanceForm(torch.zeros(2, 11), 6, 6)
+    attend_with_bias("sdpa", stock, form, nn.Module(), heads, heads, heads, None, is_causal=True, **feature)
+    assert asked
+    assert all(options.items() >= feature.items() for options in asked)

@@ -72,7 +72,7 @@ CASES = (
         "attention/forms.py",
         "(not form.requires_grad or gradients_may_be_shared())",
         "True",
-        ("tests/matrix", "-k", "checkpointing"),
+        ("tests/attention/test_shared_matrices.py",),
     ),
     Mutation(
         "backends: a mask with gradients",
@@ -86,7 +86,7 @@ CASES = (
         "attention/backends.py",
         '("dropout", "softcap", "s_aux", "output_attentions")',
         '("dropout", "s_aux", "output_attentions")',
-        _ATTENTION,
+        ("tests/attention/test_shared_matrices.py",),
     ),
     Mutation(
         "backends: a large bias unmasks",
@@ -100,12 +100,12 @@ CASES = (
         "attention/key_channels.py",
         "return 1 if dtype in (torch.float32, torch.float64) else 3",
         "return 1",
-        ("tests/attention", "tests/schemes", "-k", "half or channel or dtype or feature"),
+        ("tests/patching/test_key_channels.py",),
     ),
     Mutation(
-        "fused attention: the gradient of a query's own term",
+        "fused attention: the gradient of a term per key",
         "attention/fused_attention.py",
-        "of_terms.index_add_(-1, query_slots, of_queries, alpha=-1)",
+        "of_terms[block.items, block.heads, block.keys] += scores.sum(-2)",
         "pass",
         _ATTENTION,
     ),
