@@ -139,7 +139,11 @@ def measure_cell(
     names = [name for name in asked["subjects"] if name not in slow]
     subjects, missing = build_lineup(level, names, asked["peers"], length, options.setting)
     subjects = [subject for subject in subjects if subject.name not in slow and subject.baseline not in slow]
-    timings = time_subjects(subjects, phase, length, options.pace, options.setting.device, deadline)
+    try:
+        timings = time_subjects(subjects, phase, length, options.pace, options.setting.device, deadline)
+    finally:
+        for subject in subjects:
+            subject.close()
     now = {
         name: f"from {length} tokens on: {reason}" if name in timings["lasting"] else reason
         for name, reason in timings["left_out"].items()

@@ -115,6 +115,9 @@ class Subject:
         """Makes the inputs, and whatever is built once."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Ends what `call` has started."""
+
 
 @dataclass
 class LanguageModel(Subject):
@@ -150,6 +153,12 @@ class LanguageModel(Subject):
                 lambda: model(input_ids=tokens, labels=tokens, **uncached).loss.backward(), lambda: model.zero_grad()
             )
         return Call(torch.no_grad()(lambda: model(input_ids=tokens, **uncached)))
+
+    def close(self) -> None:
+        """Ends the processes of compiled models."""
+        for apart in self._apart.values():
+            apart.close()
+        self._apart.clear()
 
     def _compiled(self, phase: str, length: int) -> tuple[Callable[[], object], Callable[[], object]]:
         """A call of the compiled model, and what restores the state from before it."""

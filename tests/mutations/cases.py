@@ -217,8 +217,8 @@ CASES = (
     Mutation(
         "layers: other masks share a bias",
         "patching/call/interface_attention.py",
-        "*(implementation, function, mask, *kwargs.items()),",
-        "*(implementation, function, *kwargs.items()),",
+        "function, mask, *kwargs.items())",
+        "function, *kwargs.items())",
         ("tests/patching", "tests/matrix", "tests/attention", "-k", "mask or window or sliding or gemma or padd"),
     ),
     Mutation(
