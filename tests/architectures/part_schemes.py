@@ -16,6 +16,7 @@ _ONE_AXIS: dict[str, tuple[str, dict[str, Any]]] = {
     "sinusoidal": ("sinusoidal", {}),
     "shaw": ("shaw", {"max_distance": 4}),
 }
+#: The gates do not close at once.
 TEXT_SCHEMES = _ONE_AXIS | {"forget_gate": ("forget_gate", {"initial_bias": 2.0}), "pope": ("pope", {})}
 SERIES_SCHEMES = _ONE_AXIS
 GRID_SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
