@@ -87,20 +87,10 @@ _NOT_ATTENTION = frozenset(("linear_attention", "conv", "recurrent", "mamba", "m
 
 #: Architectures in which even one layer mixes neighbours, or attends twice, so that order is visible without positions.
 MIXING = frozenset(
-    (
-        "convbert",
-        "falcon_h1",
-        "hrm_text",
-        "inkling_text",
-        "inkling2_text",
-        "inkling2_loop_text",
-        "longcat_flash",
-        "zamba",
-        "zamba2",
-        "zaya",
-        "bigbird_pegasus",
-        "olmo_hybrid",
-    )
+    [
+        *("convbert", "falcon_h1", "hrm_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "longcat_flash"),
+        *("zamba", "zamba2", "zaya", "bigbird_pegasus", "olmo_hybrid"),
+    ]
 )
 
 #: Architectures whose attention has no positions to begin with; their recurrent layers know the order.

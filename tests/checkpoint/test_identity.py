@@ -107,15 +107,6 @@ def test_tools_that_load_a_whole_state_dict_meet_the_mark(name: str, tmp_path: P
         safetensors.torch.load_model(made(**ROPE), str(tmp_path / name))
 
 
-def test_unpatching_leaves_the_keys_of_the_stock_model() -> None:
-    stock = made()
-    expected = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
-    model = hf_posenc.unpatch_model(hf_posenc.patch_model(stock, "alibi"))
-    assert list(model.state_dict()) == list(expected)
-    model.load_state_dict(expected)
-    made(seed=1).load_state_dict(model.state_dict())
-
-
 # Folders
 
 

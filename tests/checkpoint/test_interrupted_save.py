@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement
-from hf_posenc.export.export_model import export_model
 from tests.checkpoint.checkpoint_cases import LORA, assert_same, base, llama, made, outputs, token_ids
 from tests.fresh import run_fresh
 
@@ -249,20 +248,6 @@ def test_an_adapter_is_the_old_or_the_new_or_refused_after_a_kill(
     assert met == {0, 1}
     assert all(re.search("different saves|missing|Can't find", refusal) for refusal in refusals)
     others.stocks[case] = [model for model, scheme in zip(expected, (before, after), strict=True) if scheme is None]
-
-
-def test_a_killed_export_leaves_no_model_or_the_whole_one(tmp_path: Path) -> None:
-    model, pristine, folder = made("rope", theta=500.0), tmp_path / "pristine", tmp_path / "place" / "model"
-    pristine.mkdir()
-    (pristine / "tokenizer.json").write_text("tokens")
-    seen = set()
-    for _ in moments(folder.parent, pristine, lambda: export_model(model, folder, overwrite=True)):
-        complete = (folder / "config.json").exists()
-        if complete:
-            assert_same(LlamaForCausalLM.from_pretrained(folder), model)
-        seen.add(complete)
-        assert (folder / "tokenizer.json").read_text() == "tokens"
-    assert seen == {True, False}
 
 
 def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
