@@ -24,6 +24,7 @@ import hf_posenc
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement
 from tests.checkpoint.checkpoint_cases import LORA, assert_same, base, llama, made, outputs, token_ids
 from tests.fresh import run_fresh
+from tests.thinning import mostly_slow
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ends child processes by signal")
 
@@ -174,7 +175,11 @@ SAVES: dict[str, tuple[tuple[str | None, dict[str, Any]] | None, tuple[str | Non
 }
 
 
-@pytest.mark.parametrize("case", SAVES)
+#: Each way of changing the scheme once, and each way of changing the names of the files of weights.
+CHOSEN = ("new folder", "stock, to shards", "same scheme, shards", "other scheme, from shards", "to stock, from shards")
+
+
+@pytest.mark.parametrize("case", mostly_slow(SAVES, (*CHOSEN, "to stock", "other variant").__contains__))
 def test_old_or_new_or_refused_and_never_mixed(tmp_path: Path, case: str, others: Others) -> None:
     before, (scheme, options) = SAVES[case]
     new = made(scheme, seed=1)

@@ -313,13 +313,12 @@ def test_training_leaves_the_plain_new_scheme(tmp_path):
 
 
 def test_a_gradual_swap_loses_less_on_the_way_than_a_sudden_one(tmp_path):
-    steps = 40
     pretrained = patched("llama_gqa", None)
     _trainer_without_swap(pretrained, tmp_path, 80).train()
     sudden, gradual = copy.deepcopy(pretrained), copy.deepcopy(pretrained)
     patch_model(sudden, "none")
     swap_scheme(gradual, "none", gradual=True)
-    at_once, by_degrees = _trainer_without_swap(sudden, tmp_path, steps), _trainer(gradual, tmp_path, steps, 30)
+    at_once, by_degrees = _trainer_without_swap(sudden, tmp_path, 1), _trainer(gradual, tmp_path, 40, 30)
     at_once.train()
     by_degrees.train()
     assert max(_losses(by_degrees).values()) < _losses(at_once)[1] - 0.1

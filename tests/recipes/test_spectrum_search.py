@@ -45,7 +45,7 @@ def tail_loss(model: Any, tokens: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def search() -> Any:
-    return search_spectrum(rope_model(), speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=40)
+    return search_spectrum(rope_model(), speeches(0, 8), LENGTH, trained_length=TRAINED, evaluations=24)
 
 
 def test_the_factors_are_better_than_yarn_on_other_texts(search: Any) -> None:
@@ -57,7 +57,7 @@ def test_the_factors_are_better_than_yarn_on_other_texts(search: Any) -> None:
 
 
 def test_the_search_goes_down_and_begins_with_yarn(search: Any) -> None:
-    assert len(search.losses) == 40
+    assert len(search.losses) == 24
     assert list(search.losses) == sorted(search.losses, reverse=True)
     assert search.losses[0] == search.yarn.loss
     assert search.losses[-1] == search.best.loss < search.yarn.loss
@@ -191,7 +191,7 @@ def test_the_same_seed_finds_the_same_and_the_model_stays_as_it_was() -> None:
 
 def test_native_rope_is_searched_too_and_the_result_is_a_stock_checkpoint(search: Any, tmp_path: Path) -> None:
     stock = unpatch_model(rope_model())
-    again = search_spectrum(stock, speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=3)
+    again = search_spectrum(stock, speeches(0, 8), LENGTH, trained_length=TRAINED, evaluations=3)
     assert again.yarn.loss == pytest.approx(search.yarn.loss, abs=1e-5)
     assert not hasattr(stock, "position_encoding")
 
