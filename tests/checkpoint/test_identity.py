@@ -176,15 +176,6 @@ def test_a_state_dict_given_to_save_pretrained_gets_the_mark(tmp_path: Path) -> 
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
-def test_weights_of_a_scheme_that_stay_on_disk_load(tmp_path: Path) -> None:
-    model = made(**ALIBI)
-    folder = written(model, tmp_path / "model")
-    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    places |= {"model.position_encoding": "cpu", "lm_head": "disk"}
-    loaded = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offload")
-    assert_same(loaded, model)
-
-
 # The fields of a config
 
 
