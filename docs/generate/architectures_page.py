@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from hf_posenc.report.tables import markdown_table
-from tests.architectures.checks import SCHEMES
 from tests.architectures.findings import NATIVE_BOUND, SAME_BOUND
 from tests.architectures.part_schemes import GRID_SCHEMES, SERIES_SCHEMES, TEXT_SCHEMES
 from tests.architectures.population import KINDS, WITH_VOCABULARY_HEAD, aliases
@@ -21,7 +20,7 @@ FoundRecord = dict[str, Any]
 YES, REFUSED, NO = "yes", "refused", "no"
 #: What a row reads, and the schemes that are placed in it.
 _COLUMNS = {
-    "whole": ("Models of text", SCHEMES),
+    "whole": ("Models of text", tuple(TEXT_SCHEMES)),
     "text": ("Parts that read tokens, and what connects parts", tuple(TEXT_SCHEMES)),
     "vision": ("Parts that read pictures and videos", tuple(GRID_SCHEMES)),
     "series": ("Parts that read sound and series", tuple(SERIES_SCHEMES)),

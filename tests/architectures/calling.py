@@ -1,22 +1,28 @@
-"""Ways of calling a model: whole, in steps with a cache, padded, with eager attention, with its tokens permuted."""
+"""Ways of calling a model: whole, in steps with a cache, padded, with eager attention, with other sizes and orders."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers.modeling_outputs import BaseModelOutput
 
+from .input_context import configs_in
+from .inputs import accepted, call, inputs_for, tensors_of
 from .population import Pair
 from .shrinking import FIRST_TOKEN, VOCABULARY
 from .tiny import tiny_model
 
+#: Tokens of a model of text.
 LENGTH = 20
-PREFILL = 13
+#: The most tokens that are decoded one by one.
+STEPS = 7
 PADDING = 5
+#: Models give entries that are never chosen the lowest number of their dtype.
+_MASKED = 1e20
 
 
 class Caller:
@@ -28,107 +34,153 @@ class Caller:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.model = tiny_model(pair)
+        self.model: PreTrainedModel = tiny_model(pair)
+        self.inputs = self._tokens() if pair.has_vocabulary_head else self._inputs()
+
+    def _tokens(self) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(7)
-        self.tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (2, LENGTH), generator=generator)
+        tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (2, LENGTH), generator=generator)
+        return {"input_ids": tokens} | ({"decoder_input_ids": tokens.flip(-1)} if self.pair.kind == "seq2seq" else {})
 
-    def _run(self, tokens: Tensor, model: PreTrainedModel | None = None, **options: Any) -> Tensor:
-        model = self.model if model is None else model
-        if self.pair.kind == "seq2seq":
-            options["decoder_input_ids"] = (
-                tokens.flip(-1) if "decoder_input_ids" not in options else options["decoder_input_ids"]
-            )
-        return output_of(model(input_ids=tokens, **options))
+    @torch.no_grad()
+    def _inputs(self, size: int = 0) -> dict[str, Any]:
+        return inputs_for(self.model, self.pair, size=size)
 
-    def _decode(self, with_mask: bool, given_cache: bool = False, static: bool = False) -> Tensor:
-        """Logits of the full sequence, computed with a cache: a prefill, then one token at a time."""
-        if self.pair.kind == "seq2seq":
-            return self._decode_decoder(static)
-        cache: Any = StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) if static else None
-        if given_cache and not static:
-            cache = DynamicCache(config=self.model.config)
-        has_mems = "mems" in inspect.signature(type(self.model).forward).parameters
-        if has_mems and static:
-            raise TypeError("This architecture remembers in `mems` and takes no cache.")
-        memory: dict[str, Any] | None = {"use_mems": True} if has_mems else None
-        pieces = []
-        bounds = [0, *range(PREFILL, LENGTH + 1)]
-        for start, end in itertools.pairwise(bounds):
-            options: dict[str, Any] = {"use_cache": True} if memory is None else dict(memory)
-            if cache is not None:
-                options["past_key_values"] = cache
-            if with_mask:
-                options["attention_mask"] = torch.ones(2, end, dtype=torch.int64)
-                if "position_ids" in inspect.signature(type(self.model).forward).parameters:
-                    options["position_ids"] = torch.arange(start, end).expand(2, -1)
-            output = self.model(input_ids=self.tokens[:, start:end], **options)
-            cache = getattr(output, "past_key_values", cache)
-            if hasattr(output, "mems"):
-                memory = {"mems": output.mems, "use_mems": True}
-            pieces.append(output_of(output))
-        return torch.cat(pieces, dim=1)
+    def outputs(self, inputs: dict[str, Any] | None = None) -> Tensor:
+        """The logits of a model of text; of others all numbers of an output in one row, 0 where the model masks them.
 
-    def _decode_decoder(self, static: bool) -> Tensor:
-        encoder_outputs = self.model.get_encoder()(input_ids=self.tokens)
-        cache: Any = None
-        if static:
-            config = self.model.config.get_text_config(decoder=True)
-            own, cross = (StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 4, LENGTH))
-            cache = EncoderDecoderCache(own, cross)
-        target = self.tokens.flip(-1)
-        pieces = []
-        bounds = [0, *range(PREFILL, LENGTH + 1)]
-        for start, end in itertools.pairwise(bounds):
-            output = self.model(
-                encoder_outputs=encoder_outputs,
-                decoder_input_ids=target[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            cache = output.past_key_values
-            pieces.append(output_of(output))
-        return torch.cat(pieces, dim=1)
+        Random samples have the same seed.
+        """
+        if self.pair.has_vocabulary_head:
+            return self.logits(inputs)
+        torch.manual_seed(5)
+        tensors = tensors_of(call(self.model, self.inputs if inputs is None else inputs))
+        if not tensors:
+            raise TypeError("The output holds no numbers.")
+        whole = torch.cat([torch.nan_to_num(one.float(), 0.0, 0.0, 0.0).flatten() for one in tensors])
+        return whole.masked_fill(whole.abs() > _MASKED, 0.0)
 
-    def _alone(self) -> Tensor:
-        return self._run(self.tokens[:1, : LENGTH - PADDING])
+    def logits(self, inputs: dict[str, Any] | None = None) -> Tensor:
+        """(batch, tokens, vocabulary), or the hidden states of a model of text without a head."""
+        torch.manual_seed(5)
+        return self._logits_of(call(self.model, self.inputs if inputs is None else inputs))
 
-    def _padded(self, with_ids: bool) -> Tensor:
-        """The logits of one sequence that was padded on the left."""
-        tokens = self.tokens[:1, : LENGTH - PADDING]
-        pad = _pad_token(self.model)
-        mask = torch.cat((torch.zeros(1, PADDING, dtype=torch.int64), torch.ones_like(tokens)), dim=1)
-        options: dict[str, Any] = {"attention_mask": mask}
-        if with_ids:
-            options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        if self.pair.kind == "seq2seq":
-            options["decoder_input_ids"] = tokens.flip(-1)
-        padded = self._run(torch.cat((tokens.new_full((1, PADDING), pad), tokens), dim=1), **options)
-        return padded if self.pair.kind == "seq2seq" else padded[:, PADDING:]
+    def _logits_of(self, output: Any) -> Tensor:
+        names = ("logits", "prediction_logits", "last_hidden_state") if self.pair.has_vocabulary_head else ("logits",)
+        logits = next((value for name in names if isinstance(value := getattr(output, name, None), Tensor)), None)
+        if logits is None or logits.dim() != 3:
+            raise TypeError(f"{type(output).__name__} has no logits over tokens.")
+        return logits
 
-    def _eager(self) -> Tensor:
-        before = self.model.config._attn_implementation
+    def of_another_size(self) -> Tensor:
+        """Outputs for pictures of another resolution, or longer or shorter sound."""
+        inputs = self._inputs(size=1)
+        if "interpolate_pos_encoding" in accepted(type(self.model).forward):
+            inputs["interpolate_pos_encoding"] = True
+        return self.outputs(inputs)
+
+    def eager(self) -> Tensor:
+        """Outputs with eager attention."""
+        before = {id(one): one._attn_implementation for one in _configs(self.model)}
         self.model.set_attn_implementation("eager")
         try:
-            return self._run(self.tokens)
+            return self.outputs()
         finally:
-            self.model.set_attn_implementation(before)
+            for one in _configs(self.model):
+                one._attn_implementation = before.get(id(one), "sdpa")
 
-    def _permuted(self, model: PreTrainedModel) -> float:
-        """How much the last token notices that the earlier ones changed places."""
-        tokens = self.tokens[:1, :12]
+    @property
+    def tokens_name(self) -> str:
+        """The argument with the tokens that are generated."""
+        return "decoder_input_ids" if "decoder_input_ids" in self.inputs else "input_ids"
+
+    def decoded(self, *, masked: bool = False, given: bool = False, static: bool = False) -> Tensor:
+        """Logits of the full sequence: a prefill with all other inputs, then one token at a time.
+
+        Args:
+            masked: whether a mask and, where there are any, position ids are passed that `generate` would pass.
+            given: whether the first call gets an empty cache.
+            static: whether it is one of a fixed size.
+        """
+        name = self.tokens_name
+        length = self.inputs[name].shape[1]
+        bounds = [0, *range(length - min(STEPS, length // 3), length + 1)]
+        parameters = accepted(type(self.model).forward)
+        memory: dict[str, Any] = {"use_mems": True} if "mems" in parameters else {"use_cache": True}
+        if static and "mems" in parameters:
+            raise TypeError("This architecture remembers in `mems` and takes no cache.")
+        cache = self._empty_cache(static) if static or given else None
+        encoded: Any = None
+        pieces = []
+        for start, end in itertools.pairwise(bounds):
+            inputs = self._step(start, end)
+            if masked and name == "input_ids":
+                inputs["attention_mask"] = torch.ones(2, end, dtype=torch.int64)
+                if "position_ids" in parameters:
+                    inputs["position_ids"] = torch.arange(start, end).expand(2, -1)
+            if encoded is not None:
+                inputs = {key: value for key, value in inputs.items() if key in (name, "decoder_attention_mask")}
+                inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded)
+            if cache is not None:
+                inputs["past_key_values"] = cache
+            output = call(self.model, inputs | memory)
+            cache = getattr(output, "past_key_values", cache)
+            if hasattr(output, "mems"):
+                memory["mems"] = output.mems
+            encoded = getattr(output, "encoder_last_hidden_state", None)
+            pieces.append(self._logits_of(output))
+        return torch.cat(pieces, dim=1)
+
+    def _empty_cache(self, static: bool) -> Any:
+        config = self.model.config.get_text_config(decoder=True)
+        if not static:
+            return DynamicCache(config=config)
+        if self.tokens_name == "input_ids":
+            return StaticCache(config=config, max_cache_len=LENGTH + 4)
+        return EncoderDecoderCache(*(StaticCache(config=config, max_cache_len=one) for one in (LENGTH + 4, LENGTH)))
+
+    def _step(self, start: int, end: int) -> dict[str, Any]:
+        name = self.tokens_name
+        inputs: dict[str, Any] = {}
+        for key, value in self.inputs.items():
+            if key == "attention_mask" and name == "input_ids":
+                inputs[key] = value[:, :end]
+            elif key == name or (
+                self._is_over(name, value) and key.endswith(("token_type_ids", "position_mask", "cross_attention_mask"))
+            ):
+                inputs[key] = value[:, start:end]
+            elif start == 0 or name == "decoder_input_ids":
+                inputs[key] = value
+        return inputs
+
+    def _is_over(self, name: str, value: Any) -> bool:
+        """Whether a value has a place for every token of an argument."""
+        return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == self.inputs[name].shape
+
+    def padded(self, with_ids: bool = False) -> Tensor:
+        """Logits of the tokens behind padding on the left.
+
+        Args:
+            with_ids: whether the positions are passed that `generate` passes.
+        """
+        inputs = {"attention_mask": torch.ones_like(self.inputs["input_ids"])} | self.inputs
+        for key, value in inputs.items():
+            if self._is_over("input_ids", value) and not key.startswith("decoder"):
+                inputs[key] = torch.cat((torch.zeros_like(value[:, :PADDING]), value), dim=1)
+        if with_ids:
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        logits = self.logits(inputs)
+        return logits if self.tokens_name == "decoder_input_ids" else logits[:, PADDING:]
+
+    def permuted(self, model: PreTrainedModel) -> float:
+        """How much the last token in a model of the same vocabulary notices that the earlier ones changed places."""
+        tokens = self.inputs["input_ids"][:1, :12]
         order = torch.tensor([7, 2, 10, 0, 5, 9, 1, 4, 8, 3, 6, 11])
-        last, permuted = self._run(tokens, model)[:, -1], self._run(tokens[:, order], model)[:, -1]
-        return float((last - permuted).abs().max() / last.std())
+        last, moved = (self._logits_of(model(input_ids=one))[:, -1] for one in (tokens, tokens[:, order]))
+        return float((last - moved).abs().max() / last.std())
 
 
-def output_of(output: Any) -> Tensor:
-    """The logits, or the last hidden state of a model without a head."""
-    for name in ("logits", "prediction_logits", "last_hidden_state"):
-        value = getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return value
-    raise TypeError(f"{type(output).__name__} holds neither logits nor hidden states.")
-
-
-def _pad_token(model: PreTrainedModel) -> int:
-    return getattr(model.config, "pad_token_id", None) or 0
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """All configs of a model, those of parts that are no models included."""
+    owners = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return list({id(config): config for owner in owners for config in configs_in(owner)}.values())

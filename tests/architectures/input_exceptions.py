@@ -20,6 +20,11 @@ def absent(context: Context) -> None:
     """Leaves an argument out."""
 
 
+def normal(*shape: int) -> Callable[[Context], Tensor]:
+    """(batch, ...) of random numbers."""
+    return lambda context: context.normal(context.batch, *shape)
+
+
 def tiles(count: int) -> Callable[[Context], Tensor]:
     """(batch, tiles, channels, height, width)."""
     return lambda context: context.normal(context.batch, count, 3, *picture_size(context))
@@ -69,6 +74,11 @@ def merged_grid(context: Context) -> Tensor:
     return torch.tensor([[1, rows // 2, columns // 2]] * context.batch)
 
 
+def all_patches(context: Context) -> Tensor:
+    """(patches of all pictures, values of a patch)."""
+    return flattened(context, frames=1)
+
+
 def rows_of_patches(context: Context) -> Tensor:
     """(batch, patches, values of a patch)."""
     rows, columns = grid(context)
@@ -103,6 +113,11 @@ def boxes(context: Context) -> Tensor:
     return (corner * torch.tensor([1, 2, 1, 2]) + torch.tensor([0, 0, 3, 3])).expand(context.batch, -1, -1) % 60
 
 
+def four_codebooks(context: Context) -> Tensor:
+    """(batch * 4, length)."""
+    return context.tokens(12).repeat_interleave(4, dim=0)
+
+
 def codes(channels: int, length: int = 12) -> Callable[[Context], Tensor]:
     """(batch, length, codebooks)."""
     return lambda context: context.tokens(length * channels).reshape(context.batch, length, channels) % 16 + 8
@@ -111,18 +126,18 @@ def codes(channels: int, length: int = 12) -> Callable[[Context], Tensor]:
 _QFORMER: Rules = {"qformer_input_ids": lambda context: context.tokens(6), "qformer_attention_mask": ones(6)}
 _WAVE: Rules = {"input_values": wave_with_channel}
 
-RULES: dict[str, Rules] = {
+#: By one or several model types.
+_RULES: dict[str, Rules] = {
     "audio-spectrogram-transformer": {"input_values": spectrogram},
-    **dict.fromkeys(("omniasr", "omniasr_audio", "omniasr_ctc"), _WAVE),
-    "clap": {"input_features": lambda context: context.normal(context.batch, 1, 64, 32)},
-    "colmodernvbert": {"pixel_values": tiles(1)},
-    "modernvbert": {"pixel_values": tiles(1)},
-    "dac": _WAVE,
+    "omniasr omniasr_audio omniasr_ctc": _WAVE,
+    "clap": {"input_features": normal(1, 64, 32)},
+    "colmodernvbert modernvbert": {"pixel_values": tiles(1)},
+    "dac pe_audio pe_audio_encoder vibevoice_acoustic_tokenizer": _WAVE,
     "decision_transformer": {
         "states": lambda context: context.normal(context.batch, 8, context.config.state_dim),
         "actions": lambda context: context.normal(context.batch, 8, context.config.act_dim),
-        "rewards": lambda context: context.normal(context.batch, 8, 1),
-        "returns_to_go": lambda context: context.normal(context.batch, 8, 1),
+        "rewards": normal(8, 1),
+        "returns_to_go": normal(8, 1),
         "timesteps": lambda context: torch.arange(8).expand(context.batch, -1),
         "attention_mask": ones(8),
     },
@@ -137,10 +152,8 @@ RULES: dict[str, Rules] = {
     },
     "instructblip": _QFORMER,
     "instructblipvideo": _QFORMER | {"pixel_values": tiles(4)},
-    "kimi_k25": {"pixel_values": patches},
-    "kimi_k25_vision": {"pixel_values": patches},
-    "lightglue": {"pixel_values": tiles(2)},
-    "superglue": {"pixel_values": tiles(2)},
+    "kimi_k25 kimi_k25_vision paddleocr_vl": {"pixel_values": patches},
+    "lightglue superglue efficientloftr": {"pixel_values": tiles(2)},
     "llava": {"image_sizes": absent},
     "llava_onevision": {"batch_num_images": absent},
     "mllama": {
@@ -149,67 +162,50 @@ RULES: dict[str, Rules] = {
         "aspect_ratio_mask": ones(1, 4),
         "cross_attention_mask": lambda context: torch.ones(*context.needed("input_ids").shape, 1, 4, dtype=torch.int64),
     },
-    "neucodec": _WAVE | {"input_features": short_spectrogram},
-    "paddleocr_vl": {"pixel_values": patches},
-    "pe_audio": _WAVE,
-    "pe_audio_encoder": _WAVE,
+    "neucodec xcodec2": _WAVE | {"input_features": short_spectrogram},
     "pop2piano": {
         "input_ids": absent,
         "attention_mask": absent,
-        "input_features": lambda context: context.normal(context.batch, 16, 64),
+        "input_features": normal(16, 64),
     },
     "speech-encoder-decoder": {"input_features": absent},
     "speech_to_text": {"input_features": frames_first},
-    "vibevoice_acoustic_tokenizer": _WAVE,
     "xclip": {"pixel_values": lambda context: context.normal(context.batch, 8, 3, *picture_size(context))},
     "xcodec": _WAVE,
-    "xcodec2": _WAVE | {"input_features": short_spectrogram},
     "voxtral_realtime_text": {"t_cond": lambda context: context.normal(1, 64)},
     "colqwen2": {"pixel_values": rows_of_patches, "input_ids": prompt_with(8, "image_token_id")},
     "fuyu": {"pixel_values": rows_of_patches, "image_patches": absent, "input_ids": prompt_with(32, "image_token_id")},
-    "neomme": {
-        "pixel_values": lambda context: flattened(context, frames=1),
-        "input_ids": prompt_with(32, "image_token_id"),
-    },
-    "efficientloftr": {"pixel_values": tiles(2)},
-    "granite_speech": {"input_features_mask": absent},
-    "granite_speech_plus": {"input_features_mask": absent},
+    "neomme": {"pixel_values": all_patches, "input_ids": prompt_with(32, "image_token_id")},
+    "granite_speech granite_speech_plus": {"input_features_mask": absent},
     "moss_transcribe_diarize": {"padding_mask": mask_of_sound},
     "vibevoice": _WAVE | {"padding_mask": mask_of_sound},
-    "musicgen": {"decoder_input_ids": lambda context: context.tokens(12).repeat_interleave(4, dim=0)},
+    "musicgen": {"decoder_input_ids": four_codebooks},
     "musicgen_melody": {
         "input_features": absent,
-        "decoder_input_ids": lambda context: context.tokens(12).repeat_interleave(4, dim=0),
+        "decoder_input_ids": four_codebooks,
     },
     "dia": {"decoder_input_ids": codes(9)},
     "kyutai_speech_to_text": {"input_ids": codes(33), "input_values": absent, "attention_mask": absent},
     "csm": {"input_values": absent, "input_ids": codes(32), "attention_mask": ones(12)},
-    "mimi_decoder": {"latents": lambda context: context.normal(context.batch, 64, 12)},
-    "pocket_tts_audio_tokenizer_decoder": {"latents": lambda context: context.normal(context.batch, 64, 12)},
+    "mimi_decoder pocket_tts_audio_tokenizer_decoder": {"latents": normal(64, 12)},
     "blip_2_qformer": {
-        "encoder_hidden_states": lambda context: context.normal(context.batch, 9, 64),
-        "query_embeds": lambda context: context.normal(context.batch, 16, 64),
+        "encoder_hidden_states": normal(9, 64),
+        "query_embeds": normal(16, 64),
         "input_ids": absent,
         "attention_mask": absent,
     },
-    "nemotron3_5_transcribe_word_timestamp": {"inputs_embeds": lambda context: context.normal(context.batch, 16, 64)},
+    "nemotron3_5_transcribe_word_timestamp": {"inputs_embeds": normal(16, 64)},
     "oneformer": {"task_inputs": lambda context: context.tokens(77)},
     "kosmos-2": {
         "input_ids": lambda context: with_placeholders(context, BEFORE, 16),
         "image_embeds_position_mask": span_of(16),
     },
     "seggpt": {"pixel_values": picture(16), "prompt_pixel_values": picture(16), "prompt_masks": picture(16)},
-    "inkling_mm_model": {"pixel_values": lambda context: context.normal(context.batch, 2, 4, 4, 3)},
-    "bros": {"bbox": lambda context: boxes(context).float() / 64},
-    "lilt": {"bbox": boxes},
-    "layoutlm": {"bbox": boxes},
-    "layoutlmv3": {"bbox": boxes},
-    "udop": {"bbox": lambda context: boxes(context).float() / 64},
+    "inkling_mm_model": {"pixel_values": normal(2, 4, 4, 3)},
+    "bros udop": {"bbox": lambda context: boxes(context).float() / 64},
+    "lilt layoutlm layoutlmv3": {"bbox": boxes},
     "clvp": {"input_features": lambda context: context.normal(context.batch, 80, FRAMES[context.size])},
-    "fun_asr_nano_encoder": {
-        "input_features_mask": ones(63),
-        "input_features": lambda context: context.normal(context.batch, 63, 224),
-    },
+    "fun_asr_nano_encoder fun_asr_nano": {"input_features_mask": ones(63), "input_features": normal(63, 224)},
     "gemma4_unified": {
         "image_position_ids": lambda context: torch.cartesian_prod(torch.arange(4), torch.arange(2)).expand(
             context.batch, -1, -1
@@ -221,17 +217,14 @@ RULES: dict[str, Rules] = {
         "images_per_sample": lambda context: torch.full((context.batch,), 2),
         "image_grid_thw": lambda context: torch.tensor([[1, *grid(context)]] * 2 * context.batch),
     },
-    "inkling2": {"pixel_values": merged_patches, "image_grid_thw": merged_grid},
-    "inkling2_loop": {"pixel_values": merged_patches, "image_grid_thw": merged_grid},
-    "inkling2_vision": {"pixel_values": merged_patches, "image_grid_thw": merged_grid},
+    "inkling2 inkling2_loop inkling2_vision": {"pixel_values": merged_patches, "image_grid_thw": merged_grid},
     "lxmert": {
-        "visual_feats": lambda context: context.normal(context.batch, 6, 2048),
+        "visual_feats": normal(6, 2048),
         "visual_pos": lambda context: context.normal(context.batch, 6, 4).sigmoid(),
     },
-    "minicpm_ocr_vision": {"pixel_values": patches_in_a_row, "target_sizes": shapes},
-    "minicpmv4_7_vision": {"pixel_values": patches_in_a_row, "target_sizes": shapes},
+    "minicpm_ocr_vision minicpmv4_7_vision": {"pixel_values": patches_in_a_row, "target_sizes": shapes},
     "nemotron_h_omni": {
-        "pixel_values": lambda context: flattened(context, frames=1),
+        "pixel_values": all_patches,
         "image_grid_hw": shapes,
         "image_grid_thw": absent,
     },
@@ -253,25 +246,13 @@ RULES: dict[str, Rules] = {
         "pixel_values": lambda context: context.normal(1, 2, 3, 64, 64),
         "input_ids": lambda context: context.tokens(12, 1),
     },
-    "fun_asr_nano": {
-        "input_features_mask": ones(63),
-        "input_features": lambda context: context.normal(context.batch, 63, 224),
-    },
     "musicflamingo": {"input_ids": prompt_with(32, "audio_token_id")},
     "qwen2_audio": {"input_ids": prompt_with(32, "audio_token_id", "audio_token_index")},
-    "qwen3_asr": {
-        "input_features": lambda context: context.normal(context.batch, 32, 200),
-        "input_features_mask": ones(200),
-    },
-    "qwen3_asr_encoder": {
-        "input_features": lambda context: context.normal(context.batch, 32, 200),
-        "input_features_mask": ones(200),
-    },
+    "qwen3_asr qwen3_asr_encoder": {"input_features": normal(32, 200), "input_features_mask": ones(200)},
     "depth_pro": {"pixel_values": picture(64)},
-    "granite_speech5_ctc": {"input_features": lambda context: context.normal(context.batch, 96, 32)},
-    "granite_speech5_encoder": {"input_features": lambda context: context.normal(context.batch, 96, 32)},
+    "granite_speech5_ctc granite_speech5_encoder": {"input_features": normal(96, 32)},
     "muse_glimmer_assistant": {
-        "noise_embeds": lambda context: context.normal(context.batch, 4, 64),
+        "noise_embeds": normal(4, 64),
         "context_hidden_states": lambda context: context.normal(
             context.batch, 6, 64 * len(context.config.target_layer_ids)
         ),
@@ -297,3 +278,4 @@ RULES: dict[str, Rules] = {
     },
     "granite4_vision": {"input_ids": prompt_with(14, "image_token_id", "image_token_index")},
 }
+RULES = {model_type: rules for types, rules in _RULES.items() for model_type in types.split()}

@@ -14,8 +14,6 @@ _RESNET: dict[str, Any] = {
         "out_features": ["stage4"],
     },
     "backbone": None,
-    "use_timm_backbone": False,
-    "use_pretrained_backbone": False,
 }
 _RESNET_LEVELS: dict[str, Any] = _RESNET | {
     "backbone_config": _RESNET["backbone_config"] | {"out_features": ["stage2", "stage3", "stage4"]}
@@ -38,12 +36,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 128, **{f"IMGIMG{_letters(i)}Z": 8 + i for i in range(32)}}},
     "conditional_detr": _RESNET,
     "dab-detr": _RESNET,
-    "deepseek_ocr2_text": {
-        "num_experts_per_tok": 2,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 32,
-        "mlp_layer_types": ["dense", "sparse"],
-    },
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
     "deformable_detr": _RESNET_LEVELS | {"num_feature_levels": 3},
     "detr": _RESNET,
     "diffusion_gemma_text": {
@@ -60,9 +53,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "fun_asr_nano_encoder": {"max_position_embeddings": 257},
-    "fun_asr_nano_adaptor": {"intermediate_size": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16, "hidden_size": 64}},
-    "glm5_next_text": {"qk_rope_head_dim": 0, "num_key_value_heads": 4},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
     "granite4_vision": {
         "downsample_rate": "2/4",
         "image_grid_pinpoints": TILES,
@@ -87,7 +79,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {
         "image_token_id": 128,
         "video_token_id": 129,
-        "vision_config": {"video_temporal_patch_size": 2},
         "vit_hidden_size": 64,
     },
     "omdet-turbo": _RESNET_LEVELS
@@ -110,7 +101,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "image_size": [64, 64],
         "blocks_per_stage": [1, 1, 2, 1],
         "embed_dim_per_stage": [16, 32, 64, 128],
-        "num_attention_heads_per_stage": [1, 2, 4, 8],
         "window_positional_embedding_background_size": [4, 4],
         "window_size_per_stage": [8, 4, 2, 2],
         "global_attention_blocks": [3],
@@ -125,7 +115,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "table-transformer": _RESNET,
     "time_series_transformer": {"prediction_length": 8, "context_length": 16},
-    "timesfm": {"context_length": 64, "horizon_length": 16},
+    "timesfm": {"horizon_length": 16},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "vitmatte": {
         "backbone_config": {"patch_size": 16, "image_size": 64},
@@ -148,7 +138,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "clap_audio_model": {"spec_size": 64, "patch_embeds_hidden_size": 16, "hidden_size": 128},
     "clvp_encoder": {"num_attention_heads": 2},
     "hiera": {"patch_size": [7, 7], "image_size": [64, 64]},
-    "levit": {"patch_size": 16, "image_size": 64},
+    "levit": {"patch_size": 16},
     "mobilevitv2": {"image_size": 64},
     "superglue": {"hidden_size": 256},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 150, "vision_end_token_id": 151},
@@ -158,16 +148,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"activation_sparsity_pattern": [0.0, 0.0]},
     "voxtral": {"audio_token_id": 128},
     "sam3_tracker": {"vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}},
-    "qwen2_audio": {"audio_token_index": 128},
     "sam_mask_decoder": {"attention_downsample_rate": 1},
     "sam_hq_mask_decoder": {"vit_dim": 64},
-    "dots3_note_text": {"per_layer_config": None, "index_topk": 4},
+    "dots3_note_text": {"index_topk": 4},
     "embedding_gemma2_text": {"per_layer_config": None},
     "pp_doclayout_v2": {"class_thresholds": [0.5] * 200, "class_order": list(range(200))},
     "granite_speech5_encoder": {"num_key_value_heads": 4, "num_mel_bins": 8},
     "depth_pro": {"patch_size": 16, "intermediate_hook_ids": [1, 0]},
     "emu3_vqgan": {
-        "hidden_size": 64,
         "base_channels": 32,
         "embed_dim": 16,
         "channel_multiplier": [1, 2],
@@ -193,7 +181,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "pred_num_attention_heads": 4,
         "pred_num_hidden_layers": 2,
     },
-    "dots3_note_vision_encoder": {"per_layer_config": None, "num_local_experts": 4},
+    "dots3_note_vision_encoder": {"per_layer_config": None},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 200},
     "xcodec2": {"num_key_value_heads": 4, "quantization_dim": 128},

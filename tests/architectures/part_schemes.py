@@ -14,10 +14,11 @@ _ONE_AXIS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {}),
     "rope": ("rope", {"theta": 100.0}),
     "sinusoidal": ("sinusoidal", {}),
-    "shaw": ("shaw", {"max_distance": 4}),
 }
-TEXT_SCHEMES = _ONE_AXIS | {"forget_gate": ("forget_gate", {"initial_bias": 2.0}), "pope": ("pope", {})}
-SERIES_SCHEMES = _ONE_AXIS
+_SHAW: dict[str, tuple[str, dict[str, Any]]] = {"shaw": ("shaw", {"max_distance": 4})}
+#: The gates do not close at once.
+TEXT_SCHEMES = _ONE_AXIS | {"forget_gate": ("forget_gate", {"initial_bias": 2.0})} | _SHAW | {"pope": ("pope", {})}
+SERIES_SCHEMES = _ONE_AXIS | _SHAW
 GRID_SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "native": ("native", {}),
     "none": ("none", {}),

@@ -9,69 +9,59 @@ WINDOW = 8
 #: Ids of real tokens start here; below are padding, begin and end.
 FIRST_TOKEN = 8
 
-#: What a config attribute of this name becomes, wherever a config has it.
-SHRUNK: dict[str, Any] = {
-    **dict.fromkeys(
-        ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"), VOCABULARY
+#: The attributes of a config that become a number, wherever a config has them.
+_NAMES: dict[float, str] = {
+    VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size",
+    64: (
+        "hidden_size d_model n_embd emb_dim dim embedding_size word_embed_proj_dim attention_hidden_size "
+        "pooler_hidden_size prediction_head_size lru_width input_embedding_size output_embedding_size embedding_dim "
+        "true_hidden_size intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_inner dim_ff dff d_ff "
+        "hidden_dim ffn_hidden_size shared_intermediate_size intermediate_size_mlp dense_intermediate_size "
+        "feed_forward_size n_inner max_position_embeddings n_positions max_seq_len n_ctx model_max_length "
+        "max_target_positions max_source_positions context_length rel_extent attention_chunk_size keep_window_size"
     ),
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "word_embed_proj_dim"), 64
+    4: (
+        "num_attention_heads encoder_attention_heads decoder_attention_heads n_head n_heads attention_heads "
+        "num_heads swa_num_attention_heads num_query_groups num_encoder_attention_heads num_decoder_attention_heads "
+        "num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num mamba_chunk_size chunk_size "
+        "mamba_n_groups n_groups mamba_ngroups linear_num_key_heads linear_num_value_heads unk_index"
     ),
-    **dict.fromkeys(("attention_hidden_size", "pooler_hidden_size", "prediction_head_size", "lru_width"), 64),
-    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "embedding_dim", "true_hidden_size"), 64),
-    **dict.fromkeys(
-        ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads"), 4
+    2: (
+        "num_key_value_heads swa_num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token "
+        "moe_topk moe_k eos_token_id sep_token_id eod_token_id forced_eos_token_id num_layers num_hidden_layers "
+        "n_layer n_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_blocks "
+        "num_layers_per_stack"
     ),
-    **dict.fromkeys(("attention_heads", "num_heads", "swa_num_attention_heads", "num_query_groups"), 4),
-    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "d_head", "d_kv", "global_head_dim"), 16),
-    **dict.fromkeys(("kv_channels", "attention_head_size"), 16),
-    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_inner", "dim_ff"), 64),
-    **dict.fromkeys(
-        ("dff", "d_ff", "hidden_dim", "ffn_hidden_size", "shared_intermediate_size", "intermediate_size_mlp"), 64
+    16: (
+        "head_dim swa_head_dim dim_head d_head d_kv kv_channels attention_head_size q_lora_rank kv_lora_rank "
+        "v_head_dim router_hidden_size laurel_rank hc_lowrank gated_norm_rank d_rel ple_embed_dim adapter_rank "
+        "embedding_rank mamba_d_head mamba_head_dim mamba_headdim linear_head_dim ssm_state_size state_size "
+        "mamba_d_state time_step_rank mamba_dt_rank linear_key_head_dim linear_value_head_dim"
     ),
-    **dict.fromkeys(("dense_intermediate_size", "feed_forward_size", "n_inner"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "moe_ffn_hidden_size"), 32),
-    **dict.fromkeys(("shared_experts_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size",), 32),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "topk_method_k"), 2),
-    **dict.fromkeys(("topk_group", "n_group", "num_expert_group", "num_shared_experts", "n_shared_experts"), 1),
-    **dict.fromkeys(("moe_num_shared_experts", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "router_hidden_size", "laurel_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("hc_lowrank", "gated_norm_rank", "d_rel", "ple_embed_dim", "adapter_rank", "embedding_rank"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "model_max_length"), 64),
-    **dict.fromkeys(("max_target_positions", "max_source_positions", "context_length"), 64),
-    **dict.fromkeys(
-        ("sliding_window", "local_attention", "attention_window_size", "sliding_window_size", "window_size"), WINDOW
+    32: (
+        "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
+        "expert_ffn_hidden_size moe_shared_expert_intermediate_size"
     ),
-    **dict.fromkeys(("rel_extent", "attention_chunk_size", "keep_window_size"), 64),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_heads"), 8),
-    **dict.fromkeys(
-        ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "linear_head_dim", "ssm_state_size", "state_size"), 16
+    1: (
+        "topk_group n_group num_expert_group num_shared_experts n_shared_experts moe_num_shared_experts "
+        "first_k_dense_replace num_dense_layers bos_token_id cls_token_id decoder_start_token_id"
     ),
-    **dict.fromkeys(("mamba_d_state", "time_step_rank", "mamba_dt_rank"), 16),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "mamba_n_groups", "n_groups", "mamba_ngroups"), 4),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-    **dict.fromkeys(("pad_token_id", "pad_index", "pad_token", "document_token_id"), 0),
-    **dict.fromkeys(("bos_token_id", "cls_token_id", "decoder_start_token_id", "bos_index"), 1),
-    **dict.fromkeys(("eos_token_id", "sep_token_id", "eod_token_id", "forced_eos_token_id", "eos_index"), 2),
-    **dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id", "mask_token_id", "mask_index"), 3),
-    **dict.fromkeys(("unk_index",), 4),
-    **dict.fromkeys(("num_layers", "num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_blocks", "num_layers_per_stack"), 2),
-    **dict.fromkeys(("initializer_range", "init_std", "emb_init_std"), 0.2),
+    WINDOW: (
+        "qk_rope_head_dim qk_nope_head_dim hidden_size_per_layer_input sliding_window local_attention "
+        "attention_window_size sliding_window_size window_size mamba_n_heads mamba_num_heads linear_num_heads"
+    ),
+    0: "pad_token_id document_token_id",
+    3: "image_token_id video_token_id audio_token_id mask_token_id mask_index",
+    0.2: "initializer_range init_std",
 }
+SHRUNK: dict[str, Any] = {name: number for number, names in _NAMES.items() for name in names.split()}
 
 #: Entries of a config that hold one value per layer; cut to the layers of the tiny model.
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 #: What the rules above cannot know.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -92,19 +82,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "index_n_heads": 2,
         "index_head_dim": 16,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
-            "indexed_attention": {"rope_type": "default", "rope_theta": 8e7, "partial_rotary_factor": 0.5},
-        },
     },
     "dory": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "num_hidden_layers": 3,
         "n_input_layers": 1,
-        "n_recurrent_layers": 1,
         "n_output_layers": 1,
     },
-    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 3},
+    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 64},
@@ -115,7 +99,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
     "hrm_text": {"num_layers_per_stack": None},
     "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "hunyuan_v1_moe": {"head_dim": 16},
     "inkling2_loop_text": {
         "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
         "num_hidden_layers": 3,
@@ -145,14 +129,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "num_hidden_layers": 3,
         "attention_hidden_size": 128,
-        "attention_head_dim": 32,
     },
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
         "attention_hidden_size": 128,
-        "attention_head_dim": 32,
         "use_mem_rope": True,
     },
     "zaya": {"num_experts_per_tok": 1},

@@ -55,9 +55,7 @@ def shrunk_tree(config: PreTrainedConfig, special: dict[str, int] | None = None)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if known.get(name) is not None:
             given[name] = SHRUNK[name]
-    if "kv_lora_rank" in given:
-        given |= {"num_key_value_heads": 4, "head_dim": SHRUNK["qk_rope_head_dim"]}
-    given |= _per_layer(known, given)
+    given |= per_head(given) | per_layer(known, given)
     given |= _rotary(config, known, given)
     given |= _outputs_of_stages(config, known, given)
     given |= {name: _part(part, special) for name, part in parts.items()}
@@ -113,7 +111,12 @@ def _small(name: str, value: Any, known: dict[str, Any]) -> Any:
     return small if isinstance(value, int) else None
 
 
-def _per_layer(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def per_head(given: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of heads whose keys are computed from a compressed state."""
+    return {"num_key_value_heads": 4, "head_dim": SHRUNK["qk_rope_head_dim"]} if "kv_lora_rank" in given else {}
+
+
+def per_layer(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """As many layers as there are kinds of them, and lists of that length."""
     lists = [name for name in PER_LAYER if isinstance(known.get(name), list | tuple)]
     kinds = {name: list(dict.fromkeys(known[name])) for name in lists}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hf_posenc.patching.layouts import Grid
 
+from .calling import Caller
 from .inputs import call
-from .part_calling import PartCaller
 from .population import MAPPINGS, class_name
 
 
@@ -26,13 +26,13 @@ class Shuffled:
         prefix: number of tokens before the patches.
     """
 
-    caller: PartCaller
+    caller: Caller
     inputs: dict[str, Any]
     order: Tensor
     prefix: int
 
     @classmethod
-    def of(cls, caller: PartCaller, stacks: list[Any]) -> Shuffled | None:
+    def of(cls, caller: Caller, stacks: list[Any]) -> Shuffled | None:
         """For a model whose last hidden state has one token per patch and some in front; `None` for others."""
         pixels = caller.inputs.get("pixel_values")
         grid = next((stack.layout for stack in stacks if isinstance(stack.layout, Grid)), None)

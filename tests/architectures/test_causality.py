@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,14 +32,6 @@ CROSS_SECTION = [
     "encoder-t5",
 ]
 LENGTH = 8
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def seen_by_the_first_token(model: Any, stack: Any) -> bool | None:
@@ -90,14 +81,12 @@ def assert_stated_as_observed(name: str) -> int:
     return len(stated)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", CROSS_SECTION)
 def test_a_layer_is_taken_for_causal_if_its_queries_see_no_later_keys(name: str) -> None:
     assert assert_stated_as_observed(name) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("model_type", known_model_types())
 def test_sweep(model_type: str) -> None:
     for pair in pairs_of(model_type):

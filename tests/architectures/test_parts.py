@@ -9,7 +9,7 @@ import torch
 
 from hf_posenc import UnsupportedError, patch_model
 
-from .part_calling import PartCaller
+from .calling import Caller
 from .population import pair_named
 
 
@@ -26,7 +26,7 @@ from .population import pair_named
 def test_what_fails_in_a_call_is_refused_in_the_patch(
     pair: str, part: str | None, scheme: str, options: dict[str, Any], reason: str
 ) -> None:
-    model = PartCaller(pair_named(pair)).model
+    model = Caller(pair_named(pair)).model
     with pytest.raises(UnsupportedError, match=reason):
         patch_model(model, scheme, part=part, **options)
     assert not hasattr(model, "position_encoding")
@@ -35,7 +35,7 @@ def test_what_fails_in_a_call_is_refused_in_the_patch(
 @torch.no_grad()
 def test_layers_of_rows_and_columns_have_the_same_places_in_every_call() -> None:
     """SAM 3 passes the places of patches as columns first, and its rotation is replaced from the second call on."""
-    caller = PartCaller(pair_named("vision-sam3_vit_model"))
+    caller = Caller(pair_named("vision-sam3_vit_model"))
     patch_model(caller.model, "rope_nd", grid=(4,))
     first = caller.outputs()
     assert torch.equal(caller.outputs(), first)
@@ -44,7 +44,7 @@ def test_layers_of_rows_and_columns_have_the_same_places_in_every_call() -> None
 
 @torch.no_grad()
 def test_a_bias_is_refused_by_eager_attention_that_ignores_its_mask() -> None:
-    caller = PartCaller(pair_named("video-vjepa2"))
+    caller = Caller(pair_named("video-vjepa2"))
     patch_model(caller.model, "alibi", axes=3)
     caller.outputs()
     with pytest.raises(UnsupportedError, match=r"ignores its mask.*sdpa"):
@@ -53,7 +53,7 @@ def test_a_bias_is_refused_by_eager_attention_that_ignores_its_mask() -> None:
 
 @torch.no_grad()
 def test_vectors_are_added_before_the_first_layer_of_nested_lists() -> None:
-    caller = PartCaller(pair_named("vision-glpn"))
+    caller = Caller(pair_named("vision-glpn"))
     stock = caller.outputs()
     patch_model(caller.model, "sinusoidal", axes=2)
     assert not torch.equal(caller.outputs(), stock)

@@ -72,7 +72,7 @@ def doubled(pair: Pair, as_bias: bool) -> Tensor:
     caller = Caller(pair)
     patch_model(caller.model, DoubledConfig(as_bias))
     with torch.no_grad():
-        return caller._run(caller.tokens)
+        return caller.outputs()
 
 
 @pytest.mark.parametrize("name", mostly_slow(PAIRS, lambda name: name in PAIRS[:9]))
@@ -83,7 +83,7 @@ def test_a_bias_of_the_logits_themselves_doubles_them(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     plain = Caller(pair)
     patch_model(plain.model, "none")
-    assert (plain._run(plain.tokens) - expected).abs().max() > 1e-2
+    assert (plain.outputs() - expected).abs().max() > 1e-2
 
 
 def factors_in(name: str) -> list[tuple[int, list[float]]]:
@@ -92,7 +92,7 @@ def factors_in(name: str) -> list[tuple[int, list[float]]]:
     Factors.found.clear()
     patch_model(caller.model, FactorsConfig())
     with torch.no_grad():
-        caller._run(caller.tokens)
+        caller.outputs()
     assert Factors.found
     return list(Factors.found)
 

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from .population import Pair, class_name, class_named
 from .shrinking import OVERRIDES, PER_LAYER, SHRUNK, WINDOW
-from .shrinking_parts import shrunk_tree
+from .shrinking_parts import per_head, per_layer, shrunk_tree
 
 
 def tiny_config(pair: Pair, **options: Any) -> Any:
@@ -31,17 +31,7 @@ def _shrunk(default: Any, pair: Pair, options: dict[str, Any]) -> dict[str, Any]
     given = {name: value for name, value in SHRUNK.items() if _counts(known.get(name))}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         given[name] = SHRUNK[name]
-    if "kv_lora_rank" in given:
-        given |= {"num_key_value_heads": 4, "head_dim": SHRUNK["qk_rope_head_dim"]}
-    layers = [_distinct(known[name]) for name in PER_LAYER if isinstance(known.get(name), list | tuple)]
-    count = max((2, *(len(kinds) for kinds in layers)))
-    for name in ("num_layers", "num_hidden_layers"):
-        if name in given:
-            given[name] = count
-    for name in PER_LAYER:
-        if isinstance(known.get(name), list | tuple):
-            kinds = _distinct(known[name])
-            given[name] = [kinds[min(layer, len(kinds) - 1)] for layer in range(count)]
+    given |= per_head(given) | per_layer(known, given)
     if pair.kind == "causal":
         given["is_decoder"] = True
     return given | OVERRIDES.get(pair.model_type, {}) | dict(pair.options) | options
@@ -49,10 +39,6 @@ def _shrunk(default: Any, pair: Pair, options: dict[str, Any]) -> dict[str, Any]
 
 def _counts(value: Any) -> bool:
     return value is not None and not isinstance(value, bool)
-
-
-def _distinct(kinds: Any) -> list[Any]:
-    return list(dict.fromkeys(kinds))
 
 
 def model_class(pair: Pair) -> type[PreTrainedModel]:
@@ -87,20 +73,10 @@ _NOT_ATTENTION = frozenset(("linear_attention", "conv", "recurrent", "mamba", "m
 
 #: Architectures in which even one layer mixes neighbours, or attends twice, so that order is visible without positions.
 MIXING = frozenset(
-    (
-        "convbert",
-        "falcon_h1",
-        "hrm_text",
-        "inkling_text",
-        "inkling2_text",
-        "inkling2_loop_text",
-        "longcat_flash",
-        "zamba",
-        "zamba2",
-        "zaya",
-        "bigbird_pegasus",
-        "olmo_hybrid",
-    )
+    [
+        *("convbert", "falcon_h1", "hrm_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "longcat_flash"),
+        *("zamba", "zamba2", "zaya", "bigbird_pegasus", "olmo_hybrid"),
+    ]
 )
 
 #: Architectures whose attention has no positions to begin with; their recurrent layers know the order.
@@ -140,7 +116,7 @@ def one_layer_models(pair: Pair) -> list[PreTrainedModel]:
         return [tiny_model(pair, **wide)]
     full = tiny_config(pair).to_dict()
     lists = [name for name in PER_LAYER if isinstance(full.get(name), list | tuple)]
-    kinds = [kind for name in lists if name != "mlp_layer_types" for kind in _distinct(full[name])]
+    kinds = [kind for name in lists if name != "mlp_layer_types" for kind in dict.fromkeys(full[name])]
     counts = {
         name: 1
         for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")

@@ -88,9 +88,9 @@ def trained(scheme: Any) -> Trained:
 
 
 @torch.no_grad()
-def decoded(scheme: Any) -> tuple[int, Tensor, Tensor]:
+def decoded(scheme: Any, architecture: str = "llama_gqa") -> tuple[int, Tensor, Tensor]:
     """Four tokens behind a static cache: the number of graphs, the logits, and those of one forward pass."""
-    model, ids = model_of("llama_gqa", scheme), tokens(batch=1, length=12)
+    model, ids = model_of(architecture, scheme), tokens(batch=1, length=12)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     wanted = model(ids).logits[:, 8:]

@@ -104,6 +104,14 @@ def test_a_static_cache_is_decoded_in_one_graph(scheme: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal", "forget_gate", "pope", "cope"])
+def test_gpt2_is_decoded_behind_a_static_cache(scheme: str) -> None:
+    """Its attention computes queries and keys in one projection, and its cache is updated in another place."""
+    _, found, wanted = decoded(SCHEMES[scheme], "gpt2")
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_inductor_computes_the_same(scheme: str) -> None:
     model, ids = model_of("llama_gqa", SCHEMES[scheme]), tokens(batch=1, length=12)

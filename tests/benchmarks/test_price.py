@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 
@@ -197,8 +197,9 @@ class HerePool:
         return future
 
 
-def test_memory_is_measured_or_it_is_told_why_not(monkeypatch):
-    monkeypatch.setattr(memory, "ProcessPoolExecutor", HerePool)
+@pytest.mark.parametrize("pool", [HerePool, pytest.param(ProcessPoolExecutor, marks=pytest.mark.slow)])
+def test_memory_is_measured_or_it_is_told_why_not(pool, monkeypatch):
+    monkeypatch.setattr(memory, "ProcessPoolExecutor", pool)
     request = {"level": "model", "subject": "rope", "phase": "train", "length": 16, "peers": []}
     peak = peak_memory(request, TINY)
     assert peak["phase_bytes"] >= 0

@@ -107,15 +107,6 @@ def test_tools_that_load_a_whole_state_dict_meet_the_mark(name: str, tmp_path: P
         safetensors.torch.load_model(made(**ROPE), str(tmp_path / name))
 
 
-def test_unpatching_leaves_the_keys_of_the_stock_model() -> None:
-    stock = made()
-    expected = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
-    model = hf_posenc.unpatch_model(hf_posenc.patch_model(stock, "alibi"))
-    assert list(model.state_dict()) == list(expected)
-    model.load_state_dict(expected)
-    made(seed=1).load_state_dict(model.state_dict())
-
-
 # Folders
 
 
@@ -183,15 +174,6 @@ def test_a_state_dict_given_to_save_pretrained_gets_the_mark(tmp_path: Path) -> 
     model.save_pretrained(tmp_path, state_dict=gathered)
     assert find_mark(gathered) is None
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
-
-
-def test_weights_of_a_scheme_that_stay_on_disk_load(tmp_path: Path) -> None:
-    model = made(**ALIBI)
-    folder = written(model, tmp_path / "model")
-    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    places |= {"model.position_encoding": "cpu", "lm_head": "disk"}
-    loaded = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offload")
-    assert_same(loaded, model)
 
 
 # The fields of a config

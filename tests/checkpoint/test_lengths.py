@@ -52,7 +52,6 @@ from tests.checkpoint.checkpoint_cases import (
 
 #: Of a Llama and of a BERT.
 NATIVE, MASKED = 64, 48
-FILE = "position_encoding.json"
 
 
 def stated(model: Any) -> set[int]:

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_posenc
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
-from hf_posenc.recipes import GradualSwapCallback, SchemePhases, SchemePhasesCallback, blend_strength, swap_scheme
+from hf_posenc.recipes import SchemePhases, SchemePhasesCallback
 from tests.checkpoint.checkpoint_cases import VOCABULARY, assert_same, bert, made, refused, without_mark
 
 
@@ -123,17 +123,3 @@ def test_a_model_that_changes_its_scheme_goes_on_from_every_phase(tmp_path: Path
         assert again.model.position_encoding.config == hf_posenc.NoneConfig()
     with pytest.raises(SchemeMismatchError, match=r"alibi.*stock"):
         trainer(made(), tmp_path / "plain", 8).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-
-
-def test_a_blend_goes_on_from_every_strength(tmp_path: Path) -> None:
-    def blend() -> Any:
-        return swap_scheme(made(), "alibi", gradual=True).model
-
-    trainer(blend(), tmp_path / "run", 6, [GradualSwapCallback(5)]).train()
-    again = trainer(blend(), tmp_path / "again", 6, [GradualSwapCallback(5)], save_strategy="no")
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert again.model.position_encoding.config.name == "alibi"
-    model = blend()
-    assert blend_strength(model) == 0
-    with pytest.raises(SchemeMismatchError, match="strength"):
-        trainer(model, tmp_path / "plain", 6).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))

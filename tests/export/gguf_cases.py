@@ -247,10 +247,10 @@ _OTHER_LLAMAS: list[dict[str, Any]] = [
     {"name": "MistralForCausalLM", "sliding_window": None},
     {"name": "Qwen2ForCausalLM"},
 ]
-#: How a model is built, with a scheme and options, and what carries it.
+#: How a model is built, with a scheme and options, and what carries it. `test_runtimes` exports every
+#: scheme in a Llama, a GPT-2, a BERT and a T5 without options.
 SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
     (llama, None, {}, "'llama'"),
-    (llama, "none", {}, _FACTORS),
     (llama, "p_rope", {"attention_bias": True, "mlp_bias": True}, _FACTORS),
     (llama, _PART, {}, _FACTORS),
     (llama, _REVERSED, {}, _FACTORS),
@@ -264,15 +264,12 @@ SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
         {"num_hidden_layers": 3},
         "heads 3 times",
     ),
-    *((llama, "alibi", options, "'refact'") for options in ({}, *_OTHER_LLAMAS)),
+    *((llama, "alibi", options, "'refact'") for options in _OTHER_LLAMAS),
     (gpt2, None, {}, _TABLE),
     (gpt2, "sinusoidal", {"n_head": 2, "n_inner": 48, "tie_word_embeddings": False}, _TABLE),
     (gpt2, IntegerConfig(direction="random"), {"scale_attn_by_inverse_layer_idx": True}, _TABLE),
-    (gpt2, "none", {}, _NOTHING),
     (gpt2, "alibi", {"n_embd": 48, "n_head": 6}, _ALIBI),
     (gpt2, ["sinusoidal", "alibi"], {}, "'mpt' with ALiBi and a table of positions"),
-    (gpt2, "rope", {}, "'gptneox'"),
-    (gpt2, "p_rope", {}, "'gptneox'"),
     (gpt2, YARN, {}, "'gptneox' with rope.scaling.type 'yarn'"),
     (gpt2, _REVERSED, {}, "'gptneox'"),
     (bloom, None, {"hidden_size": 48, "n_head": 6}, "'bloom', which has ALiBi"),
@@ -291,32 +288,25 @@ SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
     (t5, None, {"tie_word_embeddings": False, "num_decoder_layers": 1, **_GATED}, "'t5'"),
     (t5, None, _ENCODER, "'t5encoder'"),
     (t5, None, {"name": "UMT5ForConditionalGeneration", "feed_forward_proj": "relu"}, "'t5'"),
-    (t5, "t5", {}, "'t5'"),
     (t5, T5Config(max_distance=64), _ENCODER, "'t5encoder'"),
     (t5, ScheduleConfig((T5Config(num_buckets=16), NoneConfig())), {}, "'t5'"),
     (bert, None, {}, "'bert'"),
-    (bert, "sinusoidal", {}, "'bert'"),
-    (bert, "alibi", {}, "'jina-bert-v2'"),
-    (bert, "rope", {}, "'jina-bert-v3'"),
     (bert, RopeConfig(theta=500.0, rotary_dim=4, scaling=LinearScaling(4.0)), {}, "'jina-bert-v3'"),
 ]
 #: Like one of these, with other numbers.
 MORE: list[tuple[Any, Any, dict[str, Any], str]] = [
-    *((llama, "p_rope", options, _FACTORS) for options in ({}, *_OTHER_LLAMAS)),
+    *((llama, "p_rope", options, _FACTORS) for options in _OTHER_LLAMAS),
     *((llama, _TWO, options, "heads 2 times") for options in ({}, *_OTHER_LLAMAS)),
-    *((llama, scheme, {}, _FACTORS) for scheme in ("hope", "resonance", _NTK, _HALF)),
+    *((llama, scheme, {}, _FACTORS) for scheme in (_NTK, _HALF)),
     (llama, RopeConfig(scaling=Llama3Scaling(4.0, original_max_positions=64)), {}, _FACTORS),
     (llama, RopeConfig(theta=500.0), {}, "'llama'"),
     (llama, YARN, {}, "rope.scaling.type 'yarn'"),
-    *((gpt2, scheme, {}, _TABLE) for scheme in ("binary", "learned")),
-    *((gpt2, scheme, {}, "'gptneox'") for scheme in ("hope", RopeConfig(theta=500.0), _NTK, _PART, _HALF)),
+    *((gpt2, scheme, {}, "'gptneox'") for scheme in (RopeConfig(theta=500.0), _NTK, _PART, _HALF)),
     (mpt, "sinusoidal", {}, _TABLE),
     *((build, "rope", {}, "'gptneox'") for build in (mpt, bigcode)),
     (t5, None, {}, "'t5'"),
     (t5, None, {**_ENCODER, **_GATED}, "'t5encoder'"),
-    (t5, "none", {}, "'t5'"),
     (bert, None, {"hidden_act": "gelu_new"}, "'bert'"),
-    *((bert, scheme, {}, "'bert'") for scheme in ("integer", "binary", "none")),
 ]
 _CLIP = {"clip_qkv": 0.5}
 _AFTER_NORM = {"apply_residual_connection_post_layernorm": True}

@@ -20,7 +20,7 @@ from hf_posenc import UnknownNameError, UnsupportedError
 from hf_posenc.errors import UsageError
 from hf_posenc.export.records import MANIFEST
 from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
-from tests.checkpoint.test_interrupted_save import killed_at
+from tests.checkpoint.test_interrupted_save import killed_at, moments
 from tests.integrations.subject import tokenizer
 from tests.models import tiny
 
@@ -131,32 +131,33 @@ def test_an_export_replaces_the_files_of_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="ends child processes by signal")
-def test_a_killed_replacement_is_the_old_export_or_the_new_one_or_no_model(tmp_path: Path) -> None:
-    old, new, place = patched(500.0), patched(700.0), tmp_path / "place"
-    pairs = {}
-    for theta, one in ((500.0, old), (700.0, new)):
-        hf_posenc.export_model(one, tmp_path / str(theta))
-        pairs[theta] = (tmp_path / str(theta) / "model.safetensors").read_bytes()
-    operation, seen = 1, set()
-    while True:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(tmp_path / "500.0", place)
-        killed = killed_at(operation, place, lambda: hf_posenc.export_model(new, place, overwrite=True))
-        config, weights = place / "config.json", place / "model.safetensors"
+@pytest.mark.parametrize("before", [None, 500.0])
+def test_a_killed_export_leaves_the_old_one_or_the_new_one_or_no_model(before: float | None, tmp_path: Path) -> None:
+    new, pristine, place = patched(700.0), tmp_path / "pristine", tmp_path / "place"
+    weights = {}
+    for theta, model in {700.0: new, before: patched(500.0)}.items():
+        shutil.rmtree(pristine, ignore_errors=True)
+        hf_posenc.export_model(model, pristine)
+        weights[theta] = (pristine / "model.safetensors").read_bytes()
+    if before is None:
+        shutil.rmtree(pristine)
+        pristine.mkdir()
+    (pristine / "tokenizer.json").write_text("tokens")
+    seen = set()
+    for _ in moments(place, pristine, lambda: hf_posenc.export_model(new, place / "model", overwrite=True)):
+        assert (place / "model" / "tokenizer.json").read_text() == "tokens"
+        config, file = place / "model" / "config.json", place / "model" / "model.safetensors"
         # Read as by a program that does not know this package.
-        if config.exists() and weights.exists():
-            found = json.loads(config.read_text())
-            if "rope_parameters" not in found:
-                # It stands in the folder while files are moved, and nothing loads it.
-                assert found["model_type"].startswith("hf_posenc"), found
-            else:
-                theta = found["rope_parameters"]["rope_theta"]
-                assert weights.read_bytes() == pairs[theta], operation
-                seen.add(theta)
-        if not killed:
-            break
-        operation += 1
-    assert seen == {500.0, 700.0}
+        found = json.loads(config.read_text()) if config.exists() else {}
+        if "rope_parameters" in found and (before is None or file.exists()):
+            theta = found["rope_parameters"]["rope_theta"]
+            assert file.read_bytes() == weights[theta]
+            seen.add(theta)
+        else:
+            # A config that stands in the folder while files are moved names this package, and nothing loads it.
+            assert not file.exists() or found.get("model_type", "hf_posenc").startswith("hf_posenc"), found
+            seen.add(None)
+    assert seen >= {before, 700.0}
 
 
 def test_an_empty_folder_is_empty_after_an_export_that_was_killed(model: Any, tmp_path: Path) -> None:

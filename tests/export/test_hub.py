@@ -224,6 +224,17 @@ def test_offline_they_come_from_the_cache(
     assert (kept / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    """Each request is sent again several times before the error."""
+    with serving(Place(Hub())) as gone:
+        pass
+    with Clients(gone.url, tmp_path) as clients:
+        message = clients("from hf_posenc.loading import load_model\nload_model('someone/patched')", fails=True)
+    assert "There is no folder someone/patched, so it was looked up on the hub. We couldn't connect" in message
+    assert "Check your internet connection" in message
+
+
 REFUSED = """
 import hf_posenc
 from tests.models import tiny

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hf_posenc import native_scheme, patch_model, unpatch_model
+from tests.architectures.checks import check_pair
 from tests.architectures.findings import Record
 from tests.architectures.inputs import inputs_for
-from tests.architectures.part_checks import check_parts
 from tests.architectures.population import Pair, pair_named
 from tests.architectures.tiny import tiny_model
 
@@ -100,7 +100,7 @@ def refused(record: Record) -> dict[str, str]:
 @pytest.mark.parametrize(("name", "options", "native"), FAMILIES, ids=str)
 def test_every_check_holds_in_every_family(name: str, options: dict[str, Any], native: str) -> None:
     pair: Pair = replace(pair_named(name), options=(*pair_named(name).options, *options.items()))
-    records = {record.part: record for record in check_parts(pair)}
+    records = {record.part: record for record in check_pair(pair)}
     record = next(record for part, record in records.items() if part != "text")
     has_scheme = not record.native.startswith("(")
     assert record.native == native if has_scheme else native in record.native

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import hf_posenc
 from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.recipes import (
     GradualSwapCallback,
     begin_blend,
@@ -106,8 +107,8 @@ STARTS, GOALS = [None, *MECHANISMS, *CAUSAL_ONLY], MECHANISMS + CAUSAL_ONLY
 
 
 def _in_turn(pair: tuple[Any, Any]) -> bool:
-    """Every third pair, on diagonals: by default each scheme still meets a third of the others on either side."""
-    return (STARTS.index(pair[0]) + GOALS.index(pair[1])) % 3 == 0
+    """Every eighth pair, on diagonals: by default each scheme still meets two others on either side."""
+    return (STARTS.index(pair[0]) + GOALS.index(pair[1])) % 8 == 0
 
 
 @pytest.mark.parametrize(("old", "new"), mostly_slow(itertools.product(STARTS, GOALS), _in_turn), ids=_name)
@@ -159,18 +160,6 @@ def test_the_way_is_continuous():
     whole = distance(way[-1], way[0])
     steps = [distance(after, before) for before, after in itertools.pairwise(way)]
     assert max(steps) < whole / 2
-
-
-def test_decoding_with_a_cache_equals_the_whole_sequence():
-    ids = tokens(length=9)
-    model = patched("llama_gqa", None).eval()
-    begin_blend(model, ["alibi", "p_rope"])
-    set_blend_strength(model, 0.4)
-    with torch.no_grad():
-        whole = model(ids).logits
-        first = model(ids[:, :5], use_cache=True)
-        rest = model(ids[:, 5:], past_key_values=first.past_key_values).logits
-    assert distance(rest, whole[:, 5:]) < 2e-5  # Sums over keys in another order.
 
 
 def test_layers_that_differ_are_blended_one_by_one():
@@ -312,13 +301,12 @@ def test_training_leaves_the_plain_new_scheme(tmp_path):
 
 
 def test_a_gradual_swap_loses_less_on_the_way_than_a_sudden_one(tmp_path):
-    steps = 40
     pretrained = patched("llama_gqa", None)
     _trainer_without_swap(pretrained, tmp_path, 80).train()
     sudden, gradual = copy.deepcopy(pretrained), copy.deepcopy(pretrained)
     patch_model(sudden, "none")
     swap_scheme(gradual, "none", gradual=True)
-    at_once, by_degrees = _trainer_without_swap(sudden, tmp_path, steps), _trainer(gradual, tmp_path, steps, 30)
+    at_once, by_degrees = _trainer_without_swap(sudden, tmp_path, 1), _trainer(gradual, tmp_path, 40, 30)
     at_once.train()
     by_degrees.train()
     assert max(_losses(by_degrees).values()) < _losses(at_once)[1] - 0.1
@@ -343,6 +331,8 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     # The checkpoint itself is the model that step 4 was made with.
     checkpoint = _loaded(tmp_path / "cut" / "checkpoint-4")
     assert blend_strength(checkpoint) == 4 / 8
+    with pytest.raises(SchemeMismatchError, match="strength"):
+        _trainer_without_swap(_blend("t5"), tmp_path / "plain", 10).train(str(tmp_path / "cut" / "checkpoint-4"))
 
 
 def test_a_training_that_cannot_reach_the_new_scheme_is_refused(tmp_path):

@@ -32,6 +32,14 @@ def image(side: int = 16) -> Tensor:
     return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(4))
 
 
+def learned_in_the_vision_part() -> Any:
+    model = patch_model(LLAVA.model(), "t5", part="vision")
+    with torch.no_grad():
+        for parameter in model.position_encoding.parameters():
+            parameter.normal_()
+    return model
+
+
 def test_a_swap_in_the_text_part_keeps_the_base_that_this_part_had() -> None:
     model = patch_model(LLAVA.model(), "rope", theta=500.0)
     swap = swap_scheme(model, "p_rope")
@@ -42,10 +50,7 @@ def test_a_swap_in_the_text_part_keeps_the_base_that_this_part_had() -> None:
 
 
 def test_a_bias_of_the_text_part_is_fitted_and_other_parts_keep_what_they_learned() -> None:
-    model = patch_model(LLAVA.model(), "t5", part="vision")
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
+    model = learned_in_the_vision_part()
     trained = [parameter.clone() for parameter in model.position_encoding.parameters()]
     swap = swap_scheme(model, "kerple", sample=SAMPLE)
     assert [fit.residual < fit.residual_before for fit in swap.fits] == [True]
@@ -56,10 +61,7 @@ def test_a_bias_of_the_text_part_is_fitted_and_other_parts_keep_what_they_learne
 
 
 def test_a_gradual_swap_in_one_part_leaves_the_other_part_and_the_outputs() -> None:
-    model = patch_model(LLAVA.model(), "t5", part="vision")
-    with torch.no_grad():
-        for parameter in model.position_encoding.parameters():
-            parameter.normal_()
+    model = learned_in_the_vision_part()
     prompt = LLAVA.prompt()
     before = logits(LLAVA, model, **prompt)
     swap = swap_scheme(model, "t5", gradual=True, sample=SAMPLE)

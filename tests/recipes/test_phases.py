@@ -45,9 +45,9 @@ def trained(phases: SchemePhases, steps: int, folder: Any, before: str | None = 
 
 def test_drope_drops_positions_at_its_step_and_recovers(tmp_path):
     """The loss jumps when positions go, and the last steps win most of the jump back: the paper's recalibration."""
-    steps = 150
+    steps = 100
     model, losses = trained(drope(steps, recalibration=0.4), steps, tmp_path)
-    dropped = 90
+    dropped = 60
     before, jump, after = sum(losses[dropped - 10 : dropped]) / 10, losses[dropped], sum(losses[-10:]) / 10
     assert model.position_encoding.config == hf_posenc.NoneConfig()
     assert jump > before + 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def tail_loss(model: Any, tokens: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def search() -> Any:
-    return search_spectrum(rope_model(), speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=40)
+    return search_spectrum(rope_model(), speeches(0, 8), LENGTH, trained_length=TRAINED, evaluations=24)
 
 
 def test_the_factors_are_better_than_yarn_on_other_texts(search: Any) -> None:
@@ -56,7 +57,7 @@ def test_the_factors_are_better_than_yarn_on_other_texts(search: Any) -> None:
 
 
 def test_the_search_goes_down_and_begins_with_yarn(search: Any) -> None:
-    assert len(search.losses) == 40
+    assert len(search.losses) == 24
     assert list(search.losses) == sorted(search.losses, reverse=True)
     assert search.losses[0] == search.yarn.loss
     assert search.losses[-1] == search.best.loss < search.yarn.loss
@@ -89,20 +90,27 @@ def test_factors_never_fall_and_short_texts_keep_theirs(search: Any) -> None:
         )
 
 
+def tried(space: CandidateSpace, losses: Iterable[Callable[[SpectrumCandidate], float]]) -> tuple[list[Any], Any]:
+    """YaRN's candidate and those after it, each with a loss, and the proposals that follow."""
+    candidates: list[SpectrumCandidate] = []
+    proposals = space.proposals(candidates, np.random.default_rng(0))
+    for loss in losses:
+        candidate = next(proposals) if candidates else space.yarn()
+        candidates.append(replace(candidate, loss=loss(candidate)))
+    return candidates, proposals
+
+
 def test_the_first_candidates_find_the_lowest_point_of_two_parabolas() -> None:
     space = CandidateSpace(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
     lowest, shift = 1.05, 0.4
     shifted = np.interp(np.arange(8) - shift, np.arange(8), space.yarn().factors)
 
-    def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
+    def loss(candidate: SpectrumCandidate) -> float:
         ratio = math.log(candidate.attention_factor / lowest)
         # A pair of YaRN's ramp, whose factor falls steadily with the shift.
-        return replace(candidate, loss=3 + ratio**2 + (candidate.factors[2] - shifted[2]) ** 2)
+        return 3 + ratio**2 + (candidate.factors[2] - shifted[2]) ** 2
 
-    candidates = [measured(space.yarn())]
-    proposals = space.proposals(candidates, np.random.default_rng(0))
-    for _ in range(6):
-        candidates.append(measured(next(proposals)))
+    candidates, proposals = tried(space, [loss] * 7)
     assert candidates[3].attention_factor == pytest.approx(lowest)
     assert candidates[3].factors == candidates[0].factors
     assert candidates[6].attention_factor == candidates[3].attention_factor
@@ -116,10 +124,8 @@ def test_the_first_candidates_find_the_lowest_point_of_two_parabolas() -> None:
 @pytest.mark.parametrize("finite", [True, False])
 def test_without_a_lowest_point_there_is_no_candidate_for_it(finite: bool) -> None:
     space = CandidateSpace(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
-    candidates = [replace(space.yarn(), loss=1.0)]
-    proposals = space.proposals(candidates, np.random.default_rng(0))
-    for loss in (0.5, 1.5 if finite else math.inf):
-        candidates.append(replace(next(proposals), loss=loss))
+    losses = (1.0, 0.5, 1.5 if finite else math.inf)
+    candidates, proposals = tried(space, [lambda _, loss=loss: loss for loss in losses])
     # The losses lie on a line, or one of them is none: the next candidates are shifted already.
     assert next(proposals).factors != candidates[0].factors
 
@@ -127,19 +133,13 @@ def test_without_a_lowest_point_there_is_no_candidate_for_it(finite: bool) -> No
 def test_a_parabola_is_exact_for_long_extensions_too() -> None:
     # YaRN's factor is 1.49, and the step before it is as far away as the one after it, at 2.4.
     space, lowest = CandidateSpace(RopeConfig(), 2048, 2**18, 64), 1.8
-    candidates = [replace(start, loss=math.log(start.attention_factor / lowest) ** 2) for start in [space.yarn()]]
-    proposals = space.proposals(candidates, np.random.default_rng(0))
-    for candidate in (next(proposals) for _ in range(3)):
-        candidates.append(replace(candidate, loss=math.log(candidate.attention_factor / lowest) ** 2))
+    candidates, _ = tried(space, [lambda candidate: math.log(candidate.attention_factor / lowest) ** 2] * 4)
     assert candidates[3].attention_factor == pytest.approx(lowest)
 
 
 def test_the_smallest_spaces_have_candidates() -> None:
     space = CandidateSpace(RopeConfig(), 49, 64, 2)
-    candidates = [replace(space.yarn(), loss=1.0)]
-    proposals = space.proposals(candidates, np.random.default_rng(0))
-    for loss in range(10):
-        candidates.append(replace(next(proposals), loss=float(loss)))
+    candidates, _ = tried(space, [lambda _, loss=loss: float(loss) for loss in (1, *range(10))])
     # 64 / 49 * 49 is below 64 in floating point.
     assert int(space.config(candidates[-1]).scaling.factor * 49) == 64
 
@@ -191,7 +191,7 @@ def test_the_same_seed_finds_the_same_and_the_model_stays_as_it_was() -> None:
 
 def test_native_rope_is_searched_too_and_the_result_is_a_stock_checkpoint(search: Any, tmp_path: Path) -> None:
     stock = unpatch_model(rope_model())
-    again = search_spectrum(stock, speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=3)
+    again = search_spectrum(stock, speeches(0, 8), LENGTH, trained_length=TRAINED, evaluations=3)
     assert again.yarn.loss == pytest.approx(search.yarn.loss, abs=1e-5)
     assert not hasattr(stock, "position_encoding")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,52 @@ REFERENCE, CONTROL = "transformers with the plugin", "transformers, stock positi
 PLAIN = "transformers without the plugin"
 #: What onnxruntime runs, by the name of the program.
 ONNX = {"onnxruntime": "model.onnx", "onnxruntime, int8": "model_quantized.onnx"}
+#: llama.cpp's own cache is float16, with flash attention.
+DEFAULT_CACHE = "llama.cpp, f32, default cache"
+#: The export that a program runs.
+_EXPORTS = {
+    PLAIN: "stock", **dict.fromkeys(ONNX, "onnx"), "llama.cpp, f32": "gguf, f32", "llama.cpp, q8_0": "gguf, q8_0",
+    DEFAULT_CACHE: "gguf, f32",
+}  # fmt: skip
+#: The programs that read one long prompt. All but the default cache read the pieces of a text.
+_OF_LONG = ("llama.cpp, f32", DEFAULT_CACHE, "onnxruntime")
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a decoder reads and writes.
+
+    Args:
+        given: for the scripts: "windows", "prompt", "places", "everywhere", "prompts" and "greedy".
+        length: of one long prompt; `None` for pieces of a text, and prompts.
+    """
+
+    given: Mapping[str, Any]
+    length: int | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, source: Path, length: int | None = None) -> Task:
+        """Windows of the speech and prompts, or the start of the speech."""
+        tokens = text.tokens_of(AutoTokenizer.from_pretrained(source), text.speech())
+        if length is None:
+            windows = text.windows(tokens, plan.windows, plan.prompt + plan.places)
+            sizes, writing = (plan.prompt, plan.places), (plan.prompts, plan.greedy)
+        else:
+            windows = [tokens[: length + plan.long_places]]
+            sizes, writing = (length, plan.long_places), ((), 0)
+        named = dict(zip(("prompt", "places", "prompts", "greedy"), (*sizes, *writing), strict=True))
+        return cls({"windows": windows, "everywhere": length is None, **named}, length)
+
+    def at(self, program: str) -> dict[str, Any]:
+        """Where the records of a program stand."""
+        return {"program": program} if self.length is None else {"tokens": self.length, "program": program}
+
+    def step(self, kind: str, variant: Variant) -> str:
+        """The name of a step."""
+        return f"{kind}-{slug(variant)}" + ("" if self.length is None else f"-{self.length}")
+
+
+@dataclass(frozen=True)
 class Reference:
     """What the patched model computes in transformers.
 
@@ -42,58 +86,38 @@ class Reference:
         task: what was run.
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], texts: Sequence[str], task: Mapping[str, Any]) -> None:
-        self.arrays, self.texts, self.task = arrays, list(texts), dict(task)
+    arrays: Mapping[str, np.ndarray]
+    texts: Sequence[str]
+    task: Task
 
 
-def task_of(plan: Plan, tokenizer: Any) -> dict[str, Any]:
-    """The task for the scripts: windows of the speech, and prompts."""
-    tokens = text.tokens_of(tokenizer, text.speech())
-    pieces = text.windows(tokens, plan.windows, plan.prompt + plan.places)
-    return {
-        "windows": pieces,
-        "prompt": plan.prompt,
-        "places": plan.places,
-        "everywhere": True,
-        "prompts": plan.prompts,
-        "greedy": plan.greedy,
-    }
-
-
-def reference(steps: Steps, source: Path, variant: Variant, plan: Plan) -> tuple[Reference, list[Record]]:
+def reference(steps: Steps, source: Path, variant: Variant, task: Task) -> tuple[Reference, list[Record]]:
     """Runs the model in transformers.
 
     Returns:
         What it computes, and how far the stock positions are from it: the size of an error that would not go unseen.
     """
-    task = task_of(plan, AutoTokenizer.from_pretrained(source))
+    given = dict(task.given)
 
     def make(place: Path) -> None:
         with loaded(source) as model:
-            arrays = in_transformers.predictions(model, task)
-            texts = in_transformers.greedy(model, AutoTokenizer.from_pretrained(source), task)
-            control = {}
-            if variant.scheme:
-                control = in_transformers.predictions(hf_posenc.unpatch_model(model), task)
+            arrays = in_transformers.predictions(model, given)
+            texts = in_transformers.greedy(model, AutoTokenizer.from_pretrained(source), given)
+            control = in_transformers.predictions(hf_posenc.unpatch_model(model), given) if variant.scheme else {}
         place.mkdir()
-        np.savez(
-            place / "arrays.npz",
-            allow_pickle=False,
-            **arrays,
-            **{f"control_{name}": array for name, array in control.items()},
-        )
+        of_control = {f"control_{name}": array for name, array in control.items()}
+        np.savez(place / "arrays.npz", allow_pickle=False, **arrays, **of_control)
         (place / "found.json").write_text(json.dumps(texts))
 
-    settings = {"variant": asdict(variant), "task": task, "machine": steps.machine}
-    place = steps.folder(f"reference-{slug(variant)}", settings, make)
+    settings = {"variant": asdict(variant), "task": given, "machine": steps.machine}
+    place = steps.folder(task.step("reference", variant), settings, make)
     with np.load(place / "arrays.npz") as file:
         arrays = dict(file)
     control = {name.removeprefix("control_"): arrays.pop(name) for name in list(arrays) if name.startswith("control_")}
     computed = Reference(arrays, json.loads((place / "found.json").read_text()), task)
-    records = [
-        *_predictions(variant, REFERENCE, computed, arrays)[1:],
-        *_texts(variant, REFERENCE, computed, computed.texts),
-    ]
+    records = _texts(variant, REFERENCE, computed, computed.texts)
+    if task.length is None:
+        records = [*_predictions(variant, REFERENCE, computed, arrays)[1:], *records]
     if control:
         records += _predictions(variant, CONTROL, computed, control)
     return computed, records
@@ -110,32 +134,26 @@ def run_everywhere(
         places: the folders of its exports by format.
         expected: the model in transformers.
     """
+    long = expected.task.length is not None
+    settings = {"variant": asdict(variant), "task": dict(expected.task.given)}
     records: list[Record] = []
-    settings = {"variant": asdict(variant), "task": expected.task}
-
-    def measured(program: str, measure: Callable[[], list[Record]]) -> None:
-        name = f"text-{slug(variant)}-{file_name(program)}"
-        records.extend(steps.measured(name, settings, measure))
-
-    if (stock := places["stock"]) is not None:
-        measured(PLAIN, lambda: _script("in_transformers.py", stock, variant, PLAIN, expected))
-    if (onnx := places["onnx"]) is not None:
-        ends = _ends(onnx)
-        for program, file in ONNX.items():
-            extra = {"kind": "predict", "tokenizer": str(onnx / "tokenizer.json"), "ends": ends}
-            run = partial(_script, "in_onnxruntime.py", onnx / file, variant, program, expected, **extra)
-            measured(program, run)
-    for form in ("f32", "q8_0"):
-        if (gguf := places[f"gguf, {form}"]) is not None:
-            program = f"llama.cpp, {form}"
-            measured(program, partial(_llama, gguf / "model.gguf", variant, program, expected))
+    for program in _OF_LONG if long else [name for name in _EXPORTS if name != DEFAULT_CACHE]:
+        if (place := places[_EXPORTS[program]]) is not None:
+            name = f"{expected.task.step('length' if long else 'text', variant)}-{file_name(program)}"
+            records += steps.measured(name, settings, partial(_run, program, place, variant, expected))
     return records
 
 
-def _script(
-    script: str, source: Path, variant: Variant, program: str, expected: Reference, **extra: Any
-) -> list[Record]:
-    arrays, others = run_script(script, source, **expected.task, **extra)
+def _run(program: str, place: Path, variant: Variant, expected: Reference) -> list[Record]:
+    """What a program makes of an export."""
+    given = dict(expected.task.given)
+    if program == PLAIN:
+        arrays, others = run_script("in_transformers.py", place, **given)
+    elif program in ONNX:
+        extra = {"kind": "predict", "tokenizer": str(place / "tokenizer.json"), "ends": _ends(place)}
+        arrays, others = run_script("in_onnxruntime.py", place / ONNX[program], **given, **extra)
+    else:
+        return _llama(place / "model.gguf", program, variant, expected)
     return [*_predictions(variant, program, expected, arrays), *_texts(variant, program, expected, others["texts"])]
 
 
@@ -145,14 +163,14 @@ def _ends(folder: Path) -> list[int]:
     return tokens if isinstance(tokens, list) else [tokens]
 
 
-def _llama(file: Path, variant: Variant, program: str, expected: Reference) -> list[Record]:
-    task, logprobs = expected.task, expected.arrays["logprobs"]
-    gap, best = compare_sparse(logprobs, predict_windows(file, task, precise=True))
+def _llama(file: Path, program: str, variant: Variant, expected: Reference) -> list[Record]:
+    task, logprobs, precise = expected.task.given, expected.arrays["logprobs"], program != DEFAULT_CACHE
+    gap, best = compare_sparse(logprobs, predict_windows(file, task, precise=precise))
+    records = compared(variant, expected.task.at(program), gap, best == logprobs.argmax(-1))
+    if not task["prompts"]:
+        return records
     completions = complete(file, task["prompts"], task["greedy"], context=task["greedy"] + 64, precise=True)
-    return [
-        *compared(variant, {"program": program}, gap, best == logprobs.argmax(-1)),
-        *_texts(variant, program, expected, [completion.text for completion in completions]),
-    ]
+    return [*records, *_texts(variant, program, expected, [completion.text for completion in completions])]
 
 
 def predict_windows(file: Path, task: Mapping[str, Any], *, precise: bool) -> list[list[Prediction]]:
@@ -207,21 +225,24 @@ def compared(
 
 
 def _predictions(variant: Variant, program: str, expected: Reference, arrays: Mapping[str, np.ndarray]) -> list[Record]:
-    """The largest difference of a probability at the places; the best tokens and the perplexity everywhere."""
-    at = {"program": program}
-    gap = compare_dense(expected.arrays["logprobs"], arrays["logprobs"])
-    equal = arrays["best"] == expected.arrays["best"]
-    places = int(np.prod(arrays["logprobs"].shape[:2]))
+    """The largest difference of a probability at the places; the best tokens and the perplexity where known."""
+    at, wanted = expected.task.at(program), expected.arrays
+    gap = compare_dense(wanted["logprobs"], arrays["logprobs"])
+    if "next" not in arrays:
+        return compared(variant, at, gap, arrays["logprobs"].argmax(-1) == wanted["logprobs"].argmax(-1))
+    equal = arrays["best"] == wanted["best"]
     perplexity = math.exp(-float(arrays["next"].mean()))
     return [
-        *compared(variant, at, gap, equal, places),
+        *compared(variant, at, gap, equal, int(np.prod(arrays["logprobs"].shape[:2]))),
         Record(variant.name, "perplexity", perplexity, at, count=equal.size, shown=f"{perplexity:.2f}"),
     ]
 
 
 def _texts(variant: Variant, program: str, expected: Reference, texts: Sequence[str]) -> list[Record]:
+    if not texts:
+        return []
     equal = [written == reference_text for written, reference_text in zip(texts, expected.texts, strict=True)]
-    at = {"program": program}
-    details = {"texts": list(texts), "prompts": list(expected.task["prompts"])}
+    details = {"texts": list(texts), "prompts": list(expected.task.given["prompts"])}
     shown = f"{sum(equal)} of {len(equal)}"
+    at = expected.task.at(program)
     return [Record(variant.name, "greedy", sum(equal) / len(equal), at, shown=shown, details=details)]

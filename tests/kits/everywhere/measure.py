@@ -13,13 +13,12 @@ from transformers import AutoTokenizer
 from hf_posenc.report import Record, Result, Subject
 from tests.kits.everywhere import text
 from tests.kits.everywhere.chat import run_chat
-from tests.kits.everywhere.decoders import reference, run_everywhere
+from tests.kits.everywhere.decoders import Task, reference, run_everywhere
 from tests.kits.everywhere.encoders import run_encoder
 from tests.kits.everywhere.exports import FORMATS, export
-from tests.kits.everywhere.lengths import run_length
 from tests.kits.everywhere.models import HEALING, checkpoint
 from tests.kits.everywhere.page import QUANTITIES
-from tests.kits.everywhere.plan import Plan
+from tests.kits.everywhere.plan import Plan, Variant
 from tests.kits.everywhere.steps import Steps
 from tests.kits.everywhere.timings import run_timings
 
@@ -38,15 +37,19 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
     records: list[Record] = []
     exports: dict[str, dict[str, Path | None]] = {}
     sources: dict[str, Path] = {}
+
+    def decode(variant: Variant, length: int | None = None) -> None:
+        task = Task.of(plan, sources[variant.name], length)
+        expected, of_reference = reference(steps, sources[variant.name], variant, task)
+        records.extend(of_reference + run_everywhere(steps, variant, exports[variant.name], expected))
+
     for variant in plan.decoders:
         source = sources[variant.name] = checkpoint(steps, bases["smollm2"], variant)
         exports[variant.name] = {}
         for name in FORMATS:
             exports[variant.name][name], record = export(steps, source, variant, name)
             records.append(record)
-        expected, of_reference = reference(steps, source, variant, plan)
-        records += of_reference
-        records += run_everywhere(steps, variant, exports[variant.name], expected)
+        decode(variant)
     for variant in plan.encoders:
         source = checkpoint(steps, bases["minilm"], variant, decoder=False)
         for name in FORMATS:
@@ -57,7 +60,7 @@ def measure(plan: Plan, steps: Steps, bases: Mapping[str, Path], command: str) -
                     records += run_encoder(steps, source, variant, place, plan)
     for name, lengths in plan.long.items():
         for length in lengths:
-            records += run_length(steps, sources[name], plan.decoder(name), exports[name], length, plan)
+            decode(plan.decoder(name), length)
     for name in plan.served:
         records += run_chat(steps, sources[name], plan.decoder(name), plan)
     if not plan.decoders[0].scheme:

@@ -7,7 +7,7 @@ import torch
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.patching.anatomy.anatomy import find_stacks
-from tests.architectures.part_calling import PartCaller
+from tests.architectures.calling import Caller
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.versions import since
@@ -18,11 +18,11 @@ from tests.versions import since
 def test_git_decodes_and_is_padded_after_a_patch(scheme: str) -> None:
     """The buffers of position ids of the text grow. Those of the vision tower are as long as its patches."""
     since("5.18", "GIT adds the length of its cache to positions that it was not given")
-    caller = PartCaller(pair_named("image-text-git"))
+    caller = Caller(pair_named("image-text-git"))
     embeddings = caller.model.git.image_encoder.vision_model.embeddings
     before = embeddings.position_ids.clone()
     patch_model(caller.model, scheme, part="text")
-    expected = caller.logits(caller.inputs)
+    expected = caller.logits()
     torch.testing.assert_close(caller.decoded(), expected, atol=1e-4, rtol=1e-4)
     caller.padded()
     assert torch.equal(embeddings.position_ids, before)
