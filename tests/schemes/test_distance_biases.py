@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
-from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc.schemes import AlibiConfig, FireConfig, KerpleConfig, SchemeConfig, T5Config
@@ -23,17 +20,6 @@ from .building import at, counted, pairs_at, part_of
 
 def bias_of(config: SchemeConfig, heads: int = 4, causal: bool = True) -> Any:
     return part_of(config, num_heads=heads, num_key_value_heads=heads, causal=causal)
-
-
-@pytest.mark.parametrize("heads", range(1, 21))
-def test_alibi_equals_bloom_and_mpt(heads):
-    length = 40
-    # Both build the row of the last query, up to a constant per row.
-    bias = bias_of(AlibiConfig(), heads)(torch.arange(length) - (length - 1))
-    mpt = build_mpt_alibi_tensor(heads, length).view(heads, length)
-    torch.testing.assert_close(bias, mpt, rtol=1e-6, atol=1e-6)
-    bloom = build_alibi_tensor(torch.ones(1, length), heads, torch.float32).view(heads, length)
-    torch.testing.assert_close(bias, bloom - bloom[:, -1:], rtol=1e-5, atol=1e-5)
 
 
 def test_alibi_variants_follow_the_direction_of_the_model():
@@ -71,13 +57,6 @@ def test_learned_slopes_start_as_alibi_and_stay_positive():
     assert not torch.equal(learned.slopes, fixed.slopes)
 
 
-def test_bfloat16_moves_learned_slopes_little():
-    bias = bias_of(AlibiConfig(learnable=True), heads=64)
-    error = (bias.to(torch.bfloat16).slopes / bias_of(AlibiConfig(), heads=64).slopes - 1).abs().max()
-    # Spacing of bfloat16 at ln(2**-8) = -5.5 is 1/32, of which rounding is off by half.
-    assert 0.005 < error < math.expm1(1 / 64)
-
-
 @given(buckets=st.integers(2, 40).map(lambda n: 2 * n), factor=st.integers(2, 40), bidirectional=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_t5_buckets_equal_transformers(buckets, factor, bidirectional):
@@ -85,12 +64,6 @@ def test_t5_buckets_equal_transformers(buckets, factor, bidirectional):
     ours = relative_position_bucket(distance, buckets, buckets * factor, bidirectional)
     theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, buckets * factor)
     assert torch.equal(ours, theirs)
-
-
-def test_t5_buckets_equal_mpnet():
-    distance = torch.arange(-500, 501)
-    theirs = MPNetEncoder.relative_position_bucket(distance, num_buckets=32, max_distance=128)
-    assert torch.equal(relative_position_bucket(distance, 32, 128, True), theirs)
 
 
 def test_t5_direction_follows_the_model_and_per_layer_the_config():

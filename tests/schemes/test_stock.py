@@ -46,7 +46,7 @@ EXPRESSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("length", [32, 200])
+@pytest.mark.parametrize("length", [32, 64, 65, 200])
 @pytest.mark.parametrize("config", EXPRESSIBLE, ids=str)
 def test_a_stock_module_computes_what_was_written(config, length):
     parameters = to_rope_parameters(config, CONTEXT)
