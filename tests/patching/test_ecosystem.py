@@ -80,18 +80,6 @@ def test_flex_attention_equals_eager(scheme: str, stance: str) -> None:
         assert distance(outputs(model, row, tokens()), expected) <= 1e-4
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_name)
-@torch.no_grad()
-def test_beam_and_prompt_lookup_decoding(scheme: str) -> None:
-    model = patched("llama_gqa", scheme)
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    prompt = tokens(1, 8)
-    greedy = model.generate(prompt, **settings)
-    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=2, **settings), greedy)
-    cached = model.generate(prompt, num_beams=3, **settings)
-    assert torch.equal(model.generate(prompt, num_beams=3, use_cache=False, **settings), cached)
-
-
 @pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, lambda scheme: scheme == "t5"), ids=_name)
 @torch.no_grad()
 def test_compiled_scores_outside_the_interface_and_compiled_layers(scheme: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import pickle
 from typing import Any
 
 import pytest
@@ -78,19 +76,6 @@ def test_a_check_runs_before_anything_else_and_sees_every_way_to_set_an_option(m
     unpatch_model(model)
     continued(model, ids)
     assert ran
-
-
-def test_a_copy_generates_with_its_own_weights() -> None:
-    model, ids = patched("llama_gqa", "alibi"), tokens(1, 5)
-    expected = continued(model, ids)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        assert other.__dict__["generate"].model is other
-        assert torch.equal(continued(other, ids), expected)
-        assert "generate" not in unpatch_model(other).__dict__
-    assert inspect.signature(model.generate) == inspect.signature(unpatch_model(model).generate)
 
 
 def test_a_generate_that_somebody_set_is_called_and_stays() -> None:
