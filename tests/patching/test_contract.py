@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_posenc import (
     InterleavedConfig,
@@ -27,19 +26,6 @@ from tests.matrix.running import outputs, patched, tokens
 from tests.patching.test_changed_models import put_a_stock_layer
 
 LLAMA = ARCHITECTURES["llama_gqa"]
-
-
-def _logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return outputs(model, LLAMA, tokens())
-
-
-def test_other_models_are_untouched() -> None:
-    first, second = patched("llama_gqa", None), patched("llama_gqa", None)
-    stock = _logits(second)
-    patch_model(first, "alibi")
-    assert torch.equal(_logits(second), stock)
-    assert not torch.equal(_logits(first), stock)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -65,11 +51,6 @@ def test_copies_are_independent(architecture: str, scheme: str, copied: Callable
     assert "position_encoding" not in dict(clones[2].named_modules())
     assert "generate" not in clones[2].__dict__
     assert type(clones[2].config) is type(patched(architecture, None).config)
-
-
-def test_constant_positions_under_layer_norm_warn_with_the_remedy() -> None:
-    with pytest.warns(UserWarning, match="direction="):
-        patch_model(ARCHITECTURES["bert"].build(), "integer")
 
 
 def test_a_path_around_the_attention_interface_is_refused() -> None:

@@ -7,6 +7,7 @@ other scheme acts; without positions, shuffled patches shuffle the outputs; back
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch
 
 from hf_posenc import native_scheme, patch_model, unpatch_model
 from tests.architectures.findings import Record
-from tests.architectures.inputs import inputs_for
+from tests.architectures.inputs import call, inputs_for
 from tests.architectures.part_checks import check_parts
 from tests.architectures.population import Pair, pair_named
 from tests.architectures.tiny import tiny_model
+from tests.thinning import mostly_slow
 
 pytestmark = [
     pytest.mark.on_cpu("some of these models make a weight on the CPU, whatever the default device"),
@@ -111,6 +113,47 @@ def test_every_check_holds_in_every_family(name: str, options: dict[str, Any], n
     said = refused(record)
     assert bool(said) == (name in REFUSALS)
     assert all(REFUSALS[name] in text for text in said.values()), said
+
+
+#: Architectures that are loaded again, and the parts that get a scheme.
+RELOADED = {
+    "image-text-llava": ("text", "vision"),
+    "image-text-gemma3": ("text", "vision"),
+    "image-text-qwen2_vl": ("text", "vision"),
+    "image-text-qwen3_vl": ("text",),
+    "image-text-mistral3": ("text", "vision"),
+    "image-text-clip": ("text", "vision"),
+    "audio-text-whisper": ("audio", "text"),
+    "audio-text-voxtral": ("text",),
+    "vision-dinov2": ("vision",),
+    "vision-dinov3_vit": ("vision",),
+    "vision-beit": ("vision",),
+    "vision-swin": ("vision",),
+    "vision-siglip_vision_model": ("vision",),
+    "video-vivit": ("vision",),
+    "audio-wav2vec2": ("audio",),
+    "audio-hubert": ("audio",),
+    "time series-patchtst": ("time series",),
+    "time series-timesfm": ("time series",),
+}
+QUICK = ("audio-text-whisper", "vision-dinov2", "time series-patchtst")
+
+
+@pytest.mark.parametrize("name", mostly_slow(RELOADED, lambda name: name in QUICK))
+@torch.no_grad()
+def test_schemes_of_parts_are_loaded_with_equal_outputs(name: str, tmp_path: Path) -> None:
+    pair = pair_named(name)
+    model = tiny_model(pair)
+    inputs = inputs_for(model, pair)
+    for part in RELOADED[name]:
+        patch_model(model, "rope_nd" if part == "vision" and name != "video-vivit" else "t5", part=part)
+    model.save_pretrained(tmp_path)
+    outputs = []
+    for each in (model, type(model).from_pretrained(tmp_path).eval()):
+        torch.manual_seed(0)
+        outputs.append([value for value in call(each, inputs).values() if isinstance(value, torch.Tensor)])
+    assert outputs[0]
+    assert all(map(torch.equal, *outputs))
 
 
 def test_the_report_names_the_convolution_and_what_still_sees_neighbours() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from hf_posenc import (
     UnsupportedError,
     inspect_model,
     patch_model,
-    unpatch_model,
 )
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
@@ -118,16 +116,6 @@ def test_the_mask_decoder_of_sam_is_left_alone() -> None:
 
 
 # A patched model among others
-
-
-@pytest.mark.parametrize("scheme", ["learned", "rope_nd", "alibi"])
-def test_reload(model: ViTForImageClassification, scheme: str, tmp_path: Path) -> None:
-    patch_model(model, scheme)
-    expected = tokens(model, image())
-    model.save_pretrained(tmp_path)
-    loaded = ViTForImageClassification.from_pretrained(tmp_path).eval()
-    assert torch.equal(tokens(loaded, image()), expected)
-    assert loaded.position_encoding.config == model.position_encoding.config
 
 
 MECHANISMS = [
