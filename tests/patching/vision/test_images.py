@@ -17,6 +17,7 @@ from hf_posenc import (
     UnsupportedError,
     inspect_model,
     patch_model,
+    unpatch_model,
 )
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
