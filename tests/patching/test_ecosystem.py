@@ -39,8 +39,8 @@ def _name(scheme: Any) -> str:
     return scheme if isinstance(scheme, str) else scheme["scheme"]
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "normalized_integer"], ids=_name)
-@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2", "gemma3_two_rotaries", "bloom"])
+@pytest.mark.parametrize("scheme", ["none", "t5", "forget_gate", "pope", "normalized_integer"])
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma3_two_rotaries", "bloom"])
 @torch.no_grad()
 def test_generate_equals_argmax_over_full_forwards(architecture: str, scheme: str) -> None:
     row, model = ARCHITECTURES[architecture], patched(architecture, scheme)

@@ -27,7 +27,7 @@ def continued(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
     return sequences
 
 
-@pytest.mark.parametrize("scheme", ["none", "alibi", "t5", "pope", "forget_gate", ROPE_THEN_ALIBI])
+@pytest.mark.parametrize("scheme", ["pope", "forget_gate", ROPE_THEN_ALIBI])
 def test_an_early_exit_drafts_and_the_whole_model_decides(scheme: Any) -> None:
     """A layer behind the exit has cached fewer tokens than those before it in the middle of a step."""
     model, ids = patched("llama_gqa", scheme), tokens(1, 9)

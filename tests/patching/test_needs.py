@@ -95,14 +95,6 @@ def growing(scheme: str) -> tuple[Tensor, Tensor]:
     return found, generated(model, use_cache=False)
 
 
-def beams(scheme: str) -> tuple[Tensor, Tensor]:
-    """The rows of the cache change places."""
-    model = with_scheme(tiny("LlamaForCausalLM"), scheme)
-    if refusals.GROWING_CACHE.problem(model.position_encoding.needs()):
-        pytest.skip("no cache holds this scheme")
-    return generated(model, num_beams=3), generated(model, num_beams=3, use_cache=False)
-
-
 def quantised(scheme: str) -> tuple[Tensor, Tensor]:
     """With so many values in full precision that nothing is rounded."""
     pytest.importorskip("hqq", reason="hqq is not installed")
@@ -209,7 +201,6 @@ def of_decoder(name: str, **options: Any) -> Callable[[str], tuple[Tensor, Tenso
 
 TRIALS = {
     "growing cache": Trial((refusals.GROWING_CACHE,), growing, exact=True),
-    "beams": Trial((), beams, exact=True),
     "quantised cache": Trial((refusals.QUANTISED_CACHE,), quantised, exact=True),
     "sliding cache": Trial((refusals.SLIDING_CACHE,), of_decoder("MistralForCausalLM", sliding_window=6)),
     "packed rows": Trial((refusals.PACKED_ROWS,), packed),
