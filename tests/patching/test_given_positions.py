@@ -116,7 +116,7 @@ def hole() -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *FEATURES], ids=str)
+@pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *PAIRWISE, *FEATURES], ids=str)
 @torch.no_grad()
 def test_a_hole_in_the_mask_is_no_distance(scheme: Any) -> None:
     """The tokens around it are as far apart as without the hidden ones."""

@@ -413,23 +413,6 @@ def test_a_shift_changes_no_logit_of_a_relative_scheme(row: Row, config: SchemeC
         assert torch.equal(near, far)
 
 
-@EVERY_VARIANT
-def test_maps_that_keep_norms_scale_all_heads_alike(name, config):
-    part: Any = parts_for(config, trained=True).query_key_map
-    mark = ROWS[name].marks[7:8]
-    if part is None or mark not in ("+", "-"):
-        return
-    positions = positions_of(40)
-    phases = part.phases(positions)
-    query, key, _ = heads_of(positions)
-    width = part.rotary_dim
-    ratios = [
-        mapped[..., :width].norm(dim=-1) / x[..., :width].norm(dim=-1)
-        for mapped, x in ((part.map_query(query, phases), query), (part.map_key(key, phases), key))
-    ]
-    assert all(torch.allclose(ratio, ratios[0][0, 0, 0], rtol=1e-5) for ratio in ratios) == (mark == "+")
-
-
 class LargestTensor(TorchDispatchMode):
     """Remembers how many elements the largest tensor had that any operation made."""
 
