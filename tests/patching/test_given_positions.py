@@ -166,10 +166,8 @@ def test_a_call_has_a_position_for_every_token(scheme: str, architecture: str) -
 
 
 #: Scheme -> whether it refuses negative positions of tokens, and the first position that it refuses.
-_BOUNDS: dict[str, tuple[Any, bool, int | None]] = {
-    "alibi": ("alibi", True, None),
+_BOUNDS: dict[str, tuple[Any, bool, int]] = {
     "learned": ({"scheme": "learned", "num_positions": LENGTH}, True, LENGTH),
-    "binary": ({"scheme": "binary", "bits": 5}, True, 32),
     "xpos": ({"scheme": "xpos", "scale_base": 64}, False, 4086),
 }
 
@@ -183,7 +181,7 @@ def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     expected = model(ids, position_ids=near, use_cache=False).logits
     assert distance(compiled(ids, position_ids=near, use_cache=False).logits, expected) <= CLOSE
-    refused = [near - 1] * from_first + ([] if end is None else [near.clamp(max=LENGTH - 2) + end - LENGTH + 2])
+    refused = [near - 1] * from_first + [near.clamp(max=LENGTH - 2) + end - LENGTH + 2]
     for position_ids in refused:
         for run, error in ((model, SequenceLengthError), (compiled, RuntimeError)):
             with pytest.raises(error, match=r"before the first one|longer than the|beyond the"):

@@ -19,7 +19,7 @@ from hf_posenc.schemes import (
 )
 
 from .building import at, counted, part_of
-from .table import positions_of
+from .table import positions_of, seeds
 from .table.row import HIDDEN
 
 
@@ -36,6 +36,14 @@ def test_a_shift_of_the_sinusoidal_is_a_fixed_linear_map(shift: int, position: i
     sine, cosine = step[:, 0], step[:, 1]
     moved = torch.stack((here[:, 0] * cosine + here[:, 1] * sine, here[:, 1] * cosine - here[:, 0] * sine), dim=-1)
     torch.testing.assert_close(moved, there, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("position", [5, 4096, 1_000_000])
+def test_sinusoidal_vectors_are_right_far_from_the_start(position: int) -> None:
+    """Angles of thousands of positions need more than float32."""
+    vector = part_of(SinusoidalConfig())(at([position]))[0, 0]
+    expected = seeds.sinusoidal(SinusoidalConfig(), None, HIDDEN, position, 0)
+    torch.testing.assert_close(vector, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def test_sinusoidal_padding_is_zero_and_offset_shifts() -> None:
