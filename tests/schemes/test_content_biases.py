@@ -163,6 +163,7 @@ HALVES = at(torch.arange(LENGTH) * 0.5)
         TransformerXLConfig(),
         GrapeConfig(),
         ForgetGateConfig("bias_only"),
+        FireConfig(initial_threshold=4.0),
     ],
     ids=repr,
 )

@@ -119,25 +119,6 @@ def test_dynamic_equals_transformers(theta, width, factor, original, stretch):
         assert_same(ours, stock_spectrum(parameters, width, original, length), rtol=2e-5)
 
 
-@given(
-    theta=thetas,
-    width=widths,
-    original=originals,
-    factor=st.one_of(st.none(), factors),
-    attention=st.sampled_from([None, 1.2]),
-    long=st.booleans(),
-    data=st.data(),
-)
-@grid
-def test_longrope_equals_transformers(theta, width, original, factor, attention, long, data):
-    divisors = st.lists(st.floats(1.0, 60.0), min_size=width // 2, max_size=width // 2)
-    short_factor, long_factor = data.draw(divisors), data.draw(divisors)
-    scaling = LongRopeScaling(tuple(short_factor), tuple(long_factor), original, factor, attention)
-    length = original + 1 if long else original
-    stock = stock_spectrum(parameters_of(scaling, theta), width, 4 * original, length)
-    assert_same(scaling.spectrum(theta, width, length, 4 * original), stock)
-
-
 @given(theta=thetas, width=widths, fraction=st.floats(0.0, 1.0))
 @example(theta=1e6, width=128, fraction=0.75)
 @grid
