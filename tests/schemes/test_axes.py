@@ -29,7 +29,7 @@ from hf_posenc.schemes.rotary.mrope import default_sections
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap, axial_frequencies
 
 from .building import build, counted, image, logits_of, mapped, pairs_at, part_of, placed_at, random_heads, redraw
-from .table import seeds
+from .table import coordinates, seeds
 from .table.row import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS
 
 SIZE = (3, 4)
@@ -142,18 +142,18 @@ def test_rotations_equal_a_slow_reference(config: RopeNdConfig) -> None:
     """Pair by pair; tokens without a place keep their heads."""
     positions = image(*size_of(config), prefix=2)
     part = part_of(config, causal=False)
-    frequencies = part.frequencies_on(torch.device("cpu"))
     width, layout = config.rotary_dim or HEAD_DIM, "half" if config.layout == "auto" else config.layout
     heads = random_heads(positions.ids.shape[-1])
     for before, turned in zip(heads, mapped(part, positions, heads), strict=True):
         assert torch.equal(turned[:, :, :2], before[:, :, :2])
         for head in range(before.shape[1]):
-            of_head = frequencies
-            if frequencies.ndim == 3:
-                of_head = frequencies[:, head * frequencies.shape[1] // before.shape[1]]
+            key_head = head * KEY_VALUE_HEADS // before.shape[1]
+            frequencies = coordinates.spectrum(config, part, key_head, width, len(positions.coordinates))
             for token in range(2, before.shape[2]):
                 place = [coordinate + config.origin for coordinate in positions.coordinates[:, 0, token].tolist()]
-                angles = [sum(p * f for p, f in zip(place, pair, strict=True)) for pair in of_head.T.tolist()]
+                read = place[::-1] if config.columns_first else place
+                pairs_of_axes = zip(*frequencies, strict=True)
+                angles = [sum(p * f for p, f in zip(read, pair, strict=True)) for pair in pairs_of_axes]
                 vector = before[0, head, token].tolist()
                 if layout == "half_by_axis":
                     block = width // len(place)
