@@ -12,7 +12,7 @@ import torch
 from hf_posenc import UnsupportedError, list_schemes, patch_model, unpatch_model
 from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.place.transaction import Transaction
-from hf_posenc.schemes import AlibiConfig, BlendedConfig, NoneConfig, RandomizedConfig, RopeConfig
+from hf_posenc.schemes import AlibiConfig, BlendedConfig, ComposedConfig, NoneConfig, RandomizedConfig, RopeConfig
 from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.registry import get_scheme
 
@@ -63,6 +63,7 @@ def test_a_learned_scheme_that_comes_or_goes_is_recomputed_exactly(scheme: Any) 
     arrangements = (
         BlendedConfig(old=scheme, new=NoneConfig(), strength=1.0),
         BlendedConfig(old=NoneConfig(), new=scheme, strength=0.0),
+        ComposedConfig(parts=(scheme, RopeConfig())),
     )
     ran = 0
     for config in arrangements:

@@ -138,6 +138,12 @@ def test_ntk_keeps_the_highest_frequency_and_divides_the_lowest_by_the_factor(th
     assert attention == 1.0
 
 
+def test_longrope_takes_its_factor_from_the_length_of_the_model():
+    long = LongRopeScaling((1.0,) * 8, (2.0,) * 8, 32, factor=4.0)
+    inferred = dataclasses.replace(long, factor=None)
+    assert_same(inferred.spectrum(1e4, 16, 40, 128), long.spectrum(1e4, 16, 40, 128), rtol=0)
+
+
 @pytest.mark.parametrize(
     "scaling",
     [DynamicScaling(3.0, 32), LongRopeScaling((1.0,) * 8, tuple(1.5 + pair for pair in range(8)), 32, factor=2.0)],
