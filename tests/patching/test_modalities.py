@@ -34,6 +34,7 @@ CONVOLUTION = "convolution"
 FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("vision-beit", BIAS, "swin"),
     ("vision-beit", {"use_shared_relative_position_bias": True}, "swin"),
+    ("vision-data2vec-vision", BIAS, "swin"),
     ("vision-dinov2", {}, "learned"),
     ("vision-dinov2_with_registers", {}, "learned"),
     ("vision-dinov3_vit", {"num_register_tokens": 2}, "rope_nd"),

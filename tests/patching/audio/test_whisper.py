@@ -111,6 +111,14 @@ def test_lengths_of_both_parts(whisper: WhisperForConditionalGeneration, tmp_pat
         whisper(input_features=spectrogram(), labels=labels)
 
 
+def test_lengths_of_parts_that_have_none(whisper: WhisperForConditionalGeneration) -> None:
+    patch_model(whisper, "rope", part="text")
+    with pytest.raises(UnsupportedError, match="not patched"):
+        extend_context(whisper, length=30, part="audio")
+    with pytest.raises(UnknownNameError, match="audio"):
+        extend_context(whisper, length=30, part="sound")
+
+
 @pytest.mark.parametrize("scheme", ["t5", "sinusoidal"])
 def test_generation_beyond_the_native_lengths(whisper: WhisperForConditionalGeneration, scheme: str) -> None:
     patch_model(patch_model(whisper, scheme, part="audio"), scheme, part="text")
