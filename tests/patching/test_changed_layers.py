@@ -294,18 +294,6 @@ def test_patching_again_gives_the_model_that_was_meant(scheme: str) -> None:
     assert torch.equal(model(ids).logits, stock(ids).logits)
 
 
-@torch.no_grad()
-def test_copies_and_pickles_watch_their_own_layers() -> None:
-    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
-    model(ids)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        other(ids)
-        put_a_stock_layer(other)
-        with pytest.raises(UnsupportedError, match="patch_model again"):
-            other(ids)
-        model(ids)
-
-
 def test_a_call_pays_microseconds_for_it() -> None:
     """About 10 us for 40 layers on an idle machine, whose Python costs 100 times as much. The best of five counts."""
     model = patched("llama_gqa", "alibi", num_hidden_layers=40)

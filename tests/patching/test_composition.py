@@ -129,18 +129,6 @@ def test_two_ways_to_write_a_scheme(name: str) -> None:
 
 
 @torch.no_grad()
-def test_alibi_under_randomised_positions_reads_the_drawn_distances():
-    ids = tokens()
-    config = scheme("randomized", inner=AlibiConfig(), max_position=ids.shape[1])
-    exact = patched("llama_gqa", config).train()
-    assert distance(outputs(exact, LLAMA, ids), logits_of("alibi")) <= CLOSE  # as many positions as tokens: no choice
-    drawn = patched("llama_gqa", scheme("randomized", inner=AlibiConfig(), max_position=2048)).train()
-    first, second = outputs(drawn, LLAMA, ids), outputs(drawn, LLAMA, ids)
-    assert distance(first, second) > 1e-3
-    assert distance(outputs(drawn.eval(), LLAMA, ids), logits_of("alibi")) <= CLOSE
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("first", "second"), [("rope", "none"), ("alibi", "rope"), ("pope", "shaw"), ("forget_gate", "t5")]
 )
@@ -169,22 +157,6 @@ def test_local_and_global_layers_are_told_apart_by_the_model():
     stock = outputs(model, row, tokens())
     patch_model(model, LocalGlobalConfig(local=RopeConfig(theta=1e4), global_=RopeConfig(theta=1e6)))
     assert distance(outputs(model, row, tokens()), stock) <= CLOSE
-
-
-@torch.no_grad()
-def test_far_pairs_are_corrected_where_a_head_is_rotated_in_part():
-    """GPT-NeoX rotates the first half of each head, and self-extend with one token per group is RoPE there too."""
-    row = ARCHITECTURES["gpt_neox_partial"]
-    rope, extended, grouped = (
-        outputs(patched("gpt_neox_partial", config), row, tokens())
-        for config in (
-            "rope",
-            {"scheme": "self_extend", "window": 4, "group": 1},
-            {"scheme": "self_extend", "window": 4, "group": 2},
-        )
-    )
-    assert distance(extended, rope) <= CLOSE
-    assert distance(grouped, rope) > 1e-2
 
 
 def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():

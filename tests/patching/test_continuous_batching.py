@@ -13,7 +13,6 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 from hf_posenc import SequenceLengthError, UnsupportedError, patch_model, unpatch_model
-from hf_posenc.schemes import HierarchicalConfig
 from tests.matrix.running import patched, tokens
 from tests.matrix.test_behaviour import SCHEMES
 from tests.thinning import mostly_slow
@@ -242,9 +241,7 @@ ARGUMENTS: dict[str, Any] = {"generation_config": GenerationConfig(**SETTINGS, e
 @pytest.mark.parametrize(
     ("architecture", "scheme", "reason"),
     [
-        ("gpt2", "normalized_integer", LENGTHS),
         ("llama_gqa", NTK, LENGTHS),
-        ("llama_gqa", HierarchicalConfig(separators=(7,)), LENGTHS),
         ("bloom", "none", OUTSIDE),
     ],
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_posenc import (
     InterleavedConfig,
@@ -22,40 +23,34 @@ from hf_posenc import (
 )
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import outputs, patched, tokens
+from tests.patching.test_changed_models import put_a_stock_layer
 
 LLAMA = ARCHITECTURES["llama_gqa"]
 
 
-def _logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return outputs(model, LLAMA, tokens())
-
-
-def test_other_models_are_untouched() -> None:
-    first, second = patched("llama_gqa", None), patched("llama_gqa", None)
-    stock = _logits(second)
-    patch_model(first, "alibi")
-    assert torch.equal(_logits(second), stock)
-    assert not torch.equal(_logits(first), stock)
-
-
-def test_copies_are_independent() -> None:
-    model = patched("bert", "t5")
-    row = ARCHITECTURES["bert"]
-    clones = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        expected = outputs(model, row, tokens())
-        for parameter in model.parameters():
-            parameter.zero_()
-        for clone in clones:
-            assert torch.equal(outputs(clone, row, tokens()), expected)
-            unpatch_model(clone)
-            assert "position_encoding" not in dict(clone.named_modules())
-
-
-def test_constant_positions_under_layer_norm_warn_with_the_remedy() -> None:
-    with pytest.warns(UserWarning, match="direction="):
-        patch_model(ARCHITECTURES["bert"].build(), "integer")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(("architecture", "scheme"), [("llama_gqa", "alibi"), ("bert", "t5")])
+@torch.no_grad()
+def test_copies_are_independent(architecture: str, scheme: str, copied: Callable[[Any], Any]) -> None:
+    """They have weights, a record, a watch over their layers, and a `generate` of their own."""
+    row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
+    expected, clones = outputs(model, row, tokens()), [copied(model) for _ in range(3)]
+    if row.causal:
+        clones[0].config.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
+        put_a_stock_layer(clones[1])
+        for clone, message in ((clones[0], "rope_parameters"), (clones[1], "patch_model again")):
+            with pytest.raises(UnsupportedError, match=message):
+                outputs(clone, row, tokens())
+        assert clones[2].__dict__["generate"].model is clones[2]
+        assert inspect.signature(model.generate) == inspect.signature(patched(architecture, None).generate)
+    assert torch.equal(outputs(model, row, tokens()), expected)
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert torch.equal(outputs(clones[2], row, tokens()), expected)
+    unpatch_model(clones[2])
+    assert "position_encoding" not in dict(clones[2].named_modules())
+    assert "generate" not in clones[2].__dict__
+    assert type(clones[2].config) is type(patched(architecture, None).config)
 
 
 def test_a_path_around_the_attention_interface_is_refused() -> None:

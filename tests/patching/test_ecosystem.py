@@ -39,8 +39,8 @@ def _name(scheme: Any) -> str:
     return scheme if isinstance(scheme, str) else scheme["scheme"]
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "normalized_integer"], ids=_name)
-@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2", "gemma3_two_rotaries", "bloom"])
+@pytest.mark.parametrize("scheme", ["none", "t5", "forget_gate", "pope", "normalized_integer"])
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma3_two_rotaries", "bloom"])
 @torch.no_grad()
 def test_generate_equals_argmax_over_full_forwards(architecture: str, scheme: str) -> None:
     row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
@@ -78,18 +78,6 @@ def test_flex_attention_equals_eager(scheme: str, stance: str) -> None:
     model.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance(stance):
         assert distance(outputs(model, row, tokens()), expected) <= 1e-4
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_name)
-@torch.no_grad()
-def test_beam_and_prompt_lookup_decoding(scheme: str) -> None:
-    model = patched("llama_gqa", scheme)
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    prompt = tokens(1, 8)
-    greedy = model.generate(prompt, **settings)
-    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=2, **settings), greedy)
-    cached = model.generate(prompt, num_beams=3, **settings)
-    assert torch.equal(model.generate(prompt, num_beams=3, use_cache=False, **settings), cached)
 
 
 @pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, lambda scheme: scheme == "t5"), ids=_name)

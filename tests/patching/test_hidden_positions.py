@@ -249,8 +249,9 @@ def llama(change: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("scheme", ["none", "alibi", "native"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("none", torch.float32), ("alibi", torch.bfloat16), ("native", torch.float32)]
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -40,25 +40,6 @@ def test_layers_keep_their_native_scheme_elsewhere() -> None:
     assert distance(_logits(model), _logits(patched("llama_gqa", None))) <= 2e-5
 
 
-def test_native_scheme_sees_layers_without_rotation() -> None:
-    """Cohere2 rotates in its sliding layers only, Gemma3 with another base in each kind of layer."""
-    cohere = native_scheme(patched("cohere2_interleaved", None))
-    assert isinstance(cohere, ScheduleConfig)
-    assert [layer.name for layer in cohere.layers] == ["rope", "none"]
-    assert cohere.layers[0].layout == "interleaved"
-    gemma = native_scheme(patched("gemma3_two_rotaries", None))
-    assert [layer.theta for layer in gemma.layers] == [10_000.0, 1_000_000.0]
-
-
-def test_native_scheme_of_a_patched_model_is_that_of_the_stock_model() -> None:
-    model = patched("llama_gqa", None)
-    native = native_scheme(model)
-    patch_model(model, "alibi")
-    logits = _logits(model)
-    assert native_scheme(model) == native
-    assert torch.equal(_logits(model), logits)
-
-
 @pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "default"}])
 def test_native_scheme_of_a_cast_model(scaling: dict[str, Any]) -> None:
     """Casting rounds a stock rotary module's frequencies; a scaling that follows the length must not get lost in it."""
@@ -66,14 +47,6 @@ def test_native_scheme_of_a_cast_model(scaling: dict[str, Any]) -> None:
     native = native_scheme(model)
     assert isinstance(native, RopeConfig)
     assert (native.scaling is not None) == (scaling["rope_type"] == "dynamic")
-
-
-def test_looking_at_a_model_leaves_its_modes_alone() -> None:
-    model = patched("llama_gqa", None).train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    hf_posenc.inspect_model(model)
-    assert [module.training for module in model.modules()] == modes
 
 
 def test_the_report_says_what_was_replaced() -> None:

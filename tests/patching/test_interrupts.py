@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,15 +85,31 @@ def test_a_layer_alone_does_not_see_the_positions_of_a_call_that_was_interrupted
     assert torch.equal(layer(hidden, position_embeddings=phases), expected)
 
 
+def inner_call(**given: Any) -> Callable[[Any], Any]:
+    return lambda model: model.model(tokens(1, 3), **given)
+
+
+def inner_call_behind_a_hook(model: Any) -> None:
+    """It ends before the stack's forward begins, and torch runs the hooks of its end all the same."""
+    hook = model.model.register_forward_pre_hook(interrupted(LookupError), prepend=True)
+    try:
+        model.model(tokens(1, 3))
+    finally:
+        hook.remove()
+
+
 @pytest.mark.parametrize(
     "inner",
     [
-        {"position_ids": torch.tensor([[[0, 1, 2]], [[0, 0, 1]], [[0, 1, 1]]])},  # refused while positions are resolved
-        {"attention_mask": torch.ones(1, 1, 1, 1, 1)},  # fails later
+        # Refused while positions are resolved.
+        inner_call(position_ids=torch.tensor([[[0, 1, 2]], [[0, 0, 1]], [[0, 1, 1]]])),
+        # Fails later.
+        inner_call(attention_mask=torch.ones(1, 1, 1, 1, 1)),
+        inner_call_behind_a_hook,
     ],
 )
 @torch.no_grad()
-def test_an_inner_call_that_fails_leaves_the_outer_one_its_positions(inner: dict[str, Any]) -> None:
+def test_an_inner_call_that_fails_leaves_the_outer_one_its_positions(inner: Callable[[Any], Any]) -> None:
     model, ids = patched("llama_gqa", "log_n_scale"), tokens(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     expected = model(ids, attention_mask=mask).logits
@@ -101,31 +118,13 @@ def test_an_inner_call_that_fails_leaves_the_outer_one_its_positions(inner: dict
     def call_again(*_: Any) -> None:
         hook.remove()
         try:
-            model.model(tokens(1, 3), **inner)
-        except (UnsupportedError, ValueError, IndexError, RuntimeError) as error:
+            inner(model)
+        except (UnsupportedError, ValueError, LookupError, RuntimeError) as error:
             failures.append(error)
 
     hook = model.model.layers[0].register_forward_pre_hook(call_again)
     assert torch.equal(model(ids, attention_mask=mask).logits, expected)
     assert len(failures) == 1
-
-
-@torch.no_grad()
-def test_a_hook_in_front_of_a_stack_that_fails_leaves_the_outer_call_its_positions() -> None:
-    """The inner call ends before the stack's forward begins, and torch runs the hooks of its end all the same."""
-    model, ids = patched("llama_gqa", "log_n_scale"), tokens(2, 6)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    expected = model(ids, attention_mask=mask).logits
-
-    def call_again(*_: Any) -> None:
-        outer.remove()
-        inner = model.model.register_forward_pre_hook(interrupted(LookupError), prepend=True)
-        with pytest.raises(LookupError):
-            model.model(ids)
-        inner.remove()
-
-    outer = model.model.layers[0].register_forward_pre_hook(call_again)
-    assert torch.equal(model(ids, attention_mask=mask).logits, expected)
 
 
 def test_data_parallel_copies_are_refused() -> None:

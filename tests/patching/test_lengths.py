@@ -14,20 +14,7 @@ from hf_posenc import (
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.schemes import BuildContext
-from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.running import distance, outputs, patched, tokens
-
-
-def test_a_sequence_past_a_table_names_length_and_remedy() -> None:
-    model = patched("bert", hf_posenc.LearnedConfig(num_positions=10))
-    with pytest.raises(hf_posenc.SequenceLengthError, match=r"14.*num_positions"):
-        outputs(model, ARCHITECTURES["bert"], tokens())
-
-
-def test_packed_rows_are_refused_where_the_length_decides() -> None:
-    model = patched("llama_gqa", "normalized_integer")
-    with pytest.raises(UnsupportedError, match="separate rows"):
-        model(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+from tests.matrix.running import distance, patched, tokens
 
 
 def test_axes_that_differ_are_refused() -> None:

@@ -15,7 +15,6 @@ from hf_posenc import (
     RopeConfig,
     ScheduleConfig,
     YarnScaling,
-    get_scheme,
     native_scheme,
     patch_model,
 )
@@ -78,24 +77,29 @@ def test_layers_with_a_window_keep_their_rotation_as_in_transformers(name: str, 
     torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        LocalGlobalConfig(local=NativeConfig(YARN), global_=NativeConfig()),
-        ScheduleConfig((NativeConfig(YARN), NativeConfig())),
-    ],
-)
-def test_a_request_for_each_layer_is_taken_literally(scheme: Any) -> None:
-    model = built("Gemma3ForCausalLM", **WINDOWS)
-    patch_model(model, scheme)
-    assert [layer.scaling for layer in model.position_encoding.config.layers] == [YARN, None]
+GEMMA3: tuple[str, dict[str, Any]] = ("Gemma3ForCausalLM", WINDOWS)
+#: Class, options of its config, a scheme, options of the patch, and the scalings of the layers or of the parts.
+PLACED: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], list[Any]]] = {
+    # A request for each layer is taken literally.
+    "local and global": (*GEMMA3, LocalGlobalConfig(NativeConfig(YARN), NativeConfig()), {}, [YARN, None]),
+    "a schedule": (*GEMMA3, ScheduleConfig((NativeConfig(YARN), NativeConfig())), {}, [YARN, None]),
+    "some layers": (*GEMMA3, NativeConfig(YARN), {"layers": [1], "elsewhere": "none"}, [None, YARN]),
+    "a layer without rotation": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "pad_token_id": 0},
+        NativeConfig(YARN),
+        {},
+        [YARN, None],
+    ),
+    "inside another scheme": ("LlamaForCausalLM", {}, [NativeConfig(YARN), "ssmax"], {}, [YARN, None]),
+}
 
 
-def test_some_layers_only() -> None:
-    model = built("Gemma3ForCausalLM", **WINDOWS)
-    patch_model(model, NativeConfig(YARN), layers=[1], elsewhere="none")
-    none, scaled = model.position_encoding.config.layers
-    assert (none.name, scaled.scaling) == ("none", YARN)
+@pytest.mark.parametrize("place", PLACED)
+def test_it_stands_where_it_was_put(place: str) -> None:
+    name, settings, scheme, options, expected = PLACED[place]
+    config = patch_model(built(name, **settings), scheme, **options).position_encoding.config
+    assert [getattr(one, "scaling", None) for one in getattr(config, "layers", None) or config.parts] == expected
 
 
 def test_the_phases_of_a_training_may_have_it() -> None:
@@ -119,22 +123,6 @@ def test_the_length_is_that_of_the_new_scaling(stock: dict[str, Any], length: in
     model = built("LlamaForCausalLM", rope_parameters=stock, max_position_embeddings=32)
     patch_model(model, NativeConfig(YARN))
     assert model.config.max_position_embeddings == length
-
-
-def test_layers_without_rotation_stay_so() -> None:
-    model = built("SmolLM3ForCausalLM", no_rope_layers=[1, 0], num_hidden_layers=2, pad_token_id=0)
-    patch_model(model, NativeConfig(scaling=YARN))
-    rotated, none = model.position_encoding.config.layers
-    assert isinstance(model.position_encoding.config, ScheduleConfig)
-    assert rotated.scaling == YARN
-    assert none == get_scheme("none")()
-
-
-def test_it_can_stand_inside_another_scheme() -> None:
-    model = patch_model(built("LlamaForCausalLM"), [NativeConfig(YARN), "ssmax"])
-    rotation, scale = model.position_encoding.config.parts
-    assert rotation.scaling == YARN
-    assert scale.name == "ssmax"
 
 
 def test_an_evaluation_records_the_options_of_the_model() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -235,20 +234,6 @@ def test_what_was_frozen_or_thawed_while_patched_stays_so() -> None:
     patch_model(model, "alibi")
     unpatch_model(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-@torch.no_grad()
-def test_copies_and_pickles_have_a_record_of_their_own() -> None:
-    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(ids).logits, model(ids).logits)
-        assert other.position_encoding.record.agrees(other) == ""
-        other.config.rope_parameters = _YARN
-        with pytest.raises(UnsupportedError, match="rope_parameters"):
-            other(ids)
-        model(ids)
-        unpatch_model(other)
-        assert type(other.config) is LlamaConfig
 
 
 def test_fields_that_only_contain_such_a_word_are_no_position_fields() -> None:

@@ -156,3 +156,19 @@ def test_a_rotary_function_that_cannot_be_read_is_refused_with_the_version() -> 
 
     with pytest.raises(UnsupportedError, match=f"no argument with the name of a query.* {transformers.__version__}"):
         rotary_call(rotate)
+
+
+def rotates_with_and_without_a_batch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As MiniMax-M3-VL does: without a batch, phases `(tokens, width)` meet `(tokens, heads, width)`."""
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return q * cos + q.flip(-1) * sin, k * cos + k.flip(-1) * sin
+
+
+def test_a_function_of_two_conventions_is_read_by_the_shapes_of_the_call() -> None:
+    call = rotary_call(rotates_with_and_without_a_batch)
+    query = torch.zeros(5, 3, 8)
+    phases = torch.ones(5, 8)
+    assert call.tensors((query, query, phases, phases), {})[2] == 1
+    assert call.tensors((), {"q": query, "k": query, "cos": phases, "sin": phases})[2] == 1
+    batched, of_batch = torch.zeros(1, 3, 5, 8), torch.ones(1, 5, 8)
+    assert call.tensors((batched, batched, of_batch, of_batch), {})[2] == 2

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
 from hf_posenc.recipes import swap_scheme
@@ -99,19 +97,6 @@ def test_what_would_pass_over_a_wrapper_is_refused_before_anything_is_taken_out(
     assert model.config.position_encoding == entry
     assert set(model.state_dict()) == keys
     assert torch.equal(run(unpatch_model(model)), run(patched("llama_gqa", None)))
-
-
-def test_a_model_whose_layers_are_all_wrapped_is_saved_as_what_it_is(tmp_path: Path) -> None:
-    model = patched("llama_gqa", "alibi")
-    for layer in model.model.layers:
-        wrap(layer.self_attn)
-    expected = run(model)
-    model.save_pretrained(tmp_path / "patched")
-    unpatch_model(model).save_pretrained(tmp_path / "stock")
-    for folder, numbers in (("patched", expected), ("stock", run(model))):
-        kernel = model.config._attn_implementation
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder, attn_implementation=kernel).eval()
-        assert torch.equal(run(loaded), numbers)
 
 
 def test_continuous_batching_sees_attention_outside_the_interface_behind_a_wrapper() -> None:

@@ -1,4 +1,4 @@
-"""What is special about each additive scheme: oracles in transformers, algebra, lengths, adoption of native tables."""
+"""What is special about each additive scheme: algebra, lengths, adoption of native tables."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import CTRLConfig, CTRLModel
-from transformers.models.distilbert.modeling_distilbert import create_sinusoidal_embeddings as distilbert_table
-from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositionalEmbedding
-from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
-from transformers.models.musicgen.modeling_musicgen import MusicgenSinusoidalPositionalEmbedding
-from transformers.models.pegasus.modeling_pegasus import PegasusSinusoidalPositionalEmbedding
-from transformers.models.roformer.modeling_roformer import RoFormerSinusoidalPositionalEmbedding
-from transformers.models.speech_to_text.modeling_speech_to_text import Speech2TextSinusoidalPositionalEmbedding
-from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
-from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings as xlm_table
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.schemes import (
@@ -29,47 +19,13 @@ from hf_posenc.schemes import (
 )
 
 from .building import at, counted, part_of
-from .table import positions_of
+from .table import positions_of, seeds
 from .table.row import HIDDEN
 
 
 def rows(config: SchemeConfig, length: int, hidden: int = HIDDEN) -> torch.Tensor:
     result: torch.Tensor = part_of(config, hidden_size=hidden)(counted(length))[0]
     return result
-
-
-#: Angles of thousands of positions need more than float32.
-LENGTH = 4097
-INTERLEAVED = SinusoidalConfig()
-CONCATENATED = SinusoidalConfig(layout="concatenated")
-COSINES_FIRST = SinusoidalConfig("tensor2tensor", "cosines_first")
-SHIFTED = SinusoidalConfig("tensor2tensor", "concatenated", offset=2)
-
-TABLES: dict[str, tuple[SchemeConfig, Any]] = {
-    "xlm": (INTERLEAVED, lambda hidden: xlm_table(LENGTH, hidden, torch.empty(LENGTH, hidden))),
-    "distilbert": (INTERLEAVED, lambda hidden: distilbert_table(LENGTH, hidden, torch.empty(LENGTH, hidden))),
-    "marian": (CONCATENATED, lambda hidden: MarianSinusoidalPositionalEmbedding(LENGTH, hidden).create_weight()),
-    "pegasus": (CONCATENATED, lambda hidden: PegasusSinusoidalPositionalEmbedding(LENGTH, hidden).create_weight()),
-    "roformer": (CONCATENATED, lambda hidden: RoFormerSinusoidalPositionalEmbedding(LENGTH, hidden).create_weight()),
-    # fairseq's tables start with two rows that no token gets.
-    "m2m100": (SHIFTED, lambda hidden: M2M100SinusoidalPositionalEmbedding(LENGTH, hidden, 1).weights[2:]),
-    "xglm": (SHIFTED, lambda hidden: XGLMSinusoidalPositionalEmbedding(LENGTH, hidden, 1).weights[2:]),
-    "speech2text": (SHIFTED, lambda hidden: Speech2TextSinusoidalPositionalEmbedding(LENGTH, hidden, 1).weights[2:]),
-    "musicgen": (COSINES_FIRST, lambda hidden: MusicgenSinusoidalPositionalEmbedding(LENGTH, hidden).weights),
-}
-
-
-@pytest.mark.parametrize("hidden", [16, 33])
-@pytest.mark.parametrize("name", TABLES)
-def test_sinusoidal_equals_the_tables_of_transformers(name: str, hidden: int) -> None:
-    config, table = TABLES[name]
-    torch.testing.assert_close(rows(config, LENGTH, hidden), table(hidden)[:LENGTH], rtol=0, atol=1e-5)
-
-
-def test_sinusoidal_equals_ctrl() -> None:
-    model = CTRLModel(CTRLConfig(vocab_size=9, n_positions=256, n_embd=32, dff=32, n_layer=1, n_head=2))
-    # CTRL's angles are float32 products, off by up to one part in 1e7 of the angle.
-    torch.testing.assert_close(rows(CONCATENATED, 256, 32), model.pos_encoding, rtol=0, atol=4e-5)
 
 
 @given(shift=st.integers(1, 2000), position=st.integers(0, 60_000), pairs=st.integers(2, 16))
@@ -80,6 +36,14 @@ def test_a_shift_of_the_sinusoidal_is_a_fixed_linear_map(shift: int, position: i
     sine, cosine = step[:, 0], step[:, 1]
     moved = torch.stack((here[:, 0] * cosine + here[:, 1] * sine, here[:, 1] * cosine - here[:, 0] * sine), dim=-1)
     torch.testing.assert_close(moved, there, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("position", [5, 4096, 1_000_000])
+def test_sinusoidal_vectors_are_right_far_from_the_start(position: int) -> None:
+    """Angles of thousands of positions need more than float32."""
+    vector = part_of(SinusoidalConfig())(at([position]))[0, 0]
+    expected = seeds.sinusoidal(SinusoidalConfig(), None, HIDDEN, position, 0)
+    torch.testing.assert_close(vector, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def test_sinusoidal_padding_is_zero_and_offset_shifts() -> None:

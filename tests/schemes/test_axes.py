@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
@@ -19,20 +18,18 @@ from hf_posenc.schemes import (
     Positions,
     PositionScaleConfig,
     RandomizedConfig,
-    RopeConfig,
     RopeNdConfig,
     SchemeConfig,
     SinusoidalConfig,
     SwinConfig,
     T5Config,
 )
-from hf_posenc.schemes.grids import grid_coordinates
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.mrope import default_sections
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap, axial_frequencies
 
 from .building import build, counted, image, logits_of, mapped, pairs_at, part_of, placed_at, random_heads, redraw
-from .table import seeds
+from .table import coordinates, seeds
 from .table.row import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS
 
 SIZE = (3, 4)
@@ -145,18 +142,18 @@ def test_rotations_equal_a_slow_reference(config: RopeNdConfig) -> None:
     """Pair by pair; tokens without a place keep their heads."""
     positions = image(*size_of(config), prefix=2)
     part = part_of(config, causal=False)
-    frequencies = part.frequencies_on(torch.device("cpu"))
     width, layout = config.rotary_dim or HEAD_DIM, "half" if config.layout == "auto" else config.layout
     heads = random_heads(positions.ids.shape[-1])
     for before, turned in zip(heads, mapped(part, positions, heads), strict=True):
         assert torch.equal(turned[:, :, :2], before[:, :, :2])
         for head in range(before.shape[1]):
-            of_head = frequencies
-            if frequencies.ndim == 3:
-                of_head = frequencies[:, head * frequencies.shape[1] // before.shape[1]]
+            key_head = head * KEY_VALUE_HEADS // before.shape[1]
+            frequencies = coordinates.spectrum(config, part, key_head, width, len(positions.coordinates))
             for token in range(2, before.shape[2]):
                 place = [coordinate + config.origin for coordinate in positions.coordinates[:, 0, token].tolist()]
-                angles = [sum(p * f for p, f in zip(place, pair, strict=True)) for pair in of_head.T.tolist()]
+                read = place[::-1] if config.columns_first else place
+                pairs_of_axes = zip(*frequencies, strict=True)
+                angles = [sum(p * f for p, f in zip(read, pair, strict=True)) for pair in pairs_of_axes]
                 vector = before[0, head, token].tolist()
                 if layout == "half_by_axis":
                     block = width // len(place)
@@ -194,37 +191,6 @@ def test_added_vectors_equal_a_slow_reference(config: Any) -> None:
             for coordinate in order:
                 expected += seeds.sinusoidal(plain, None, HIDDEN // len(place), coordinate, 0)
         assert vector == pytest.approx(expected, abs=2e-6), token
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    config=st.sampled_from([*ALL_RELATIVE, MRopeConfig(), MRopeConfig(interleaved=True)]),
-    shift=st.tuples(*[st.integers(0, 60)] * 3),
-)
-def test_moving_an_image_changes_no_logit(config: SchemeConfig, shift: tuple[int, ...]) -> None:
-    """Among patches; a rotation also turns them relative to tokens without a place."""
-    size = size_of(config)
-    here, there = (run(config, image(*size, prefix=2, shift=by)) for by in ((0,) * len(size), shift[: len(size)]))
-    # Angles up to 120 radians in float32.
-    torch.testing.assert_close(here[..., 2:, 2:], there[..., 2:, 2:], rtol=0, atol=5e-5)
-    if not isinstance(config, RopeNdConfig | MRopeConfig):
-        torch.testing.assert_close(here, there, rtol=0, atol=5e-5)
-
-
-@pytest.mark.parametrize("config", [*ROTATIONS[:2], *OVER_FRAMES[:2], MRopeConfig(), MRopeConfig(interleaved=True)])
-def test_an_axis_changes_the_dimensions_of_its_own_pairs_only(config: Any) -> None:
-    part = part_of(config)
-    coordinates = torch.randint(0, 30, (len(size_of(config)), 1, 20), generator=torch.Generator().manual_seed(1))
-    _, sine = part.phases(placed_at(coordinates))
-    turned_by: list[set[int]] = []
-    for axis in range(len(coordinates)):
-        other = coordinates.clone()
-        other[axis] += 1
-        changed = (part.phases(placed_at(other))[1] != sine).any(dim=1)[0]
-        turned_by.append(set(changed.nonzero().flatten().tolist()))
-    assert all(turned_by)
-    assert set.union(*turned_by) == set(range(part.rotary_dim))
-    assert sum(map(len, turned_by)) == part.rotary_dim
 
 
 @pytest.mark.parametrize("config", [*RELATIVE, *ADDED[:2], ADDED[3]], ids=str)
@@ -270,14 +236,6 @@ def test_a_cast_changes_only_learned_numbers(config: SchemeConfig) -> None:
     cast = run(config, positions, dtype=torch.bfloat16).float()
     close = 3e-2 if learned else 0
     torch.testing.assert_close(cast, run(config, positions), rtol=close, atol=close)
-
-
-def test_the_grid_is_filled_row_by_row() -> None:
-    ids = torch.tensor([[-1, 0, 1, 2, 3, 4, 11, 12]])
-    assert grid_coordinates(ids, (3,)).tolist() == [[[0, 0, 0, 0, 1, 1, 3, 4]], [[0, 0, 1, 2, 0, 1, 2, 0]]]
-    assert grid_coordinates(ids, (2, 3))[:, 0, -1].tolist() == [2, 0, 0]
-    assert grid_coordinates(ids, (2, 3))[:, 0, -2].tolist() == [1, 1, 2]
-    assert grid_coordinates(ids, (3,), 1)[:, 0].tolist() == [[0, 0, 0, 0, 0, 1, 3, 3], [0, 0, 0, 1, 2, 0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -433,12 +391,3 @@ def test_default_sections_are_the_released_ones_in_proportion() -> None:
     for pairs in range(1, 130):
         for interleaved in (False, True):
             build(MRopeConfig(interleaved=interleaved), head_dim=2 * pairs)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_mrope_of_text_is_exactly_rope(interleaved: bool) -> None:
-    rope, part = part_of(RopeConfig(theta=1e6)), part_of(MRopeConfig(interleaved=interleaved))
-    text = counted(20)
-    for positions in (text, placed_at(text.ids.expand(3, 1, -1))):
-        for ours, theirs in zip(mapped(part, positions), mapped(rope, text), strict=True):
-            assert torch.equal(ours, theirs)

@@ -176,14 +176,6 @@ def test_composed_parts_add_up():
     assert {name for name, _ in parts.additive.named_parameters()} == {"parts.1.weight"}
 
 
-def test_composed_keeps_single_parts_and_absent_ones():
-    parts = ComposedConfig((SinusoidalConfig(), AlibiConfig())).build(CONTEXT)
-    assert type(parts.additive).__name__ == "SinusoidalEncoding"
-    assert type(parts.logit_bias).__name__ == "AlibiBias"
-    assert parts.query_key_map is None
-    assert list(ComposedConfig((NoneConfig(),)).build(CONTEXT)) == []
-
-
 def test_composed_passes_on_what_its_parts_say():
     config = ComposedConfig((SinusoidalConfig(), NormalizedIntegerConfig(), T5Config(shared=False)))
     assert config.per_layer

@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Wav2Vec2BertConfig, Wav2Vec2ConformerConfig, XLNetConfig, XLNetModel
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
-from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
-from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
-    Wav2Vec2ConformerRelPositionalEmbedding,
-    Wav2Vec2ConformerSelfAttention,
-)
 
 from hf_posenc.schemes import (
     AttentionPairs,
@@ -29,7 +23,6 @@ from hf_posenc.schemes import (
     LowRankRelativeConfig,
     Positions,
     SchemeConfig,
-    SchemeParts,
     ShawConfig,
     TransformerXLConfig,
     WaveletConfig,
@@ -38,87 +31,12 @@ from hf_posenc.schemes.bias import cope, relative_tables
 from hf_posenc.schemes.bias.disentangled import LogBuckets
 from hf_posenc.schemes.bias.fire import FireBias
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys, sinusoidal_vectors, turn_frequencies
-from hf_posenc.schemes.logits import pairwise_bias, positional_logits
+from hf_posenc.schemes.logits import pairwise_bias
 
 from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
 
 HIDDEN, HEADS, HEAD_DIM, LENGTH = 24, 3, 8, 12
 PLACE: dict[str, Any] = {"num_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM}
-
-
-def split_heads(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
-
-
-def assert_attends_alike(parts: SchemeParts, query: Tensor, key: Tensor, probabilities: Tensor, causal: bool) -> None:
-    logits = positional_logits(parts, query, key, counted(LENGTH))
-    if causal:
-        logits = logits.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -math.inf)
-    # Logits reach 40, where float32 resolves 4e-6, and probabilities take over their error.
-    torch.testing.assert_close(logits.softmax(-1), probabilities, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "clamp_length"), [("uni", None), ("bi", None), ("uni", 5), ("bi", 5)])
-def test_transformer_xl_equals_xlnet(kind: str, clamp_length: int | None) -> None:
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 8, "d_model": HIDDEN, "n_layer": 1, "n_head": HEADS, "d_inner": 8}
-    model = XLNetModel(XLNetConfig(**sizes, attn_type=kind, clamp_len=clamp_length or -1)).eval()
-    stock = model.layer[0].rel_attn
-    redraw(stock)
-    parts = build(TransformerXLConfig(clamp_length=clamp_length), causal=kind == "uni", **PLACE)
-    with torch.no_grad():
-        parts.logit_bias.content_bias.copy_(stock.r_w_bias)
-        parts.logit_bias.position_bias.copy_(stock.r_r_bias)
-        parts.logit_bias.position_projection.copy_(stock.r.reshape(HIDDEN, -1).transpose(0, 1))
-    hidden = torch.randn(2, LENGTH, HIDDEN)
-    tokens_first = hidden.transpose(0, 1)
-    mask = torch.ones(LENGTH, LENGTH).triu(1)[:, :, None, None].expand(-1, -1, 2, 1) if kind == "uni" else None
-    sinusoids = model.relative_positional_encoding(LENGTH, LENGTH, bsz=2)
-    probabilities = stock(tokens_first, None, mask, None, sinusoids, None, output_attentions=True)[-1]
-    query, key = (torch.einsum("bid,dhe->bhie", hidden, weight) for weight in (stock.q, stock.k))
-    assert_attends_alike(parts, query, key, probabilities.permute(2, 3, 0, 1), causal=kind == "uni")
-
-
-def test_transformer_xl_equals_the_conformer() -> None:
-    torch.manual_seed(2)
-    config = Wav2Vec2ConformerConfig(
-        hidden_size=HIDDEN, num_attention_heads=HEADS, position_embeddings_type="relative", attn_implementation="eager"
-    )
-    stock = Wav2Vec2ConformerSelfAttention(config).eval()
-    redraw(stock)
-    hidden = torch.randn(2, LENGTH, HIDDEN)
-    sinusoids = Wav2Vec2ConformerRelPositionalEmbedding(config)(hidden)
-    probabilities = stock(hidden, relative_position_embeddings=sinusoids)[1]
-    parts = build(TransformerXLConfig(), causal=False, **PLACE)
-    with torch.no_grad():
-        parts.logit_bias.content_bias.copy_(stock.pos_bias_u)
-        parts.logit_bias.position_bias.copy_(stock.pos_bias_v)
-        # The Conformer interleaves sines and cosines.
-        weight = stock.linear_pos.weight
-        parts.logit_bias.position_projection.copy_(torch.cat((weight[:, 0::2], weight[:, 1::2]), dim=1))
-    query, key = split_heads(stock.linear_q(hidden)), split_heads(stock.linear_k(hidden))
-    assert_attends_alike(parts, query, key, probabilities, causal=False)
-
-
-@pytest.mark.parametrize(("behind", "ahead"), [(6, 2), (4, 4), (64, 8)])
-def test_shaw_equals_wav2vec2_bert(behind: int, ahead: int) -> None:
-    torch.manual_seed(3)
-    config = Wav2Vec2BertConfig(
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        position_embeddings_type="relative_key",
-        left_max_position_embeddings=behind,
-        right_max_position_embeddings=ahead,
-        attn_implementation="eager",
-    )
-    stock = Wav2Vec2BertSelfAttention(config).eval()
-    redraw(stock)
-    hidden = torch.randn(2, LENGTH, HIDDEN)
-    probabilities = stock(hidden)[1]
-    parts = build(ShawConfig(max_distance=behind, max_distance_ahead=ahead), causal=False, **PLACE)
-    parts.logit_bias.load_state_dict({"weight": stock.distance_embedding.weight})
-    query, key = split_heads(stock.linear_q(hidden)), split_heads(stock.linear_k(hidden))
-    assert_attends_alike(parts, query, key, probabilities, causal=False)
 
 
 @pytest.mark.parametrize(("rank", "window"), [(4, 5), (16, 1024)])
@@ -245,6 +163,7 @@ HALVES = at(torch.arange(LENGTH) * 0.5)
         TransformerXLConfig(),
         GrapeConfig(),
         ForgetGateConfig("bias_only"),
+        FireConfig(initial_threshold=4.0),
     ],
     ids=repr,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -144,20 +146,6 @@ def sloped(distance, head, slope: "Tensor" = hf_posenc.learned_per_head(0.5), re
     \"\"\"Subtracts what every head learns from the logits.\"\"\"
     return -slope * head * (distance.abs() / reach).log1p()
 """
-SAVE = """
-import pickle, torch
-from hf_posenc import patch_model
-from tests.models import tiny
-
-model = patch_model(tiny("LlamaForCausalLM"), "sloped", reach=3.0)
-import my_schemes
-assert pickle.loads(pickle.dumps(model.position_encoding.config)) == my_schemes.sloped(reach=3.0)
-with torch.no_grad():
-    for parameter in model.position_encoding.parameters():
-        parameter.copy_(torch.randn(parameter.shape))
-    torch.save(model(torch.arange(9)[None]).logits, "logits.pt")
-model.save_pretrained("saved")
-"""
 LOAD = """
 import torch, transformers
 import hf_posenc
@@ -176,16 +164,26 @@ except hf_posenc.UnsupportedError as error:
 
 
 @pytest.mark.on_cpu("the other process computes on the CPU")
-def test_a_saved_model_loads_in_a_process_that_imports_the_module(tmp_path: Path) -> None:
+@torch.no_grad()
+def test_a_saved_model_loads_in_a_process_that_imports_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_schemes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    sloped = importlib.import_module("my_schemes").sloped
+    model = patch_model(tiny("LlamaForCausalLM"), "sloped", reach=3.0)
+    assert pickle.loads(pickle.dumps(model.position_encoding.config)) == sloped(reach=3.0)
+    for parameter in model.position_encoding.parameters():
+        parameter.normal_()
+    torch.save(model(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
+    model.save_pretrained(tmp_path / "saved")
     imports = {"HF_POSENC_IMPORT": "my_schemes", "HF_POSENC_IMPORT_FROM": str(tmp_path)}
-    saved = run_fresh(SAVE, folder=tmp_path, environment=imports)
-    assert saved.returncode == 0, saved.stderr
     loaded = run_fresh(LOAD, folder=tmp_path, environment=imports)
     assert loaded.returncode == 0, loaded.stderr
     assert "Subtracts what every head learns from the logits." in loaded.stdout
     assert "  slope: float, default 0.5" in loaded.stdout
     assert "has no such logit bias" in loaded.stdout
+    monkeypatch.delitem(registry._SCHEMES, "sloped")
     with pytest.raises(CheckpointError, match="Unknown scheme 'sloped'"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 

@@ -53,10 +53,6 @@ def test_a_draw_is_ordered_distinct_and_in_range(real):
         assert ids.dtype == (torch.float32 if real else torch.int64)
 
 
-def test_drawing_as_many_positions_as_there_are_changes_nothing():
-    assert torch.equal(drawn(positions_of(16), max_position=16), positions_of(16).ids)
-
-
 @pytest.mark.parametrize("real", [False, True])
 def test_draws_are_uniform(real):
     """Order statistics: the k-th of n values below L is at k (L + 1) / (n + 1) - 1 on average, or k L / (n + 1)."""
@@ -261,10 +257,3 @@ def test_drawing_compiles_without_a_graph_break():
     # Both components of frequency 1 have the cosine of the same drawn position.
     torch.testing.assert_close(vectors[..., 1], cosine[..., 0], rtol=0, atol=1e-4)
     assert not torch.equal(vectors, build(SinusoidalConfig()).additive(positions))
-
-
-def test_a_draw_reaches_rows_of_a_table_that_training_never_counts_to():
-    parts = build(RandomizedConfig(LearnedConfig(num_positions=64), max_position=64), training=True)
-    for _ in range(30):
-        parts.additive(positions_of(5)).sum().backward()
-    assert (parts.additive.inner.weight.grad[5:] != 0).any(-1).sum() > 30

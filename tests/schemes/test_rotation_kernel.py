@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from hf_posenc.schemes.positions import Positions, integer_range
 from hf_posenc.schemes.rotary import rotation_kernel
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, rotation_factors
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
 
 LAYOUTS = ("half", "half_reversed", "interleaved")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -128,19 +128,6 @@ def test_learned_phases_get_their_gradient(layout):
     assert torch.autograd.gradcheck(rotated, (x, angle))
 
 
-def test_heads_with_phases_of_their_own():
-    """Query heads take the phases of the key head they read."""
-    torch.manual_seed(0)
-    per_key_head = [phases_of(4, 5, "half") for _ in range(2)]
-    cosine, sine = (torch.stack(phase, dim=2) for phase in zip(*per_key_head, strict=True))
-    query, key = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 5, 4)
-    factors = rotation_factors(cosine, sine, "half", torch.float32)
-    for heads in (query, key):
-        groups = heads.shape[1] // 2
-        expected = [reference(heads[:, h : h + 1], *per_key_head[h // groups], "half") for h in range(heads.shape[1])]
-        assert torch.equal(apply_rotation(heads, factors, "half"), torch.cat(expected, dim=1))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("length", [1, 40])
 def test_the_result_lies_in_memory_as_the_heads_do(layout, length, monkeypatch):
@@ -192,12 +179,3 @@ def test_other_derivatives_and_compilers_see_plain_torch(layout, monkeypatch):
         fullgraph=True,
     )
     torch.testing.assert_close(compiled(x), value)
-
-
-def test_complex_factors_stand_for_pairs_of_float32_only():
-    cosine, sine = phases_of(4, 3, "interleaved")
-    assert rotation_factors(cosine, sine, "interleaved", torch.float32).other is None
-    for dtype in (torch.bfloat16, torch.float16):
-        factors = rotation_factors(cosine, sine, "interleaved", dtype)
-        assert isinstance(factors, RotationFactors)
-        assert factors.direct.dtype == dtype

@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
-from transformers import Llama4TextConfig, Ministral3Config
-from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+from transformers import Llama4TextConfig
 from transformers.models.ministral3 import modeling_ministral3
 from transformers.models.mistral4 import modeling_mistral4
 
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, Positions, SchemeConfig
-from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig
 from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig
 from hf_posenc.schemes.scale.ssmax import SSMaxConfig, mean_log
 
-from .building import at, build, counted, logits_of, part_of
+from .building import at, counted, logits_of, part_of
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 8
 SCALES = [
@@ -36,75 +33,12 @@ def scale_of(config: SchemeConfig, **changes: Any) -> Any:
     return part_of(config, num_heads=HEADS, **changes)
 
 
-#: What the attention modules of transformers are made with.
-STOCK: dict[str, Any] = {
-    "hidden_size": HEADS * HEAD_DIM,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_VALUE_HEADS,
-    "head_dim": HEAD_DIM,
-    "num_hidden_layers": 1,
-    "attn_implementation": "eager",
-}
-
-
-def attention_weights(module: Any, config: SchemeConfig, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Our weights for the queries and keys of a stock attention module, under a causal mask by slot."""
-    query = module.q_proj(hidden).view(1, -1, HEADS, HEAD_DIM).transpose(1, 2)
-    key = module.k_proj(hidden).view(1, -1, KEY_VALUE_HEADS, HEAD_DIM).transpose(1, 2)
-    logits = positional_logits(build(config, num_heads=HEADS), query, key, at(ids))
-    return (logits + causal_mask(hidden.shape[1])).softmax(-1)
-
-
-def causal_mask(length: int) -> Tensor:
-    return torch.full((1, 1, length, length), -math.inf).triu(1)
-
-
-@torch.no_grad()
-def test_llama4_attention_without_rope_has_these_weights():
-    torch.manual_seed(0)
-    stock = Llama4TextConfig(**STOCK, no_rope_layers=[0], floor_scale=4, attn_scale=0.7)
-    module = Llama4TextAttention(stock, 0).eval()
-    hidden = 3 * torch.randn(1, 30, HEADS * HEAD_DIM)
-    _, theirs = module(hidden, position_embeddings=None, attention_mask=causal_mask(30))
-    ours = attention_weights(module, Llama4ScaleConfig(0.7, 4), hidden, torch.arange(30))
-    # Both are float32; they scale queries, we scale logits.
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    plain = attention_weights(module, Llama4ScaleConfig(), hidden, torch.arange(30))
-    assert (plain - theirs).abs().max() > 1e-2
-
-
 def test_the_defaults_are_those_of_llama4():
     stock, ours = Llama4TextConfig(), Llama4ScaleConfig()
     assert (ours.attention_scale, ours.floor_scale) == (stock.attn_scale, stock.floor_scale)
     factor = scale_of(ours)(at([0, 8190, 8191, 16382, 16383, 100_000]))[0, 0]
     expected = [1 + 0.1 * math.log(1 + steps) for steps in (0, 0, 1, 1, 2, 12)]
     torch.testing.assert_close(factor, torch.tensor(expected), rtol=1e-6, atol=0)
-
-
-@torch.no_grad()
-def test_ministral3_attention_has_these_weights():
-    torch.manual_seed(0)
-    stock = Ministral3Config(
-        **STOCK,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "llama_4_scaling_beta": 0.6,
-            "original_max_position_embeddings": 5,
-        },
-    )
-    module = modeling_ministral3.Ministral3Attention(stock, 0).eval()
-    hidden = 3 * torch.randn(1, 30, HEADS * HEAD_DIM)
-    ids = torch.arange(12, 42)
-    # No rotation: what is left is the temperature.
-    unrotated = (torch.ones(1, 30, HEAD_DIM), torch.zeros(1, 30, HEAD_DIM))
-    _, theirs = module(
-        hidden, position_embeddings=unrotated, attention_mask=causal_mask(30), position_ids=ids.unsqueeze(0)
-    )
-    config = Llama4ScaleConfig(0.6, 5, offset=0)
-    torch.testing.assert_close(attention_weights(module, config, hidden, ids), theirs, rtol=1e-5, atol=1e-6)
-    shifted = attention_weights(module, Llama4ScaleConfig(0.6, 5, offset=1), hidden, ids)
-    assert (shifted - theirs).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("modeling", [modeling_ministral3, modeling_mistral4])

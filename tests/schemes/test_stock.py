@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXConfig, GPTNeoXRotaryEmbedding
@@ -39,6 +41,7 @@ EXPRESSIBLE = [
     RopeConfig(scaling=YarnScaling(4.0, 64, mscale=0.7, mscale_all_dim=1.0, truncate=False)),
     RopeConfig(scaling=YarnScaling(4.0, 64), attention_scaling=1.5),
     RopeConfig(scaling=LONG),
+    RopeConfig(scaling=dataclasses.replace(LONG, attention_factor=1.25)),
     RopeConfig(scaling=LONG, attention_scaling=1.25),
     RopeConfig(scaling=LinearScaling(2.0), attention_scaling=1.0),
     RopeConfig(scaling=Llama3Scaling(8.0, original_max_positions=64)),
@@ -46,7 +49,7 @@ EXPRESSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("length", [32, 200])
+@pytest.mark.parametrize("length", [32, 64, 65, 200])
 @pytest.mark.parametrize("config", EXPRESSIBLE, ids=str)
 def test_a_stock_module_computes_what_was_written(config, length):
     parameters = to_rope_parameters(config, CONTEXT)

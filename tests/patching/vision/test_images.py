@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,28 +120,13 @@ def test_the_mask_decoder_of_sam_is_left_alone() -> None:
 # A patched model among others
 
 
-@pytest.mark.parametrize("scheme", ["learned", "rope_nd", "alibi"])
-def test_reload(model: ViTForImageClassification, scheme: str, tmp_path: Path) -> None:
-    patch_model(model, scheme)
-    expected = tokens(model, image())
-    model.save_pretrained(tmp_path)
-    loaded = ViTForImageClassification.from_pretrained(tmp_path).eval()
-    assert torch.equal(tokens(loaded, image()), expected)
-    assert loaded.position_encoding.config == model.position_encoding.config
-
-
-def test_copies_and_pickles_have_their_own_scheme(model: ViTForImageClassification) -> None:
-    patch_model(model, "sinusoidal")
-    expected = tokens(model, image())
-    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
-    unpatch_model(model)
+def test_a_copy_makes_its_own_view_of_its_modules(model: ViTForImageClassification) -> None:
+    expected = tokens(patch_model(model, "sinusoidal"), image())
+    twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    for other in copies:
-        assert torch.equal(tokens(other, image()), expected)
-        other.vit.embeddings.cls_token.data.add_(1)
-        assert not torch.equal(tokens(other, image()), expected)
+    assert torch.equal(tokens(twin, image()), expected)
 
 
 MECHANISMS = [

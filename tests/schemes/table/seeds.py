@@ -292,7 +292,7 @@ ROWS: dict[str, Row] = {
             SinusoidalConfig(),
             SinusoidalConfig(layout="concatenated", scale=0.5),
             SinusoidalConfig(frequencies="tensor2tensor", layout="concatenated", offset=2),
-            SinusoidalConfig(frequencies="tensor2tensor", base=100.0),
+            SinusoidalConfig(frequencies="tensor2tensor", layout="cosines_first", base=100.0),
         ),
         marks="++-+++..+++",
     ),
