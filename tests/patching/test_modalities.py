@@ -16,7 +16,7 @@ import torch
 from hf_posenc import native_scheme, patch_model, unpatch_model
 from tests.architectures.checks import check_pair
 from tests.architectures.findings import Record
-from tests.architectures.inputs import inputs_for
+from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import Pair, pair_named
 from tests.architectures.tiny import tiny_model
 from tests.thinning import mostly_slow
