@@ -72,7 +72,9 @@ def _introduction(records: list[FoundRecord]) -> str:
 {_summary(records)}
 
 A cell says `{YES}` if every check passes ([which ones](#what-is-checked)), `{REFUSED}` if an `UnsupportedError` says
-why the scheme does not suit the part ([the reasons](#refused-in-part)), and `{NO}` if a check fails."""
+why the scheme does not suit the part ([the reasons](#refused-in-part)), and `{NO}` if a check fails. Each
+column is one scheme of its kind. For others see [Limits](limits.md), or patch a tiny model of the architecture. The
+models are the smallest of their kind: no model of text has layers that read the keys of earlier ones, for example."""
 
 
 def _counts(records: list[FoundRecord]) -> str:

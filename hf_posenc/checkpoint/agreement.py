@@ -190,10 +190,10 @@ def check_scheme_fits(
             problem = f"in {found.file} it is an integer tensor"
         options = {key: value for key, value in config.to_dict().items() if key != "scheme"}
         raise CheckpointError(
-            f"The config.json of {source} has the scheme {config.name!r} with the options {shown(options)}. It needs "
-            f"{ATTRIBUTE}.{name} of the shape {list(needed)}, but {problem}. The config and the weights are from "
-            "different models, or one of them was edited or damaged. Save the model again, or load the stock weights "
-            "and call patch_model to train the scheme again."
+            f"The config with which {source} is loaded has the scheme {config.name!r} with the options "
+            f"{shown(options)}. It needs {ATTRIBUTE}.{name} of the shape {list(needed)}, but {problem}. The config and "
+            "the weights are from different models, or one of them was edited or damaged. Save the model again, or "
+            "load the stock weights with a stock config and call patch_model to train the scheme again."
         )
 
 

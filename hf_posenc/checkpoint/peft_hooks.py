@@ -290,7 +290,7 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
         yield
     elif not names_a_scheme(source, hub):
         if adapter_name is not None and _encoding(target) is not None:
-            _warn_about_no_scheme(target, source)
+            warn_about_no_scheme(target, source)
         token = _NO_SCHEME.set(True)
         try:
             yield
@@ -322,7 +322,8 @@ def _place(
     return place(target, files, str(source), shared=bool(others))
 
 
-def _warn_about_no_scheme(target: Any, source: Any) -> None:
+def warn_about_no_scheme(target: Any, source: Any) -> None:
+    """Warns about an adapter that names no scheme, in a patched model."""
     warnings.warn(
         f"The adapter in {source} names no position encoding: it was trained on a stock model, or saved by a version "
         f"of hf_posenc before adapters had one. This {type(target).__name__} has the scheme "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE
+from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.wrapping import Call
 
 #: Its name while a config is read that has an attribute `position_encoding`, to which transformers would assign it.
@@ -24,7 +25,7 @@ def with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
 
     Raises:
         UnknownNameError, ValueError, TypeError: as `patch_model`, for what is not a scheme before anything is loaded.
-        UnsupportedError: as `patch_model`.
+        UnsupportedError: as `patch_model`, and if the folder is an adapter that was trained with another scheme.
     """
     names = [name for name in (ATTRIBUTE, SET_ASIDE) if name in call.kwargs]
     if not names or _knows_the_argument(call["cls"]):
@@ -39,13 +40,39 @@ def with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
     if requested is None:
         return build(plain)
     from hf_posenc.patching.patch import patch_model
+    from hf_posenc.patching.place.encoding import current_encoding
     from hf_posenc.schemes import as_scheme
 
-    scheme, places = _split(requested)
-    config = as_scheme(scheme)
+    try:
+        scheme, places = _split(requested)
+        config = as_scheme(scheme)
+    except UnknownNameError as error:
+        error.add_note(f"Beside the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
+        raise
     built = build(plain)
-    patch_model(built[0] if isinstance(built, tuple) else built, config, **places)
+    model = built[0] if isinstance(built, tuple) else built
+    before = current_encoding(model)
+    patch_model(model, config, **places)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        _check_adapter(model, before, call.arguments.get("pretrained_model_name_or_path"))
     return built
+
+
+def _check_adapter(model: Any, before: Any, source: Any) -> None:
+    """Refuses a scheme with which the adapter that transformers has loaded was not trained.
+
+    Warns if the adapter names no scheme, as where it is loaded into a patched model.
+    """
+    from hf_posenc.checkpoint.peft_hooks import warn_about_no_scheme
+
+    if before is None:
+        warn_about_no_scheme(model, source)
+    elif before.config != model.position_encoding.config:
+        raise UnsupportedError(
+            f"The adapter in {source} was trained with the scheme {before.config.name!r}, so it does not suit "
+            f"{ATTRIBUTE}={model.position_encoding.config.name!r}. Leave out {ATTRIBUTE}, or load the base model of "
+            "the adapter with it and train a new adapter."
+        )
 
 
 def _knows_the_argument(model_class: Any) -> bool:
@@ -58,8 +85,11 @@ def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
     """The scheme, and the arguments of `patch_model` that stand in the same dictionary."""
     from hf_posenc.schemes.registry import get_scheme
 
-    if not isinstance(requested, Mapping) or not isinstance(requested.get("scheme"), str):
+    if not isinstance(requested, Mapping) or "scheme" not in requested:
         return requested, {}
-    options = {field.name for field in dataclasses.fields(get_scheme(requested["scheme"]))}
+    scheme = requested["scheme"]
+    if not isinstance(scheme, str) and requested.keys() <= {"scheme", *_PLACES}:
+        return scheme, {name: value for name, value in requested.items() if name != "scheme"}
+    options = {field.name for field in dataclasses.fields(get_scheme(scheme))} if isinstance(scheme, str) else set()
     places = {name: requested[name] for name in _PLACES if name in requested and name not in options}
     return {name: value for name, value in requested.items() if name not in places}, places

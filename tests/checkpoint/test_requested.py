@@ -18,7 +18,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_posenc import AlibiConfig, UnknownNameError, patch_model
+from hf_posenc import AlibiConfig, UnknownNameError, UnsupportedError, patch_model
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.checkpoint.checkpoint_cases import write_stock_llama
@@ -39,6 +39,7 @@ REQUESTS: dict[str, tuple[Any, tuple[Any, dict[str, Any]]]] = {
         {"scheme": "schedule", "layers": ["alibi", "rope"]},
         ({"scheme": "schedule", "layers": ["alibi", "rope"]}, {}),
     ),
+    "several in some layers": ({"scheme": ["native", "ssmax"], "layers": [0]}, (["native", "ssmax"], {"layers": [0]})),
     "native": ("native", ("native", {})),
 }
 
@@ -165,6 +166,26 @@ def test_what_cannot_be_placed_raises(
 ) -> None:
     with pytest.raises(error, match=words):
         AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding=request_)
+
+
+@pytest.mark.parametrize("trained", ["alibi", None])
+def test_an_adapter_keeps_the_scheme_it_was_trained_with(
+    folders: dict[str, Path], tmp_path: Path, trained: str | None
+) -> None:
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding=trained)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    same = AutoModelForCausalLM.from_pretrained(tmp_path, position_encoding=trained)
+    assert hasattr(same, "position_encoding") == (trained is not None)
+    refused = pytest.warns(UserWarning, match="names no position encoding")
+    with refused if trained is None else pytest.raises(UnsupportedError, match="trained with the scheme 'alibi'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, position_encoding="t5")
+
+
+def test_an_unknown_key_of_the_dictionary_names_those_of_the_places(folders: dict[str, Path]) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding={"scheme": "alibi", "layer": [0]})
+    assert "'part', 'layers', 'elsewhere'" in caught.value.__notes__[0]
 
 
 def test_a_wrong_name_is_found_before_anything_is_read(tmp_path: Path) -> None:

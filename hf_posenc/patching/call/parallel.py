@@ -33,7 +33,7 @@ def refuse_context_parallel(problem: str, position_ids: Any, implementation: str
         UnsupportedError: inside `context_parallel`, if there is a problem, if the attention is not sdpa, or if there
             are no `position_ids`.
     """
-    if not _is_active():
+    if not context_is_parallel():
         return
     if problem:
         raise UnsupportedError(CONTEXT_PARALLELISM.message(problem, "this scheme"))
@@ -51,7 +51,7 @@ def refuse_context_parallel(problem: str, position_ids: Any, implementation: str
 
 
 @torch.compiler.assume_constant_result
-def _is_active() -> bool:
+def context_is_parallel() -> bool:
     """Whether sdpa is replaced. Compiled graphs are recompiled when it changes."""
     if _MODULE not in sys.modules:
         return False
