@@ -33,7 +33,7 @@ def refuse_context_parallel(problem: str, position_ids: Any, implementation: str
         UnsupportedError: inside `context_parallel`, if there is a problem, if the attention is not sdpa, or if there
             are no `position_ids`.
     """
-    if not context_is_parallel():
+    if not _is_active():
         return
     if problem:
         raise UnsupportedError(CONTEXT_PARALLELISM.message(problem, "this scheme"))
@@ -46,12 +46,12 @@ def refuse_context_parallel(problem: str, position_ids: Any, implementation: str
         raise UnsupportedError(
             "Context parallelism splits the tokens of this sequence across processes, and the positions of the tokens "
             "of this process are unknown. Pass position_ids, and add them to the buffers of context_parallel, so that "
-            "they are split like the tokens."
+            "they are split like the tokens. Patch the model before this context, because patch_model runs it."
         )
 
 
 @torch.compiler.assume_constant_result
-def context_is_parallel() -> bool:
+def _is_active() -> bool:
     """Whether sdpa is replaced. Compiled graphs are recompiled when it changes."""
     if _MODULE not in sys.modules:
         return False

@@ -19,7 +19,6 @@ from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.fingerprint import samples
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.cache_scheme import refuse_in_stock
-from hf_posenc.patching.call.parallel import context_is_parallel
 from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
 from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry, remember
@@ -244,16 +243,11 @@ class Transaction:
             yield self.model
 
     def refuse_running(self) -> None:
-        """Refuses to change the encoding in context parallelism, or while a call or continuous batching runs.
+        """Refuses to change the encoding while a call or continuous batching runs on the model.
 
         Raises:
             UnsupportedError: in that case.
         """
-        if context_is_parallel():
-            raise UnsupportedError(
-                f"The encoding of this {type(self.model).__name__} cannot be changed inside `context_parallel`, where "
-                "each process has only some of the tokens. Call patch_model before the context is entered."
-            )
         refuse_running_batches(self.model)
         for encoding in encodings(self.model):
             if any(stack.runtime.states.in_progress for stack in encoding.stacks.values()):
