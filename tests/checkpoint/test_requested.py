@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -125,6 +126,13 @@ def test_options_of_loading(folders: dict[str, Path], options: dict[str, Any]) -
     for folder in folders.values():
         model = AutoModelForCausalLM.from_pretrained(folder, position_encoding="alibi", **options)
         assert_equal(model, patch_model(AutoModelForCausalLM.from_pretrained(folder, **options), "alibi"))
+
+
+def test_a_quantised_load(folders: dict[str, Path]) -> None:
+    pytest.importorskip("bitsandbytes")
+    options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding="alibi", **options)
+    assert_equal(model, patch_model(AutoModelForCausalLM.from_pretrained(folders["stock"], **options), "alibi"))
 
 
 def test_a_new_model_is_patched(folders: dict[str, Path]) -> None:
