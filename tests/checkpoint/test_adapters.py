@@ -401,5 +401,5 @@ class TestAdaptionPrompts:
     def test_a_rotation_they_cannot_follow_is_refused_and_so_is_a_change_under_them(self) -> None:
         with pytest.raises(UnsupportedError, match="adaption prompts"):
             prompted(patch_model(tiny("LlamaForCausalLM"), "rope", theta=123.0))
-        with pytest.raises(UnsupportedError, match="remove them first"):
+        with pytest.raises(UnsupportedError, match="or remove them"):
             patch_model(prompted(tiny("LlamaForCausalLM")), "alibi")
