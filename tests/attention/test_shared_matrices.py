@@ -143,6 +143,7 @@ def test_features_of_stock_attention_are_left_to_it(feature: dict[str, Any]) -> 
         asked.append(options)
         return query.transpose(1, 2), None
 
+    stock.__module__ = sdpa_attention_forward.__module__
     heads = torch.ones(1, 2, 6, 4)
     form = DistanceForm(torch.zeros(2, 11), 6, 6)
     attend_with_bias("sdpa", stock, form, nn.Module(), heads, heads, heads, None, is_causal=True, **feature)

@@ -258,9 +258,9 @@ CASES = (
     ),
     Mutation(
         "state: learned values are shared in a second run",
-        "patching/call/forward_state.py",
-        "        elif gradients_may_be_shared():\n",
-        "        else:\n",
+        "schemes/positions.py",
+        "return torch._C._autograd._top_saved_tensors_default_hooks(True) is None",
+        "return True",
         ("tests/matrix", "-k", "checkpointing"),
     ),
     Mutation(
@@ -273,7 +273,7 @@ CASES = (
     Mutation(
         "context parallel: not refused",
         "patching/call/parallel.py",
-        "    if reason:\n",
+        "    if problem:\n",
         "    if False:\n",
         ("tests/distributed", "-k", "context"),
     ),
