@@ -79,5 +79,9 @@ class UsageError(Exception):
     """A command or script cannot run with the given arguments; the message says why and what to do."""
 
 
+class MissingPackageError(PositionEncodingError, UsageError, ImportError):
+    """A package of an extra is not installed; the message names both."""
+
+
 class MeasurementError(PositionEncodingError, ValueError):
     """A measurement would be meaningless for the given sentence, swap or tokenizer."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import UsageError
+from hf_posenc.installation import require
 
 _ARCHITECTURE_PREFIX = "hf_posenc."
 _ADAPTERS = "adapter_config.json"
@@ -74,10 +75,9 @@ def load_with_adapters(adapters: str) -> tuple[Any, str]:
     """
     if not Path(adapters, _ADAPTERS).is_file():
         raise UsageError(f"{missing_folder(adapters)}{adapters} has no {_ADAPTERS}, so there are no adapters to merge.")
-    try:
-        from peft import PeftConfig, PeftModel
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{adapters} holds PEFT adapters, and peft is not installed: pip install peft.") from error
+    require(f"{adapters} holds PEFT adapters", "peft")
+    from peft import PeftConfig, PeftModel
+
     base = PeftConfig.from_pretrained(adapters).base_model_name_or_path
     return PeftModel.from_pretrained(load_model(base), adapters).eval(), base
 

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, Any] = {}
 
     def run() -> None:
-        results.update(compare(parse_study(words, __doc__ or ""), ["training/compare.py", *words]))
+        results.update(compare(parse_study(words, __doc__ or ""), words))
 
     status = exit_status("compare", run)
     return status or int(_has_failed([run["status"] for run in results["runs"]]))
@@ -62,7 +62,7 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
 
     Args:
         study: its settings.
-        command: the words that repeat it, for the report.
+        command: the words after `hf-posenc compare` that repeat it, for the report.
 
     Returns:
         The content of `results.json`.

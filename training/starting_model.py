@@ -23,6 +23,7 @@ from transformers import (
 from hf_posenc import PositionEncodingError, patch_model, recipes
 from hf_posenc.cli.catalogue import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import UnknownNameError, UsageError
+from hf_posenc.installation import require
 from hf_posenc.loading import missing_folder
 from hf_posenc.schemes.registry import as_scheme
 from training.argument_files import parse_structured
@@ -233,12 +234,12 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
     """Returns the model with LoRA matrices. All parameters of its scheme are trained as well.
 
     Raises:
-        SettingsError: if peft is not installed, or refuses the options.
+        MissingPackageError: if peft is not installed.
+        SettingsError: if peft refuses the options.
     """
-    try:
-        from peft import LoraConfig, TaskType, get_peft_model
-    except ImportError as error:
-        raise SettingsError("--lora needs peft: pip install peft.") from error
+    require("--lora", "peft")
+    from peft import LoraConfig, TaskType, get_peft_model
+
     names, patched = arguments.lora_target_modules, getattr(model, "position_encoding", None) is not None
     try:
         config = LoraConfig(

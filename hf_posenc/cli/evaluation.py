@@ -15,6 +15,7 @@ from typing import Any
 from hf_posenc.cli.catalogue import REQUIRED, defaults_of, meanings_of
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.evaluations import EVALUATIONS, Evaluation
+from hf_posenc.installation import require
 from hf_posenc.report.page import web_page
 
 
@@ -235,6 +236,7 @@ def _check_plot(options: argparse.Namespace) -> None:
     path = Path(plot).absolute()
     if not path.parent.is_dir():
         raise UsageError(f"--plot {plot}: the folder {path.parent} does not exist.")
+    require(f"--plot {plot}", "matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase
 
     endings = FigureCanvasBase.get_supported_filetypes()

@@ -11,16 +11,20 @@ from pathlib import Path
 
 import hf_posenc
 from hf_posenc.errors import UsageError
+from hf_posenc.installation import TRAINING, located, require, scripts_folder
+from hf_posenc.version import REPOSITORY
 
 #: Verbs that stand for third-party programs: the command, and how it is installed.
 PROGRAMS = {
     "serve": (["transformers", "serve"], "pip install 'transformers[serving]'"),
-    "lm-eval": (["lm-eval"], "pip install 'lm-eval>=0.4.13'"),
+    "lm-eval": (["lm-eval"], "pip install 'hf-posenc[eval]'"),
 }
 
 
 def start(verb: str, words: list[str], imports: list[str]) -> int:
     """Runs a program with the plugin imported, in it and in every Python process it starts.
+
+    A word that names a script or a settings file of this package, such as `training/run_clm.py`, becomes its path.
 
     Except for `compare`, this process becomes the program, so that its signals, streams and exit status are its own.
     The verb is "run", "compare" or one of `PROGRAMS`.
@@ -28,6 +32,7 @@ def start(verb: str, words: list[str], imports: list[str]) -> int:
     Raises:
         UsageError: if there is no such program.
     """
+    words = [located(word) for word in words]
     if verb == "compare":
         return _compare(words, imports)
     if verb in PROGRAMS:
@@ -81,19 +86,14 @@ def environment() -> dict[str, str]:
 
 
 def _compare(words: list[str], imports: list[str]) -> int:
-    """Runs the repository's training/compare.py as `python training/compare.py` would."""
-    folders = [Path.cwd(), Path(hf_posenc.__file__).resolve().parents[1]]
-    for folder in folders:
-        script = folder / "training" / "compare.py"
-        if script.is_file():
-            command = [sys.executable, str(script), *words, *(f"--import={name}" for name in imports)]
-            process = subprocess.Popen(command)
-            while True:
-                try:
-                    return process.wait()
-                except KeyboardInterrupt:
-                    continue  # Ctrl-C reaches the process, too, which saves its work before it ends.
-    raise UsageError(
-        f"There is no training/compare.py in {' or '.join(map(str, folders))}. The training scripts are not part of "
-        f"the installed package: clone the repository and run this command in its root folder."
-    )
+    """Runs training/compare.py of this package."""
+    require("hf-posenc compare", *TRAINING)
+    script = scripts_folder() / "training" / "compare.py"
+    if not script.is_file():
+        raise UsageError(f"This copy of hf_posenc has no {script}. Install the package, or clone {REPOSITORY}.")
+    process = subprocess.Popen([sys.executable, str(script), *words, *(f"--import={name}" for name in imports)])
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue  # Ctrl-C reaches the process, too, which saves its work before it ends.

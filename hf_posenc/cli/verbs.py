@@ -165,10 +165,6 @@ def plot(options: argparse.Namespace) -> int:
         kinds = None if options.kind is None else [name for word in options.kind for name in word.split(",") if name]
         for path in plot_scheme(config, output, kinds, dark=options.dark):
             print(path)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
-            raise
-        raise UsageError("Figures need matplotlib: pip install matplotlib.") from error
     except PositionEncodingError:
         raise
     except ValueError as error:

@@ -197,8 +197,8 @@ def _advice(target: Target, parts: ModelParts) -> str:
         several = parts.model.config.is_encoder_decoder
         return "" if several else f"{advice}: {target.program} runs almost every scheme"
     if missing:
-        packages = " ".join(missing)
-        return f"{advice}, if {target.program} has it, which this message says after: pip install {packages}"
+        install = f"pip install 'hf-posenc[{target.name}]'"
+        return f"{advice}, if {target.program} has it, which this message says after: {install}"
     carrier = proposal(target, parts)
     return carrier and f"{advice}: {target.program} has {carrier}"
 

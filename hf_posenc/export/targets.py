@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import UnknownNameError, UsageError
+from hf_posenc.errors import UnknownNameError
+from hf_posenc.installation import EXTRAS, missing, require
 
 if TYPE_CHECKING:
     from hf_posenc.export.carriers import Export
@@ -24,7 +24,6 @@ class Target:
         summary: one line for help texts.
         home: its file, a module with a subclass of `Export`, and the name of that class.
         program: what runs it.
-        packages: what must be installed to write and check it, as `pip install` takes it.
         takes_almost_all: whether it can express almost every scheme, in models that are not an encoder and a decoder.
         keeps_images: whether it writes the whole of a model of images or sound. Others write a program for token ids.
     """
@@ -33,26 +32,22 @@ class Target:
     summary: str
     home: tuple[str, str]
     program: str
-    packages: tuple[str, ...] = ()
     takes_almost_all: bool = False
     keeps_images: bool = False
 
     def missing_packages(self) -> list[str]:
-        """The packages that are not installed."""
-        return [name for name in self.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+        """The packages that are not installed, of those that write and check it."""
+        return missing(EXTRAS.get(self.name, ()))
 
     def export(self, options: Mapping[str, Any]) -> Export[Any]:
         """Returns what writes an export with some options.
 
         Raises:
-            UsageError: if packages are not installed, or for a value that an option cannot have.
+            MissingPackageError: if packages are not installed.
+            UsageError: for a value that an option cannot have.
             UnknownNameError: for an option that the target does not have.
         """
-        missing = self.missing_packages()
-        if missing:
-            raise UsageError(
-                f"The export to {self.name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-            )
+        require(f"The export to {self.name!r}", *EXTRAS.get(self.name, ()))
         module, name = self.home
         export_class: type[Export[Any]] = getattr(importlib.import_module(module), name)
         known = list(inspect.signature(export_class).parameters)
@@ -75,14 +70,12 @@ TARGETS = (
         "a file for llama.cpp (options: dtype=f32, f16 or q8_0; pooling=mean, cls, last or none)",
         ("hf_posenc.export.gguf.target", "GgufExport"),
         "llama.cpp",
-        ("gguf", "xllamacpp"),
     ),
     Target(
         "onnx",
         "a graph for onnxruntime (options: quantize=true, opset_version)",
         ("hf_posenc.export.onnx", "OnnxExport"),
         "ONNX Runtime",
-        ("onnx", "onnxruntime", "onnxscript"),
         takes_almost_all=True,
     ),
     Target(
@@ -90,7 +83,6 @@ TARGETS = (
         "a program for ExecuTorch, without a cache (option: max_length)",
         ("hf_posenc.export.executorch", "ExecutorchExport"),
         "ExecuTorch",
-        ("executorch",),
         takes_almost_all=True,
     ),
 )

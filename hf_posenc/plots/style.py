@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.installation import require
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -49,6 +51,7 @@ _PAGES = {False: ("#FFFFFF", "#1A1A1A", "#E5E5E5"), True: ("#14181E", "#DDE2E8",
 @contextmanager
 def styled(dark: bool = False) -> Iterator[None]:
     """Within this context matplotlib draws with the shared settings, for a light or a dark page."""
+    require("A figure", "matplotlib")
     import matplotlib
     from cycler import cycler
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.installation import require
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.recipes.gradual import freeze_old
@@ -30,6 +31,7 @@ def add_lora(model: nn.Module, config: Any) -> Any:
     Raises:
         UnsupportedError: for a model that is not patched, for which PEFT alone is enough.
     """
+    require("Adapters", "peft")
     from peft import get_peft_model
 
     encoding = current_encoding(unwrapped(model))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.installation import require
 from hf_posenc.report.page import marked_up
 from hf_posenc.report.tables import FORMATS, Form, format_table
 
@@ -214,6 +215,7 @@ class Result:
 
     def frame(self) -> pandas.DataFrame:
         """One row per record, with columns for its scheme and for each key of `at`. Needs pandas."""
+        require("A data frame", "pandas")
         import pandas
 
         schemes = {subject.label: subject.scheme for subject in self.subjects}

