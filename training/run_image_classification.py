@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, which has modules of common names
 
 from transformers import AutoModelForImageClassification, TrainingArguments
 from transformers.hf_argparser import HfArg

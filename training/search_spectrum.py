@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, which has modules of common names
 
 import torch
 from torch import Tensor

@@ -21,7 +21,12 @@ except KeyboardInterrupt:
     print("Interrupted.", file=sys.stderr)
     sys.exit(130)
 """
-COMMAND = "import sys; from hf_posenc.cli.running import start; sys.exit(start('compare', [], []))"
+COMMAND = """
+import pathlib, sys
+from hf_posenc.cli import running
+running.scripts_folder = pathlib.Path.cwd
+sys.exit(running.start('compare', [], []))
+"""
 
 
 def test_an_interrupted_study_ends_by_itself(tmp_path: Path) -> None:

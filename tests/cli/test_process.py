@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc.cli import catalogue, main
+from hf_posenc import installation
+from hf_posenc.cli import catalogue, main, running
 from hf_posenc.version import __version__
 from tests.fresh import run_fresh
 
@@ -21,16 +22,16 @@ class TestCompare:
         (tmp_path / "training" / "compare.py").write_text(
             "import json, sys\nopen('seen.json', 'w').write(json.dumps(sys.argv[1:]))\nsys.exit(7)\n"
         )
+        monkeypatch.setattr(running, "scripts_folder", lambda: tmp_path)
         monkeypatch.chdir(tmp_path)
         assert main(["compare", "--schemes", "none", "--", "--help"]) == 7
         assert json.loads((tmp_path / "seen.json").read_text()) == ["--schemes", "none", "--", "--help"]
 
-    def test_without_the_repository_the_error_teaches(self, capsys, tmp_path, monkeypatch):
-        import hf_posenc
-
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(hf_posenc, "__file__", str(tmp_path / "site" / "hf_posenc" / "__init__.py"))
-        assert "clone the repository" in refused(capsys, "compare")
+    def test_missing_scripts_and_packages_are_named(self, capsys, tmp_path, monkeypatch):
+        monkeypatch.setattr(running, "scripts_folder", lambda: tmp_path)
+        assert "Install the package, or clone https://" in refused(capsys, "compare")
+        monkeypatch.setattr(installation, "missing", lambda modules: [name for name in modules if name == "scipy"])
+        assert refused(capsys, "compare").endswith("not installed: scipy. Run: pip install 'hf-posenc[train]'")
 
 
 class TestProcess:

@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_executed(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("verb", "remedy"), [("serve", "transformers[serving]"), ("lm-eval", "lm-eval>=0.4.13")], ids=["serve", "lm-eval"]
+    ("verb", "remedy"), [("serve", "transformers[serving]"), ("lm-eval", "hf-posenc[eval]")], ids=["serve", "lm-eval"]
 )
 def test_a_program_that_is_not_installed(capsys, tmp_path, monkeypatch, verb, remedy):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

@@ -66,7 +66,7 @@ def test_results_hold_settings_versions_and_every_training(finished: Path, runs:
     results = json.loads(text)
     assert len(text) < 80_000
     assert results["settings"]["train_length"] == 16
-    assert results["command"].startswith("python training/compare.py --dataset_name=")
+    assert results["command"].startswith("hf-posenc compare --dataset_name=")
     assert str(finished) not in results["command"]
     assert "--workers" not in results["command"]
     assert results["machine"]["threads_per_run"] == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, which has modules of common names
 
 import jinja2
 from markupsafe import Markup
