@@ -161,8 +161,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         None,
         help="run a program with the plugin: run -- lm-eval ..., run -- accelerate launch script.py",
         usage="hf-posenc [--import MODULE] run -- COMMAND ...",
-        description="COMMAND is a program, a .py file, a script of this package (training/run_clm.py) or -m MODULE. The "
-        "plugin is imported in it and in every Python process that it starts, except those started with python -I, "
+        description="COMMAND is a program, a .py file, a script of this package (training/run_clm.py) or -m MODULE. "
+        "The plugin is imported in it and in every Python process that it starts, except those started with python -I, "
         "-E or -S.",
     )
     for name, (command, _) in running.PROGRAMS.items():
