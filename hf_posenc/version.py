@@ -1,8 +1,10 @@
-"""The version, in a separate module so that the disk format can use it without importing the package."""
+"""The version and the address, in a separate module so that the disk format can use it without importing the package."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 __version__ = "0.1.0"
+#: Where the source is, as in `[project.urls]` of pyproject.toml, which an uninstalled clone cannot read.
+REPOSITORY = "https://github.com/hf-posenc/hf_posenc"
 
 
 def with_version(package: str) -> str:
