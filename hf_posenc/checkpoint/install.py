@@ -33,7 +33,11 @@ def install() -> None:
     """Wraps the loading methods of transformers, PEFT and others. Calling it again changes nothing."""
     wrap(
         "transformers.configuration_utils",
-        {"PreTrainedConfig.get_config_dict": _get_config_dict, "PreTrainedConfig.__post_init__": _config_post_init},
+        {
+            "PreTrainedConfig.get_config_dict": _get_config_dict,
+            "PreTrainedConfig.__post_init__": _config_post_init,
+            "get_configuration_file": _get_configuration_file,
+        },
     )
     wrap(
         "transformers.modeling_utils",
@@ -85,6 +89,12 @@ def _get_config_dict(call: Call) -> Any:
         # The reader of the config would write it over the entry.
         unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {SET_ASIDE: unused[ATTRIBUTE]}
     return config, unused
+
+
+def _get_configuration_file(call: Call) -> Any:
+    """The config of a patched model lists a file that stops processes without this package."""
+    names = call["configuration_files"]
+    return "config.json" if any(MODEL_TYPE in str(name) for name in names) else call.run()
 
 
 def _config_post_init(call: Call) -> Any:
