@@ -1,4 +1,4 @@
-"""The version and the address, in a separate module so that the disk format can use it without importing the package."""
+"""Version and address, in a separate module so that the disk format can use them without importing the package."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -61,7 +61,7 @@ SOURCE_NAMES = (SOURCE_LENGTH,)
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
 #: Fields with such a name that state a length, or that belong to this package.
 _OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
-#: The field with config files by version of transformers, and its value. transformers ends with "Invalid version: '...'".
+#: The field with config files by version of transformers, and its value. transformers says "Invalid version: '...'".
 FILES_KEY = "configuration_files"
 COMMAND_FILE = (
     f"config.{INSTALL} (this model has a position encoding of the package hf_posenc: install it, and import hf_posenc "
