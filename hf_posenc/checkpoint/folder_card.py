@@ -78,7 +78,9 @@ def _replaced(text: str, section: str) -> str:
     """The text with the section in place of its first one, and without others, such as those of a pasted card."""
     start, *rest = MARKED.split(text)
     after = "".join(rest[1::2])
-    return f"{start}{section}{after}" if section else f"{start.rstrip()}\n{after}"
+    if section:
+        return f"{start}{section}{after}"
+    return f"{start.rstrip()}\n\n{after.lstrip()}".rstrip("\n") + "\n"
 
 
 def _tags_of(found: re.Match[str]) -> list[str]:
