@@ -1,4 +1,4 @@
-"""Detection of patched models, in memory and on disk. It imports nothing, because every `from_pretrained` uses it."""
+"""Detection of patched models, in memory and on disk. It imports nothing large: every `from_pretrained` uses it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.version import REPOSITORY
+
+#: How to install this package. It is not on PyPI, where others could take its name, so no message names it there.
+INSTALL = f"pip install git+{REPOSITORY}"
 #: Start of the `model_type` of a patched model in `config.json`.
 MODEL_TYPE = "hf_posenc"
 #: The whole `model_type`. Programs without this package quote it in their error, so it says what to do.
-STORED_MODEL_TYPE = f"{MODEL_TYPE} (install this package, then import it before loading)"
-#: How to install this package. It is not on PyPI, where others could take its name, so no message names it there.
-INSTALL = "`pip install .` in a clone of its repository"
+STORED_MODEL_TYPE = f"{MODEL_TYPE} ({INSTALL}, then import it before loading)"
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
 #: Version of the entry. Since version 2, the weights name their scheme too (`patching/place/record.py`).

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from hf_posenc import patch_model, unpatch_model
+from hf_posenc.entry import INSTALL
 from hf_posenc.metrics.generalization import SyntheticExamples, exact_match
 from tests.fresh import run_fresh
 from tests.models import tiny
@@ -157,5 +158,5 @@ def test_without_the_plugin_lm_eval_stops_and_names_it(folder, local_task, tmp_p
     program = "import runpy; runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"
     finished = run_fresh(program, *words(folder, "local_questions", local_task, tmp_path), folder=tmp_path)
     assert finished.returncode != 0
-    assert "model type `hf_posenc (install this package" in finished.stderr
+    assert f"Invalid version: '{INSTALL} " in finished.stderr
     assert not list(tmp_path.rglob("results_*.json"))

@@ -31,7 +31,7 @@ def wrapped(name: str) -> Any:
     if name.startswith(_ENGINES):
         return _wrapped_twin(name, _engine_config)
     parts = name.split(".")
-    cut = next(i for i, part in enumerate(parts) if part[0].isupper() or part.startswith("_S") or i == len(parts) - 1)
+    cut = next(i for i, part in enumerate(parts) if part.lstrip("_")[0].isupper() or i == len(parts) - 1)
     owner: Any = importlib.import_module(".".join(parts[:cut]))
     for part in parts[cut:-1]:
         owner = getattr(owner, part)
@@ -99,6 +99,7 @@ class _Stock:
             "Trainer._load_best_model": {"self": trainer},
             "BaseTuner.inject_adapter": {"self": tuner},
             "PeftConfigMixin.save_pretrained": {"self": config},
+            "Trainer.create_model_card": {"self": SimpleNamespace(is_world_process_zero=lambda: False)},
             "PeftModel.save_pretrained": {"self": tuner, "selected_adapters": ["default"]},
             "load_model": {"filename": str(folder / "none.safetensors")},
             "state_dict_loader._load_state_dict": {"state_dict": {}},

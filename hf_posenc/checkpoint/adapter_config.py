@@ -28,7 +28,7 @@ CONFIG_FILE = "adapter_config.json"
 FORMAT = 1
 SENTENCE = (
     "hf_posenc: this adapter was trained on a model with a position encoding of the package hf_posenc, which this "
-    f"process did not import. Install it ({INSTALL}), and `import hf_posenc` before loading the adapter"
+    f"process did not import. Install it (`{INSTALL}`), and `import hf_posenc` before loading the adapter"
 )
 #: The fields that programs read to find the base model.
 _TOP_LEVEL_FIELDS = ("base_model_name_or_path", "revision")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,22 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
 
+from hf_posenc.entry import INSTALL
 from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.engines import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.version import installed
+from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.refusals import VLLM
+from hf_posenc.version import REPOSITORY, installed
 
 #: Tags of every card, by which patched models can be found.
 TAGS = ("hf_posenc", "position-encoding")
+#: The section about the scheme between comments, by which a save finds it again.
+_END = "<!-- hf_posenc: end of this section -->"
+MARKED = re.compile(rf"<!-- hf_posenc: [^>]* Tags: (?P<tags>[^>]*) -->.*?{_END}", re.DOTALL)
 
 
 def model_card(
@@ -40,12 +48,12 @@ def model_card(
         card = model_card(model, model_id="me/llama-alibi", base_model="HuggingFaceTB/SmolLM2-135M")
         card.save("llama-alibi/README.md")
 
-    It describes the scheme and its options, the replaced parts of the stock model, and that `hf_posenc` must be
-    imported before `from_pretrained`. Use `sections` for other information (training data, intended use, limits).
+    It says what the scheme is, how long sequences may be, how to load the model, and which programs run it.
+    `save_pretrained` writes the same section into the README.md of its folder, and replaces it with every save. Use
+    this function for a card with other information (training data, intended use, limits, results).
 
     Args:
-        model: a patched model, or a PEFT model around one. PEFT writes its own card into the folder of an adapter,
-            without the scheme: save this card after `save_pretrained`.
+        model: a patched model, or a PEFT model around one.
         model_id: hub id or folder, for the title and the loading example.
         description: a paragraph below the title.
         sections: additional sections, from title to Markdown text, in this order.
@@ -80,19 +88,44 @@ def model_card(
         model_id, class_name, scheme_names(encoding.config), base_model=base, license=license, language=language,
         datasets=datasets, eval_results=eval_results, library_name="peft" if adapter else "transformers",
     )  # fmt: skip
-    loading = adapter_loading(model_id, class_name, str(base)) if adapter else loading_section(model_id, class_name)
     parts = [
         f"# {model_id}",
         description,
-        f"## Position encoding\n\n{scheme_section(encoding.config.to_dict(), class_name)}",
-        "" if encoding.report is None else f"What was replaced:\n\n```\n{encoding.report}\n```",
-        f"## Loading\n\n{loading}",
-        "" if adapter else f"## Programs that run it\n\n{programs_section()}",
+        marked_section(model, inner, model_id, base),
         *(f"## {title}\n\n{text}" for title, text in (sections or {}).items()),
-        f"### Framework versions\n\n{versions_section()}",
     ]
     body = "\n\n".join(part.strip() for part in parts if part.strip())
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=False)
+
+
+def marked_section(model: nn.Module, inner: PreTrainedModel, name: str, base: str | None = None) -> str:
+    """Describes the scheme of a patched model in Markdown, between comments by which a save finds it again.
+
+    Args:
+        model: the model, or what is around it.
+        inner: the patched model of transformers.
+        name: hub id or folder that the examples load.
+        base: of an adapter, the hub id or folder of its base model.
+    """
+    encoding = current_encoding(inner)
+    assert encoding is not None
+    class_name, adapter = type(inner).__name__, hasattr(model, "peft_config") and model is not inner
+    base = base or hub_name(inner) or "the base model"
+    loading = adapter_loading(name, class_name, base) if adapter else loading_section(name, class_name)
+    length = "" if encoding.lengths is None else f" Context: {encoding.lengths}."
+    return "\n\n".join(
+        (
+            "<!-- hf_posenc: save_pretrained replaces everything up to the end of this section. Tags: "
+            f"{', '.join(card_tags(inner))} -->",
+            f"## Position encoding\n\nThe position encoding of this `{class_name}` is "
+            f"`{scheme_label(encoding.config)}`, from the package [hf_posenc]({REPOSITORY}).{length}",
+            f"### Load it\n\n{loading}",
+            f"### Programs that run it\n\n{programs_section(inner, name, adapter)}",
+            f"### What was replaced\n\n{scheme_section(encoding.config.to_dict(), class_name)}\n\n"
+            f"```\n{encoding.report}\n```\n\n{versions_section()}",
+            _END,
+        )
+    )
 
 
 def card_data(
@@ -141,6 +174,13 @@ def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
     )
 
 
+def card_tags(model: PreTrainedModel) -> list[str]:
+    """The tags of a patched model: those of every card, and its schemes."""
+    encoding = current_encoding(model)
+    assert encoding is not None
+    return list(dict.fromkeys((*TAGS, *(name.replace("_", "-") for name in scheme_names(encoding.config)))))
+
+
 def scheme_names(config: SchemeConfig) -> list[str]:
     """The name of a scheme, or those of the schemes of parts of a composite model."""
     return [one.name for one in config.schemes] if isinstance(config, PartsConfig) else [config.name]
@@ -164,21 +204,39 @@ def loading_section(path: str, class_name: str, *, patched: bool = True, tokeniz
     if not patched:
         return code
     return (
-        f"{code}\n\nIt needs the package `hf-posenc` (`pip install .` in a clone of its repository). Without the "
+        f"{code}\n\nIt needs the package `hf-posenc` (`{INSTALL}`). Without the "
         "import, loading stops with an error and never returns a model with other positions."
     )
 
 
-def programs_section() -> str:
-    """Describes which programs run a patched checkpoint, and what to do for others, in Markdown."""
-    return (
-        "Programs that are built on transformers run it if they import `hf_posenc` first: `Trainer`, pipelines, PEFT, "
-        "TRL, sentence-transformers and others. `hf-posenc run` starts a program in this way, and `hf-posenc serve` "
-        "starts `transformers serve`.\n\nEvery other program refuses this checkpoint. An export writes it in a form "
-        "that runs without the package, or says why the scheme cannot be expressed there:\n\n```python\n"
-        'hf_posenc.export_model(model, "exported", to="stock")  # a plain transformers checkpoint\n```\n\n'
-        "The documentation of `export_model` lists the other targets."
+def programs_section(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
+    """Describes which programs run a patched checkpoint, and what to do for others, in Markdown.
+
+    Args:
+        model: the patched model.
+        name: hub id or folder of the checkpoint.
+        adapter: whether it is a PEFT adapter.
+    """
+    lines = [
+        "Programs that are built on transformers, if they import `hf_posenc` first: `Trainer`, pipelines, PEFT, TRL, "
+        "sentence-transformers and others. `hf-posenc run -- COMMAND` starts a program in this way."
+    ]
+    export = f"hf-posenc export {name} --to gguf --output DIR"
+    if adapter:
+        export += " --merge-adapters"
+    elif model.can_generate():
+        kind, problem = unsupported_kind(model.config), engine_problem(model, VLLM)
+        lines += [
+            f"`hf-posenc serve {name}`: a server with the API of OpenAI.",
+            f"`vllm serve {name}`, if `hf_posenc` is installed beside vLLM."
+            if not kind and not problem
+            else f"vLLM does not run it: {kind or problem}.",
+        ]
+    lines.append(
+        f"llama.cpp (`--to gguf`), ONNX Runtime (`--to onnx`), ExecuTorch (`--to executorch`) and programs that read "
+        f"plain transformers checkpoints (`--to stock`) run an export, where they can express the scheme: `{export}`."
     )
+    return "\n".join(f"- {line}" for line in lines) + "\n\nEvery other program refuses this checkpoint."
 
 
 def adapter_loading(path: str, class_name: str, base_model: str) -> str:

@@ -33,7 +33,11 @@ def install() -> None:
     """Wraps the loading methods of transformers, PEFT and others. Calling it again changes nothing."""
     wrap(
         "transformers.configuration_utils",
-        {"PreTrainedConfig.get_config_dict": _get_config_dict, "PreTrainedConfig.__post_init__": _config_post_init},
+        {
+            "PreTrainedConfig.get_config_dict": _get_config_dict,
+            "PreTrainedConfig.__post_init__": _config_post_init,
+            "get_configuration_file": _get_configuration_file,
+        },
     )
     wrap(
         "transformers.modeling_utils",
@@ -43,9 +47,12 @@ def install() -> None:
             "PreTrainedModel.__init__": _model_init,
             "PreTrainedModel.load_state_dict": _load_state_dict,
             "PreTrainedModel.save_pretrained": _save_pretrained,
-            "PreTrainedModel._upload_modified_files": _upload_modified_files,
         },
     )
+    wrap("transformers.utils.hub", {"PushToHubMixin._upload_modified_files": _upload_modified_files})
+    wrap("transformers.trainer", {"Trainer.create_model_card": _create_trainer_card})
+    wrap("trl.trainer.base_trainer", {"_BaseTrainer.create_model_card": _create_trainer_card})
+    wrap("sentence_transformers.base.model", {"BaseModel._create_model_card": _create_card})
     for module in ("vllm.transformers_utils.config", "sglang.srt.utils.hf_transformers.config"):
         wrap(module, {"get_config": _get_engine_config})
     other_loaders.install()
@@ -87,6 +94,12 @@ def _get_config_dict(call: Call) -> Any:
     return config, unused
 
 
+def _get_configuration_file(call: Call) -> Any:
+    """The config of a patched model lists a file that stops processes without this package."""
+    names = call["configuration_files"]
+    return "config.json" if any(MODEL_TYPE in str(name) for name in names) else call.run()
+
+
 def _config_post_init(call: Call) -> Any:
     result, config = call.run(), call["self"]
     if read_entry(config) is not None:
@@ -126,11 +139,31 @@ def _save_pretrained(call: Call) -> Any:
 
 
 def _upload_modified_files(call: Call) -> Any:
-    if "hf_posenc.patching" in sys.modules:
-        from hf_posenc.checkpoint.saving import write_card
-
-        write_card(call["self"], call["working_dir"], call["repo_id"])
+    # Tokenizers and configs are uploaded in the same way.
+    if hasattr(call["self"], "modules"):
+        _describe(call["self"], call["working_dir"], call["repo_id"])
     return call.run()
+
+
+def _create_trainer_card(call: Call) -> Any:
+    result, trainer = call.run(), call["self"]
+    if trainer.is_world_process_zero():
+        _describe(trainer.accelerator.unwrap_model(trainer.model), trainer.args.output_dir, trainer.hub_model_id)
+    return result
+
+
+def _create_card(call: Call) -> Any:
+    result = call.run()
+    _describe(call["self"], call["path"])
+    return result
+
+
+def _describe(model: Any, folder: Any, name: str | None = None) -> None:
+    """Adds the section about the scheme to a card that other code has written."""
+    if "hf_posenc.patching" in sys.modules:
+        from hf_posenc.checkpoint.folder_card import write_card
+
+        write_card(model, Path(folder), name=name)
 
 
 def _get_engine_config(call: Call) -> Any:

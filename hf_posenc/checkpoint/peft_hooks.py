@@ -47,6 +47,7 @@ def install() -> None:
             "PeftModel.add_adapter": _add_adapter,
             "PeftModel.get_prompt": _get_prompt,
             "PeftModel.save_pretrained": _save_model,
+            "PeftModel.create_or_update_model_card": _create_card,
             "PeftModel.from_pretrained": _load_adapter,
             "PeftModel.load_adapter": _load_adapter,
         },
@@ -104,6 +105,15 @@ def _save_config(call: Call) -> Any:
         result = call.run(save_directory=draft)
         write_marked(Path(draft, CONFIG_FILE), scheme)
         os.replace(Path(draft, CONFIG_FILE), Path(folder, CONFIG_FILE))
+    return result
+
+
+def _create_card(call: Call) -> Any:
+    result = call.run()
+    if "hf_posenc.patching" in sys.modules:
+        from hf_posenc.checkpoint.folder_card import write_card
+
+        write_card(call["self"], Path(call["output_dir"]))
     return result
 
 

@@ -1,7 +1,7 @@
 """`save_pretrained` of patched models, or over one, and their uploads.
 
-It raises if the saved model could not be loaded again. An upload has a card of the scheme, and if it fails, the error
-says what to do.
+It raises if the saved model could not be loaded again. The folder has a card with a section about the scheme. If an
+upload fails, the error says what to do.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
 from transformers import modeling_utils
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from hf_posenc.checkpoint.agreement import record_shards
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
-from hf_posenc.checkpoint.cards import model_card
+from hf_posenc.checkpoint.folder_card import NAME as CARD, has_section, is_of_transformers, write_card
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.entry import MARK, find_mark, is_patched, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.encoding import current_encoding, encodings, refuse_changed
+from hf_posenc.patching.place.encoding import encodings, refuse_changed
 from hf_posenc.wrapping import Call
 
 
@@ -47,7 +46,7 @@ def save_pretrained(call: Call) -> Any:
         with scheme_saved_with_adapters(model, [Path(folder)], main, call["state_dict"]):
             return call.run()
     if entry is None:
-        if not is_patched(folder, {}):
+        if not is_patched(folder, {}) and not has_section(Path(folder)):
             return call.run()
         _refuse_other_variants(model, folder, call["variant"])
     elif call["state_dict"] is not None:
@@ -58,7 +57,10 @@ def save_pretrained(call: Call) -> Any:
             f"{type(model).__name__} when it is loaded. Save it to another folder, or remove the adapter first."
         )
     if call["distributed_checkpoint"]:
-        return call.run()
+        result = call.run()
+        if main:
+            write_card(model, Path(folder))
+        return result
     upload = None
     if call["push_to_hub"]:
         # The upload starts after the files are in place, so that they are kept if it fails.
@@ -68,6 +70,8 @@ def save_pretrained(call: Call) -> Any:
         call = call.changed(push_to_hub=False, kwargs=options)
     with atomic_replacement(Path(folder)) as draft:
         call.run(save_directory=str(draft))
+        if any(draft.iterdir()):  # of the process that writes files
+            write_card(model, draft, Path(folder))
         if entry is not None:
             record_shards(draft)
     if upload is not None:
@@ -99,7 +103,8 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     def upload() -> None:
         with upload_of(folder, repository):
             card = modeling_utils.create_and_tag_model_card(repository, model.model_tags, token=token)
-            card.save(os.path.join(folder, "README.md"))
+            if not is_of_transformers(card.text):
+                card.save(os.path.join(folder, CARD))
             model._upload_modified_files(
                 folder, repository, before, commit_message=message, token=token, create_pr=create_pr
             )
@@ -114,31 +119,6 @@ def _marked(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     (encoding,) = encodings(model)
     (path,) = [name for name, module in model.named_modules() if module is encoding][:1]
     return {**state_dict, f"{path}.{MARK}": encoding.get_extra_state()}
-
-
-#: A comment in cards that are replaced by the next upload.
-AUTOMATIC = "<!-- Written by hf_posenc, and again by every push of the model. Remove this line to edit the card. -->"
-#: A sentence in the cards that transformers writes for every model.
-_OF_TRANSFORMERS = "This model card has been automatically generated"
-
-
-def write_card(model: Any, working_dir: Any, repo_id: str) -> None:
-    """Gives a patched model a card that describes its scheme, in the folder that will be uploaded.
-
-    A card that was written by hand is kept, and tagged with the scheme.
-    """
-    if current_encoding(model) is not None and not getattr(model, "_hf_peft_config_loaded", False):
-        path = Path(working_dir, "README.md")
-        own = model_card(model, model_id=repo_id)
-        tags = own.data.get("tags", [])
-        card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
-        if card is None or _OF_TRANSFORMERS in card.text or AUTOMATIC in card.text:
-            own.text = f"{own.text.rstrip()}\n\n{AUTOMATIC}\n"
-            card, tags = own, [*tags, *(model.model_tags or [])]
-        else:
-            tags = [*(card.data.get("tags") or []), *tags]
-        card.data["tags"] = list(dict.fromkeys(tags))
-        card.save(path)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.registry import scheme_from_dict
 
 
 @dataclass
@@ -84,10 +86,10 @@ class Inspection:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.model_class} ({self.model_type})", f"  native scheme: {self.native}"]
-        lines.extend(f"  native scheme of part {name!r}: {native}" for name, native in self.other_parts.items())
+        lines = [f"{self.model_class} ({self.model_type})", f"  native scheme: {_words(self.native)}"]
+        lines.extend(f"  native scheme of part {name!r}: {_words(native)}" for name, native in self.other_parts.items())
         if self.in_force is not None:
-            lines.append(f"  patched with: {self.in_force}")
+            lines.append(f"  patched with: {_words(self.in_force)}")
         if self.disagreement:
             lines.append(f"  not as it was patched: {self.disagreement}")
         lines.append(f"  context: {self.context}")
@@ -101,6 +103,11 @@ class Inspection:
             for title in ("rotary", "tables", "biases", "left_alone"):
                 lines.extend(f"    {title.replace('_', ' ')}: {entry}" for entry in getattr(stack, title))
         return "\n".join(lines)
+
+
+def _words(scheme: dict[str, Any] | str) -> str:
+    """A scheme as exports print it, or the reason why there is none."""
+    return scheme if isinstance(scheme, str) else scheme_label(scheme_from_dict(scheme))
 
 
 def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeConfig:

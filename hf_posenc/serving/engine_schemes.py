@@ -24,14 +24,11 @@ from torch import Tensor
 from hf_posenc.checkpoint.agreement import NamedSchemes
 from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, parts_named
+from hf_posenc.patching.engines import engine_problem, patched_sites, unsupported_kind
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.parts import DistanceBias
-
-#: Fields with which configs state the number of experts in a layer.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def refuse_settings(engine: str, config: Any, *, processes: int) -> None:
@@ -47,11 +44,7 @@ def refuse_settings(engine: str, config: Any, *, processes: int) -> None:
     """
     if processes > 1:
         found = f"{engine} was started with {processes} processes for one model (tensor or pipeline parallelism)"
-    elif config.get_text_config() is not config:
-        found = f"A {config.model_type!r} model has parts for images or sound"
-    elif any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
-        found = f"This {config.model_type!r} model is a mixture of experts"
-    else:
+    elif not (found := unsupported_kind(config)):
         return
     raise UnsupportedError(
         f'{found}, which the plug-in of hf_posenc does not support. If export_model(model, folder, to="stock") can '
@@ -72,34 +65,9 @@ def sites_for_engine(model: Any, engine: Environment) -> list[InterfaceAttention
     encoding = current_encoding(model)
     assert encoding is not None
     model.eval()
-    sites = [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
-    problem = _model_problem(encoding, sites) or engine.problem(encoding.needs()) or _cache_problem(encoding)
-    if problem:
+    if problem := engine_problem(model, engine):
         raise UnsupportedError(engine.message(problem, f"{encoding.label} of this {type(model).__name__}"))
-    return [site for site in sites if isinstance(site, InterfaceAttention)]
-
-
-def _model_problem(encoding: PositionEncoding, sites: list[AttentionSite]) -> str:
-    if parts_named(encoding.config) is not None:
-        return "the plug-in runs models of text alone, and this model has parts for images or sound"
-    if len(encoding.stacks) != 1 or not all(site.encoding.causal for site in sites):
-        return "the plug-in runs decoders that generate text, and this model has an encoder"
-    for site in sites:
-        if not isinstance(site, InterfaceAttention):
-            return (
-                f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "
-                "which the engine needs to call its kernels"
-            )
-    return ""
-
-
-def _cache_problem(encoding: PositionEncoding) -> str:
-    for part in encoding.parts():
-        try:
-            part.check_cache(1, 2)
-        except UnsupportedError as error:
-            return str(error).rstrip(".")
-    return ""
+    return [site for site in patched_sites(encoding) if isinstance(site, InterfaceAttention)]
 
 
 def take_linear_bias(site: InterfaceAttention) -> DistanceBias | None:

@@ -95,6 +95,8 @@ def refuse(folder: Path) -> dict[str, str]:
     routes: Routes = {
         "AutoConfig": lambda: transformers.AutoConfig.from_pretrained(folder),
         "concrete": lambda: concrete.from_pretrained(folder),
+        "config class": lambda: concrete.config_class.from_pretrained(folder),
+        "AutoTokenizer": lambda: transformers.AutoTokenizer.from_pretrained(folder),
     }
     if (folder / "sharded").is_dir():
         base_class = transformers.MODEL_MAPPING[concrete.config_class]
@@ -130,7 +132,7 @@ def tools(folder: Path, concrete: Any, auto: Any) -> Routes:
     from transformers.cli.serving.model_manager import ModelManager
 
     adapter, weights = folder / "adapter", str(folder / "model.safetensors")
-    config = concrete.config_class.from_pretrained(folder)
+    config = concrete.config_class.from_dict(json.loads((folder / "config.json").read_text()))
     base = folder.parent / "stock"
     return {
         "config of a class": lambda: concrete.from_pretrained(folder, config=config),

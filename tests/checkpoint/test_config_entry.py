@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hf_posenc  # noqa: F401
-from hf_posenc.entry import ATTRIBUTE, FORMAT, STORED_MODEL_TYPE, read_entry, read_fields
+from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_sentence
 from tests.checkpoint.checkpoint_cases import edit_json
 
@@ -97,9 +97,9 @@ def test_the_disk_form_defeats_every_stock_reader_and_reads_back(kind: Any, tmp_
     config = with_entry(kind)
     config.architectures = ["SomeModel"]
     disk = json.loads(config.to_json_string())
-    assert disk["model_type"].startswith("hf_posenc (install this package")
+    assert disk["model_type"].startswith(f"hf_posenc ({INSTALL}")
     assert disk["architectures"] == ["hf_posenc.SomeModel"]
-    assert "pip install ." in disk["transformers_weights"]
+    assert INSTALL in disk["transformers_weights"]
     assert not disk["transformers_weights"].endswith((".safetensors", ".json"))
     assert disk[ATTRIBUTE]["base_model_type"] == config.model_type
     assert disk[ATTRIBUTE]["scheme"] == ENTRY
@@ -114,6 +114,7 @@ def test_the_disk_form_defeats_every_stock_reader_and_reads_back(kind: Any, tmp_
         assert read_entry(again) == ENTRY
         assert again.to_json_string() == config.to_json_string()
         assert not hasattr(again, "transformers_weights")
+        assert not hasattr(again, "configuration_files")
         detach_entry(again)
         assert type(again) is kind
         assert not any(hasattr(getattr(again, key), "transformers_weights") for key in again.sub_configs)

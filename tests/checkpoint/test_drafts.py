@@ -175,6 +175,8 @@ def _repository(
     calls: list[tuple[str, Any]] = []
 
     class Card:
+        text = "card"
+
         def save(self, path: Any) -> None:
             Path(path).write_text("card")
 

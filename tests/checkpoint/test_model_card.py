@@ -10,8 +10,9 @@ from huggingface_hub import EvalResult, ModelCard
 from transformers import LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc import PositionEncodingError, patch_model
+from hf_posenc import PositionEncodingError, patch_model, unpatch_model
 from hf_posenc.checkpoint import model_card
+from hf_posenc.version import REPOSITORY
 from tests.models import tiny
 from tests.patching.composites.models import COMPOSITES
 
@@ -74,6 +75,7 @@ def test_a_card_names_the_scheme_of_each_part() -> None:
     assert card.data.tags == ["hf_posenc", "position-encoding", "t5", "none"]
     assert card.data.pipeline_tag == "image-text-to-text"
     assert "replaced in its text part by `t5` and in its vision part by `none`" in str(card)
+    assert "is `text: t5; vision: none`" in str(card)
 
 
 def test_a_model_without_a_scheme_gets_no_card_and_other_names_are_unknown() -> None:
@@ -90,13 +92,99 @@ def test_an_adapter_names_the_patched_model_below_it(llama: Any, tmp_path: Path)
     adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
     with pytest.raises(PositionEncodingError, match="give base_model"):
         model_card(adapted, model_id="me/adapter")
-    adapted.save_pretrained(tmp_path / "adapter")
     readme = tmp_path / "adapter" / "README.md"
-    assert "hf_posenc" not in readme.read_text()
+    for _ in range(2):
+        adapted.save_pretrained(tmp_path / "adapter")
+        assert readme.read_text().count("## Position encoding") == 1
+    assert f'PeftModel.from_pretrained(base, "{readme.parent.name}")' in readme.read_text()
+    assert "### Framework versions\n\n- PEFT" in readme.read_text()
+    tags = ModelCard.load(readme).data.tags
+    assert {"hf_posenc", "rope", "lora"} <= {*tags}
     card = model_card(adapted, model_id=str(tmp_path / "adapter"), base_model=str(tmp_path / "base"))
     card.save(readme)
     assert card.data.library_name == "peft"
     assert example_of(card).get_base_model().position_encoding.config == llama.position_encoding.config
-    # PEFT updates a card that is there, and leaves what it says of the scheme.
+    # PEFT updates a card that is there.
     adapted.save_pretrained(tmp_path / "adapter")
     assert '"theta": 500.0' in ModelCard.load(readme).text
+
+
+def test_a_save_writes_one_section_and_keeps_the_text_around_it(llama: Any, tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    by_hand = (
+        "---\n# by hand\nlicense: mit\ntags: [mine]\nmodel-index: broken\n---\n\n# My model\r\n\nCaf\xe9 \udce9.\n"
+    ).encode(errors="surrogateescape")
+    card.write_bytes(by_hand)
+    llama.save_pretrained(tmp_path)
+    assert by_hand.partition(b"---\n\n")[2].rstrip() in card.read_bytes()
+    card.write_bytes(card.read_bytes() + b"\n## Limits\n\nIt is tiny.\n")
+    patch_model(llama, "alibi")
+    llama.save_pretrained(tmp_path)
+    text = card.read_text(errors="surrogateescape")
+    assert text.count("## Position encoding") == 1
+    assert text.index("# My model") < text.index("is `alibi`") < text.index("## Limits")
+    assert "rope" not in text.partition("# My model")[0]
+    assert "model-index: broken" in text, "what the hub cannot read is not lost"
+    again = card.read_bytes()
+    llama.save_pretrained(tmp_path)
+    assert card.read_bytes() == again
+    unpatch_model(llama).save_pretrained(tmp_path)
+    text = card.read_text(errors="surrogateescape")
+    assert not {"hf_posenc", "alibi"} & {*text.split()}
+    assert text.endswith("# My model\n\nCaf\xe9 \udce9.\n\n## Limits\n\nIt is tiny.\n")
+    assert "tags:\n- mine\n" in text
+
+
+@pytest.mark.parametrize("text", ["no metadata", "---\n: {\n---\n", "---\n- a list\n---\n", ""])
+def test_any_readme_gets_the_section(llama: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "README.md").write_text(text)
+    llama.save_pretrained(tmp_path)
+    written = (tmp_path / "README.md").read_text()
+    assert text in written
+    assert written.count("is `rope(theta=500)`") == 1
+
+
+def test_only_the_main_process_writes_it_and_a_failed_save_keeps_it(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other").exists()
+    llama.save_pretrained(tmp_path / "main")
+    before = (tmp_path / "main" / "README.md").read_text()
+    patch_model(llama, "alibi")
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llama.save_pretrained(tmp_path / "main")
+    assert (tmp_path / "main" / "README.md").read_text() == before
+
+
+def test_the_cards_of_other_libraries_have_the_section(llama: Any, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    trainer = Trainer(llama, TrainingArguments(str(tmp_path / "trainer"), report_to="none", use_cpu=True))
+    trainer.save_model()
+    for _ in range(2):
+        trainer.create_model_card(model_name="mine")
+    card = (tmp_path / "trainer" / "README.md").read_text()
+    assert card.count("is `rope(theta=500)`") == 1
+    assert "### Training hyperparameters" in card
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    bert, words = tmp_path / "bert", {"[UNK]": 0, "[PAD]": 1}
+    patch_model(tiny("BertModel"), "t5").save_pretrained(bert)
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(bert)
+    sentence_transformers.SentenceTransformer(str(bert), device="cpu").save(str(tmp_path / "encoder"))
+    card = (tmp_path / "encoder" / "README.md").read_text()
+    assert "# SentenceTransformer" in card
+    assert card.count("is `t5`") == 1
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+def test_the_section_says_whether_vllm_runs_it(scheme: str) -> None:
+    text = model_card(patch_model(tiny("LlamaForCausalLM"), scheme), model_id="me/llama").text
+    assert ("`vllm serve me/llama`" in text) == (scheme == "alibi")
+    assert ("vLLM does not run it: it adds a bias to the logits (T5Bias)" in text) == (scheme == "t5")
+    assert f"pip install git+{REPOSITORY}" in text

@@ -129,7 +129,7 @@ def test_cards_say_what_runs_them(place: Place, pushed: dict[str, Any]) -> None:
         assert (found.data.library_name, found.data.pipeline_tag) == ("transformers", "text-generation")
         assert found.data.base_model is None
         assert "import hf_posenc  # before from_pretrained" in found.text
-        assert "hf_posenc.export_model(model" in found.text
+        assert "hf-posenc export someone/" in found.text
         assert "automatically generated" not in found.text
     assert 'from_pretrained("someone/patched")' in patched.text
     stock = card(place, "stock")
@@ -286,7 +286,8 @@ def test_a_card_follows_the_model_unless_it_was_written_by_hand(place: Place, on
     assert '"scheme": "alibi"' in first.text
     assert '"scheme": "t5"' in second.text
     assert "alibi" not in second.content
-    assert by_hand.text.strip() == "# By hand"
+    assert by_hand.text.strip().startswith("# By hand\n\n<!-- hf_posenc")
+    assert by_hand.text.count("is `kerple`") == 1
     assert by_hand.data.license == "mit"
     assert by_hand.data.tags == ["hf_posenc", "position-encoding", "kerple"]
     assert exported.data.base_model == "someone/cards"
