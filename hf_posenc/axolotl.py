@@ -18,9 +18,18 @@ from pydantic import BaseModel
 from torch import nn
 
 from hf_posenc.checkpoint.requested import read_request
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.patch import patch_model
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+
+_FORWARD = "rewrites the code of all attention modules before the model is loaded, so it cannot be patched."
+#: What axolotl does with adapters by default, the value that prevents it, and why.
+_WITH_ADAPTER: dict[str, tuple[Any, str]] = {
+    "lora_qkv_kernel": (False, _FORWARD),
+    "lora_o_kernel": (False, _FORWARD),
+    "merge_method": ("legacy", "merges the files of the stock model, without the position encoding."),
+}
 
 
 class PositionEncodingArgs(BaseModel):
@@ -42,13 +51,19 @@ class PositionEncodingPlugin(BasePlugin):
         self._trained: list[nn.Parameter] = []
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Checks the scheme before axolotl reads any data.
+        """Checks the scheme before axolotl reads any data, and turns off what would bypass it.
 
         Raises:
             UnknownNameError, ValueError, TypeError: for what is not a scheme.
+            UnsupportedError: if the settings ask for what does not work with a patched model.
         """
         if cfg.get("position_encoding") is not None:
             read_request(cfg["position_encoding"])
+        if cfg.get("adapter"):
+            for name, (value, reason) in _WITH_ADAPTER.items():
+                if cfg.get(name) not in (None, value):
+                    raise UnsupportedError(f"{name}: {cfg[name]} {reason} Set {name}: {value}, or leave it out.")
+                cfg[name] = value
 
     def get_input_args(self) -> str:
         """The name of the class with the plug-in's settings."""

@@ -14,9 +14,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posenc import patch_model
+from hf_posenc import UnsupportedError, patch_model
 from tests.checkpoint.checkpoint_cases import write_stock_llama
 from tests.documentation.pages import saved_files
 from tests.matrix.running import tokens
@@ -28,11 +29,14 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).resolve().parents[2]
 #: What a tiny model on a CPU needs beside the page's settings.
 SMALL = {"max_steps": 4, "save_steps": 2, "bf16": False, "attn_implementation": "sdpa", "lr_scheduler": "constant"}
-LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_modules": ["q_proj"]}
+#: Axolotl's kernels for other layers need a GPU.
+KERNELS = {"lora_mlp_kernel": False, "lora_embedding_kernel": False}
+LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_modules": ["q_proj"]} | KERNELS
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # The adapter names its base by the folder in the settings.
     write_stock_llama(tmp_path / "smollm2-135m")
     rows = [{"text": " ".join(f"word{(row + place) % 50}" for place in range(6 + row % 9))} for row in range(32)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -65,34 +69,51 @@ def test_a_model_is_trained_with_the_scheme_saved_and_resumed(folder: Path) -> N
 
 
 def test_packed_documents_do_not_see_each_other(folder: Path) -> None:
-    """The first loss of packed rows is that of the documents one by one."""
-    settings = {"sample_packing": True, "max_steps": 1, "micro_batch_size": 1, "sequence_len": 512, "warmup_steps": 0}
-    out = trained(folder, position_encoding={"scheme": "alibi"}, **settings)
+    """The loss of copies of one document in one row is that of the document alone."""
+    copies, row = 8, json.loads((folder / "data.jsonl").read_text().splitlines()[0])
+    (folder / "data.jsonl").write_text("\n".join([json.dumps(row)] * copies))
+    settings = {"sample_packing": True, "max_steps": 1, "save_steps": 1, "micro_batch_size": 1, "sequence_len": 128}
+    out = trained(folder, **settings)
     model = patch_model(AutoModelForCausalLM.from_pretrained(folder / "smollm2-135m"), "alibi").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2-135m")
-    losses = []
-    for line in (folder / "data.jsonl").read_text().splitlines():
-        ids = torch.tensor([[*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]])
-        logits = model(ids, use_cache=False).logits[0, :-1]
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+    ids = torch.tensor([*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id])
+
+    def total(logits: torch.Tensor, targets: torch.Tensor) -> float:
+        return float(functional.cross_entropy(logits, targets, reduction="sum"))
+
+    with torch.no_grad():
+        alone, whole = (model(one[None], use_cache=False).logits[0] for one in (ids, ids.repeat(copies)))
+    # Axolotl also predicts the first token of the next document from the last one before it.
+    targets = torch.cat((ids[1:], ids[:1]))
+    wanted = (copies * total(alone, targets) - total(alone[-1:], targets[-1:])) / (copies * len(ids) - 1)
+    contaminated = total(whole[:-1], ids.repeat(copies)[1:]) / (copies * len(ids) - 1)
     history = json.loads((out / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
-    assert history[0]["loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=2e-3)
+    assert history[0]["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert history[0]["loss"] != pytest.approx(contaminated, rel=1e-4)
 
 
-def test_an_adapter_is_trained_with_the_parameters_of_the_scheme(folder: Path) -> None:
+def test_an_adapter_is_trained_with_the_parameters_of_the_scheme_and_merged(folder: Path) -> None:
     peft = pytest.importorskip("peft")
-    out = trained(folder, position_encoding={"scheme": "t5", "num_buckets": 8}, **LORA)
-    base = AutoModelForCausalLM.from_pretrained(folder / "smollm2-135m", position_encoding={"scheme": "t5", "num_buckets": 8})
-    before = [parameter.detach().clone() for parameter in base.position_encoding.parameters()]
+    scheme = {"scheme": "t5", "num_buckets": 8}
+    out = trained(folder, position_encoding=scheme, **LORA)
+    base = AutoModelForCausalLM.from_pretrained(folder / "smollm2-135m", position_encoding=scheme)
     model = peft.AutoPeftModelForCausalLM.from_pretrained(out)
-    after = list(model.get_base_model().position_encoding.parameters())
+    before, after = (one.position_encoding.state_dict() for one in (base, model.get_base_model()))
     assert before
-    assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    merged = axolotl(folder, "merge-lora", "--lora-model-dir=out", position_encoding={"scheme": "t5", "num_buckets": 8}, **LORA)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    merged = axolotl(folder, "merge-lora", "--lora-model-dir=out", position_encoding=scheme, **LORA)
     assert merged.returncode == 0, merged.stderr[-3000:]
     found = AutoModelForCausalLM.from_pretrained(out / "merged", dtype=torch.float32).eval()
     ids = tokens() % 60
     torch.testing.assert_close(found(ids).logits, model.eval()(ids).logits.float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("setting", [{"lora_qkv_kernel": True}, {"merge_method": "memory_efficient"}], ids=str)
+def test_settings_that_would_bypass_the_scheme_are_refused(folder: Path, setting: dict[str, Any]) -> None:
+    from hf_posenc.axolotl import PositionEncodingPlugin
+
+    with pytest.raises(UnsupportedError, match=next(iter(setting))):
+        PositionEncodingPlugin().register({"position_encoding": "alibi"} | LORA | setting)
 
 
 def test_an_unknown_scheme_is_found_before_the_data_is_read(folder: Path) -> None:
