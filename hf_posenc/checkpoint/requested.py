@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.wrapping import Call
+
+if TYPE_CHECKING:
+    from hf_posenc.schemes.scheme import SchemeConfig
 
 #: Its name while a config is read that has an attribute `position_encoding`, to which transformers would assign it.
 SET_ASIDE = "_requested_position_encoding"
@@ -41,14 +44,8 @@ def with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
         return build(plain)
     from hf_posenc.patching.patch import patch_model
     from hf_posenc.patching.place.encoding import current_encoding
-    from hf_posenc.schemes import as_scheme
 
-    try:
-        scheme, places = _split(requested)
-        config = as_scheme(scheme)
-    except UnknownNameError as error:
-        error.add_note(f"Beside the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
-        raise
+    config, places = read_request(requested)
     built = build(plain)
     model = built[0] if isinstance(built, tuple) else built
     before = current_encoding(model)
@@ -56,6 +53,22 @@ def with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
     if getattr(model, "_hf_peft_config_loaded", False):
         _check_adapter(model, before, call.arguments.get("pretrained_model_name_or_path"))
     return built
+
+
+def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
+    """The scheme that a value of the argument asks for, and the other arguments of `patch_model` in it.
+
+    Raises:
+        UnknownNameError, ValueError, TypeError: for what is not a scheme.
+    """
+    from hf_posenc.schemes import as_scheme
+
+    try:
+        scheme, places = _split(requested)
+        return as_scheme(scheme), places
+    except UnknownNameError as error:
+        error.add_note(f"Beside the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
+        raise
 
 
 def _check_adapter(model: Any, before: Any, source: Any) -> None:

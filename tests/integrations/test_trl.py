@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import randomize, write_stock_llama
+from tests.documentation.pages import commands
 
 trl = pytest.importorskip("trl", reason="trl is in the optional group [tools]")
 
@@ -75,3 +80,20 @@ def test_a_scheme_that_is_trained_with_its_adapter_needs_a_reference_of_its_own(
         first_loss(adapted, stock_folder, tmp_path)
     loss = first_loss(adapted, stock_folder, tmp_path, ref_model=reference)
     assert loss == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_places_the_scheme(tmp_path: Path) -> None:
+    write_stock_llama(tmp_path / "smollm2-135m")
+    (tmp_path / "speeches").mkdir()
+    rows = [json.dumps({"text": f"word{number} word{number + 1} word5"}) for number in range(3, 20)]
+    (tmp_path / "speeches" / "train.jsonl").write_text("\n".join(rows))
+    (words,) = commands("train_with_other_tools", "hf-posenc run trl")
+    small = ["--max_steps=1", "--use_cpu", "--bf16=false", "--report_to=none"]
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_posenc.cli", "run", "trl", *words, *small],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft").position_encoding.config.name == "alibi"

@@ -233,7 +233,8 @@ class WidePages:
         """Creates the batch processor, or resets the existing one."""
         manager, model = self.manager, self.manager.model
         text_config = WithOverrides(model.config.get_text_config(), head_dim=self.width)
-        config = WithOverrides(model.config, get_text_config=lambda *_, **__: text_config)
+        # Transformers 5.16 reads the width from the config itself.
+        config = WithOverrides(model.config, get_text_config=lambda *_, **__: text_config, head_dim=self.width)
         seen = WithOverrides(manager, model=WithOverrides(model, config=config))
         processor = type(manager)._create_batch_processor(seen)
         if "update" not in vars(processor.cache):
