@@ -135,8 +135,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
     evaluation.add_evaluations(tests, _SCHEME_HELP, chosen)
 
-    report = verb("report", evaluation.report, help="tables and figures of a result that eval --json wrote")
-    report.add_argument("file", metavar="FILE", help="a JSON file")
+    report = verb("report", evaluation.report, help="tables and figures of results that eval --json wrote")
+    report.add_argument("files", nargs="+", metavar="FILE", help="a JSON file; several share one table and figure")
     evaluation.add_forms(report, figure=True)
 
     plot = verb("plot", verbs.plot, help="draw what a scheme does, as PNG and SVG")
