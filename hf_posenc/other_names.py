@@ -55,6 +55,18 @@ _SCALINGS = {
 }
 
 
+_OPTIONS = {
+    "table_extension": "It is not an option of a scheme but of the swap that makes the table from the old one: "
+    "swap_scheme(model, scheme, table_extension=...) in Python, --table-extension for `hf-posenc patch`, and "
+    "--initialization fitted --table_extension for the training scripts.",
+}
+
+
+def hint_for_option(name: str) -> str:
+    """Returns a hint for a name that is not an option of a scheme, or an empty string."""
+    return _OPTIONS.get(name.lower().replace("-", "_"), "")
+
+
 def hint_for(name: str) -> str:
     """Returns a hint for a common name that is not the name of a scheme, or an empty string."""
     word = name.lower().replace("-", "_").replace(" ", "_")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_posenc.cli import catalogue, evaluation, running, verbs
-from hf_posenc.errors import PositionEncodingError, UsageError
+from hf_posenc.errors import PositionEncodingError, UnknownNameError, UsageError, close_names, did_you_mean
+from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.extensions import import_named_modules, name_modules
 from hf_posenc.report.tables import fitted_to, terminal_width
 from hf_posenc.version import installed
@@ -32,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         not one of the library's keeps its traceback.
     """
     imports, command, words = _split(list(sys.argv[1:] if arguments is None else arguments))
-    parser = _parser(chosen=command[1] if command[:1] == ["eval"] and len(command) > 1 else None)
+    chosen = command[1] if command[:1] == ["eval"] and len(command) > 1 else None
+    parser = _parser(chosen)
     try:
+        if chosen is not None and chosen not in EVALUATIONS and not chosen.startswith("-"):
+            raise UnknownNameError("evaluation", chosen, EVALUATIONS)
         if command and command[0] in _PROGRAMS and command[1:] not in (["-h"], ["--help"]):
             words = [*command[1:], *words[words[:1] == ["--"] :]]
             if command[0] == "run" and not words:
@@ -43,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args([*command, *words])
         if unknown:
             # argparse itself would show the usage of the whole command instead of the verb's.
-            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            known = [flag for action in options.parser._actions for flag in action.option_strings]
+            close = close_names(unknown[0].partition("=")[0], known) if unknown[0].startswith("-") else []
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)} {did_you_mean(close)}")
         name_modules(imports)
         import_named_modules()
         with fitted_to(terminal_width()):

@@ -338,6 +338,7 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
     ("words", "message"),
     [
         ("dog {bert} --schemes alibbi", "Did you mean 'alibi'"),
+        ("dgo {bert}", "Unknown evaluation 'dgo'. Did you mean 'dog'? Known: attention, dog,"),
         ("dog {bert} --sentence one~dog~only", "twice"),
         ("dog {words}", "cannot load"),
         ("loss {llama} --text nowhere.txt", "nowhere.txt"),
