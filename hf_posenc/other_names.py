@@ -55,11 +55,12 @@ _SCALINGS = {
 }
 
 
-_OPTIONS = {
-    "table_extension": "It is not an option of a scheme but of the swap that makes the table from the old one: "
-    "swap_scheme(model, scheme, table_extension=...) in Python, --table-extension for `hf-posenc patch`, and "
-    "--initialization fitted --table_extension for the training scripts.",
-}
+#: How a longer table is made from the rows of the old one.
+TABLE_EXTENSION = (
+    "swap_scheme(model, scheme, table_extension='repeat') in Python, --table-extension repeat for `hf-posenc patch`, "
+    "--initialization fitted --table_extension repeat for the training scripts"
+)
+_OPTIONS = {"table_extension": f"It is no option of a scheme, but says how the rows are made: {TABLE_EXTENSION}."}
 
 
 def hint_for_option(name: str) -> str:

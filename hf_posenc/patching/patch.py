@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hf_posenc.other_names import TABLE_EXTENSION
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
@@ -81,7 +82,9 @@ def patch_model(
     config = as_scheme(scheme, **options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
+    previous = transaction.encoding
     place_scheme(transaction, config, part, layers, elsewhere)
+    warn_of_random_rows(transaction, previous)
     return model
 
 
@@ -232,6 +235,23 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
             f"{TWO_DIMENSIONAL}",
             stacklevel=4,
+        )
+
+
+def warn_of_random_rows(transaction: Transaction, previous: PositionEncoding | None) -> None:
+    """Warns if a table of a new scheme could have taken over the native one, and has rows that it did not fill."""
+    encoding = transaction.encoding
+    assert encoding is not None
+    before = set() if previous is None else set(previous.stacks.values())
+    for table in {table for stack in encoding.stacks.values() if stack not in before for table in stack.unfilled}:
+        remedy = f"For a trained model, make them from its own rows: {TABLE_EXTENSION}."
+        if not table.taken:
+            remedy = "To keep the table of a trained model, give the scheme the sizes of the model's own, or 'native'."
+        warnings.warn(
+            f"{table.random} of the {table.rows} rows of the table of {scheme_label(encoding.config)!r} are drawn at "
+            f"random: the model's own table has {table.native_rows} rows"
+            f"{'' if table.taken else ', which do not fit'}. {remedy}",
+            stacklevel=3,
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
-from hf_posenc.patching.patch import place_scheme
+from hf_posenc.patching.patch import place_scheme, warn_of_random_rows
 from hf_posenc.patching.place.encoding import PositionEncoding, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import new_scheme, place_blend
@@ -142,7 +142,9 @@ def swap_scheme(
             raise ValueError("swap_scheme swaps the scheme of one part. Call it once for each, with part=...")
         fits: list[Fit] = []
         if initialization == "default" or old is None:
+            previous = transaction.encoding
             place(transaction, config, part)
+            warn_of_random_rows(transaction, previous)
         else:
             if scheme_in_part(transaction.encoding, part) is None:
                 place_scheme(transaction, old, part)
