@@ -16,7 +16,7 @@ from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding, UnfilledTable
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.patching.request import (
     resolve_native,
@@ -82,9 +82,8 @@ def patch_model(
     config = as_scheme(scheme, **options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
-    previous = transaction.encoding
-    place_scheme(transaction, config, part, layers, elsewhere)
-    warn_of_random_rows(transaction, previous)
+    if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
+        warn_of_random_rows(unfilled, config)
     return model
 
 
@@ -94,8 +93,11 @@ def place_scheme(
     part: str | None = None,
     layers: Iterable[int] | None = None,
     elsewhere: SchemeLike | None = None,
-) -> None:
-    """`patch_model` in a transaction, whose anatomy of the model has been used before."""
+) -> set[UnfilledTable]:
+    """`patch_model` in a transaction, whose anatomy of the model has been used before.
+
+    Returns the tables of the scheme that keep random rows beside a native table.
+    """
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
     previous = transaction.encoding
@@ -110,6 +112,8 @@ def place_scheme(
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
         encoding.record.follow(previous.record)
     transaction.install(encoding)
+    before = () if previous is None else tuple(previous.stacks.values())
+    return {table for stack in encoding.stacks.values() if stack not in before for table in stack.unfilled}
 
 
 def _requested(
@@ -238,17 +242,14 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
         )
 
 
-def warn_of_random_rows(transaction: Transaction, previous: PositionEncoding | None) -> None:
-    """Warns if a table of a new scheme could have taken over the native one, and has rows that it did not fill."""
-    encoding = transaction.encoding
-    assert encoding is not None
-    before = set() if previous is None else set(previous.stacks.values())
-    for table in {table for stack in encoding.stacks.values() if stack not in before for table in stack.unfilled}:
+def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -> None:
+    """Warns of tables of a new scheme that could have taken over the native one, and have rows that it did not fill."""
+    for table in tables:
         remedy = f"For a trained model, make them from its own rows: {TABLE_EXTENSION}."
         if not table.taken:
             remedy = "To keep the table of a trained model, give the scheme the sizes of the model's own, or 'native'."
         warnings.warn(
-            f"{table.random} of the {table.rows} rows of the table of {scheme_label(encoding.config)!r} are drawn at "
+            f"{table.random} of the {table.rows} rows of the table of {scheme_label(config)!r} are drawn at "
             f"random: the model's own table has {table.native_rows} rows"
             f"{'' if table.taken else ', which do not fit'}. {remedy}",
             stacklevel=3,

@@ -142,9 +142,9 @@ def swap_scheme(
             raise ValueError("swap_scheme swaps the scheme of one part. Call it once for each, with part=...")
         fits: list[Fit] = []
         if initialization == "default" or old is None:
-            previous = transaction.encoding
-            place(transaction, config, part)
-            warn_of_random_rows(transaction, previous)
+            unfilled = place(transaction, config, part)
+            if not gradual:
+                warn_of_random_rows(unfilled, config)
         else:
             if scheme_in_part(transaction.encoding, part) is None:
                 place_scheme(transaction, old, part)
