@@ -111,12 +111,17 @@ def test_the_task_of_the_page_reads_its_text(folder, tmp_path, monkeypatch):
     from lm_eval.__main__ import cli_evaluate
 
     page = (ROOT / "docs" / "how_to" / "evaluations.md").read_text()
+    task, typed = re.search(
+        r"```yaml\n(task: speech.*?)```\s+```\nhf-posenc lm-eval (.*?)\n```", page, re.DOTALL
+    ).groups()
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "speech.yaml").write_text(re.search(r"```yaml\n(task: speech.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "tasks" / "speech.yaml").write_text(task)
     (tmp_path / "tasks" / "speech.txt").write_text("The dog chased another dog. " * 4)
     monkeypatch.chdir(tmp_path)
-    typed = re.search(r"hf-posenc lm-eval (run .*?--tasks speech .*?)\n```", page, re.DOTALL)[1].replace("\\\n", "")
-    given = [f"pretrained={folder},max_length=32" if "pretrained=" in word else word for word in shlex.split(typed)]
+    given = [
+        f"pretrained={folder},max_length=32" if "pretrained=" in word else word
+        for word in shlex.split(typed.replace("\\\n", ""))
+    ]
     monkeypatch.setattr(sys, "argv", ["lm-eval", *given, "--output_path", "out"])
     cli_evaluate()
     assert 0 < results(tmp_path / "out")["speech"]["bits_per_byte,none"] < 20
