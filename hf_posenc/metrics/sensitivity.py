@@ -358,7 +358,8 @@ def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
         if len(known) < needed:
             raise MeasurementError(
                 f"The tokenizer has {len(known)} of the {name} {value!r} as one token, and at least {needed} are "
-                f"needed. Pass material=Material(...) with words of its language."
+                f"needed. Sentences of words of another language can be measured in Python: sensitivity_test with a "
+                "Material of these words."
             )
         words[name] = known[0] if isinstance(value, str) else known
     return TokenizedMaterial(

@@ -155,11 +155,11 @@ def swap_scheme(
             assert after is not None
             fits = fit_encoding(transaction, before, after, sample, table_extension, part)
         if initialization == "fitted" and not fits and not carried:
-            remedy = " AlibiConfig(learnable=True) has slopes that can be fitted." if config.name == "alibi" else ""
+            remedy = " With the option learnable it has slopes that can be fitted." if config.name == "alibi" else ""
             raise UnsupportedError(
                 f"Nothing of the old scheme ({'unknown' if old is None else old.name}) can be transferred to "
                 f"{config.name!r}: it has no table, distance bias or logit scale with parameters that can be "
-                f"fitted.{remedy} Use initialization='default', gradual=True, or both."
+                f"fitted.{remedy} Use the initialization 'default', a gradual swap, or both."
             )
         if table_extension is not None and not any("extended" in fit.target for fit in fits):
             raise ValueError(

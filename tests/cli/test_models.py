@@ -1,6 +1,7 @@
 """`hf-posenc inspect` and `hf-posenc patch`."""
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -106,6 +107,11 @@ class TestPatch:
         assert "is for a learned table" in refused(
             capsys, "patch", bert, "alibi", "--output", str(tmp_path / "none"), "--table-extension", "last"
         )
+
+    def test_what_a_message_says_to_type_can_be_typed(self, capsys, llama, tmp_path):
+        said = refused(capsys, "patch", llama, "yarn", "--output", str(tmp_path / "none"))
+        option = re.search(r"scaling=\{.*?\}", said)[0].replace("...", "4")
+        assert main(["patch", llama, "rope", "--output", str(tmp_path / "yarn"), "--option", option]) == 0
 
     def test_options_reach_the_scheme(self, llama, tmp_path, capsys):
         from transformers import AutoModelForCausalLM

@@ -339,7 +339,7 @@ def test_the_default_is_what_patch_model_does():
 @pytest.mark.parametrize(
     ("old", "scheme", "options", "error", "message"),
     [
-        (None, "alibi", {"initialization": "fitted"}, UnsupportedError, "learnable=True"),
+        (None, "alibi", {"initialization": "fitted"}, UnsupportedError, "option learnable"),
         (None, "none", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
         ("none", "t5", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
         (None, "shaw", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
