@@ -67,9 +67,8 @@ def get_scheme(name: str) -> type[SchemeConfig]:
         return _SCHEMES[name]
     except KeyError:
         remedy = "For your own scheme, first import the module that registers it; on the command line: --import MODULE."
-        listing = "`hf-posenc schemes` and hf_posenc.list_schemes()"
         raise UnknownNameError(
-            "scheme", str(name), _SCHEMES, hint=hint_for(str(name)), listing=listing, remedy=remedy
+            "scheme", str(name), _SCHEMES, hint=hint_for(str(name)), listing="`hf-posenc schemes`", remedy=remedy
         ) from None
 
 
