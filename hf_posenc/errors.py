@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
-#: Maximum number of known names in a message that suggests one of them.
-_MOST_LISTED = 60
+#: More known names than this are not listed in a message that says where they are listed.
+_MOST_LISTED = 12
 
 
 class PositionEncodingError(Exception):
@@ -31,6 +31,7 @@ class UnknownNameError(PositionEncodingError, ValueError):
         known: the known names.
         owner: owner of the names, for a message like "Unknown option 'thetha' of scheme 'rope'".
         hint: a suggestion to use instead of similar names.
+        listing: what lists the known names, such as a command.
         remedy: what to do if the name is correct.
 
     Attributes:
@@ -38,16 +39,25 @@ class UnknownNameError(PositionEncodingError, ValueError):
     """
 
     def __init__(
-        self, kind: str, name: str, known: Iterable[str], *, owner: str = "", hint: str = "", remedy: str = ""
+        self,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        *,
+        owner: str = "",
+        hint: str = "",
+        listing: str = "",
+        remedy: str = "",
     ) -> None:
         known = self.known = sorted(known)
         name = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
         if not hint:
             close = close_names(name, known)
-            hint = f"Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
+            hint = did_you_mean(close)
         of_whom = f" of {owner}" if owner else ""
-        # A suggestion would be lost in a list of hundreds of names.
-        listed = "" if hint and len(known) > _MOST_LISTED else f"Known: {', '.join(known) or 'none'}."
+        listed = f"Known: {', '.join(known) or 'none'}."
+        if listing and len(known) > _MOST_LISTED:
+            listed = f"All {len(known)} are listed by {listing}."
         sentences = (f"Unknown {kind} {name!r}{of_whom}.", hint, listed, remedy)
         super().__init__(" ".join(filter(None, sentences)))
 
@@ -58,6 +68,11 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
     if name.lower() in by_lower:
         return [by_lower[name.lower()]]
     return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+
+
+def did_you_mean(close: Sequence[str]) -> str:
+    """Returns a question that names similar names; empty if there are none."""
+    return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def missing_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:

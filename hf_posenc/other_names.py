@@ -40,19 +40,32 @@ _SCHEMES = {
     "scalable_softmax": ("ssmax",),
     "stock": ("native",),
 }
-_DYNAMIC = "DynamicScaling(factor=..., original_max_positions=...)"
-_LINEAR = "LinearScaling(factor=...)"
+_ORIGINAL = "factor", "original_max_positions"
+#: Scalings of "rope" by their common names: type and options.
 _SCALINGS = {
-    "dynamic": _DYNAMIC,
-    "dynamic_ntk": _DYNAMIC,
-    "linear": _LINEAR,
-    "llama3": "Llama3Scaling(factor=...)",
-    "longrope": "LongRopeScaling(short_factor=..., long_factor=..., original_max_positions=...)",
-    "ntk": "NtkScaling(factor=...)",
-    "pi": _LINEAR,
-    "position_interpolation": _LINEAR,
-    "yarn": "YarnScaling(factor=..., original_max_positions=...)",
+    "dynamic": ("dynamic", *_ORIGINAL),
+    "dynamic_ntk": ("dynamic", *_ORIGINAL),
+    "linear": ("linear", "factor"),
+    "llama3": ("llama3", "factor"),
+    "longrope": ("longrope", "short_factor", "long_factor", "original_max_positions"),
+    "ntk": ("ntk", "factor"),
+    "pi": ("linear", "factor"),
+    "position_interpolation": ("linear", "factor"),
+    "yarn": ("yarn", *_ORIGINAL),
 }
+
+
+#: How a longer table is made from the rows of the old one.
+TABLE_EXTENSION = (
+    "swap_scheme(model, scheme, table_extension='repeat') in Python, --table-extension repeat for `hf-posenc patch`, "
+    "--initialization fitted --table_extension repeat for the training scripts"
+)
+_OPTIONS = {"table_extension": f"It is no option of a scheme, but says how the rows are made: {TABLE_EXTENSION}."}
+
+
+def hint_for_option(name: str) -> str:
+    """Returns a hint for a name that is not an option of a scheme, or an empty string."""
+    return _OPTIONS.get(name.lower().replace("-", "_"), "")
 
 
 def hint_for(name: str) -> str:
@@ -61,7 +74,10 @@ def hint_for(name: str) -> str:
     if word == "drope":
         return "It is a training recipe, not a scheme: hf_posenc.recipes.drope(total_steps)."
     if word in _SCALINGS:
-        return f"It is a scaling of 'rope': RopeConfig(scaling={_SCALINGS[word]})."
+        kind, *options = _SCALINGS[word]
+        given = "".join(f', "{option}": ...' for option in options)
+        # Typed in the same way in Python, on the command line and in a file of settings.
+        return f'It is a scaling of \'rope\', whose option is scaling={{"type": "{kind}"{given}}}.'
     if word in _SCHEMES:
         return f"Did you mean {' or '.join(repr(scheme) for scheme in _SCHEMES[word])}?"
     return ""

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +105,27 @@ def results(output):
 def samples(output):
     (file,) = output.rglob("samples_*.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@needs_lm_eval
+def test_the_task_of_the_page_reads_its_text(folder, tmp_path, monkeypatch):
+    from lm_eval.__main__ import cli_evaluate
+
+    page = (ROOT / "docs" / "how_to" / "evaluations.md").read_text()
+    task, typed = re.search(
+        r"```yaml\n(task: speech.*?)```\s+```\nhf-posenc lm-eval (.*?)\n```", page, re.DOTALL
+    ).groups()
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "speech.yaml").write_text(task)
+    (tmp_path / "tasks" / "speech.txt").write_text("The dog chased another dog. " * 4)
+    monkeypatch.chdir(tmp_path)
+    given = [
+        f"pretrained={folder},max_length=32" if "pretrained=" in word else word
+        for word in shlex.split(typed.replace("\\\n", ""))
+    ]
+    monkeypatch.setattr(sys, "argv", ["lm-eval", *given, "--output_path", "out"])
+    cli_evaluate()
+    assert 0 < results(tmp_path / "out")["speech"]["bits_per_byte,none"] < 20
 
 
 @needs_lm_eval

@@ -14,6 +14,7 @@ to add to it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from hf_posenc.metrics.images.pictures import DIGITS
 from training.checkpoints import latest_complete_checkpoint
 from training.launched import check_met, launched_on_cpu
 from training.one_run import exit_status
@@ -92,7 +94,36 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
             written = write_outputs(results, folder)
             print((folder / "table.md").read_text(encoding="utf-8"))
             print(f"Written to {folder}: {len(written)} files; open {folder / 'report.html'}.")
+            print("\n".join(_about_models(study, cells, results)))
     return results
+
+
+#: The evaluation that reads models of a kind of task as the study does, and its options.
+_EVALUATIONS = {
+    "language_modeling": "loss {models} --text FILE --lengths {lengths} --plot loss.png",
+    "generalization": "generalization {models} --task {task} --lengths {lengths}",
+    "image_classification": "resolution {models} --dataset {pictures} --resolutions {lengths}",
+    "embedding": "dog {models} --plot dog.png",
+}
+
+
+def _about_models(study: StudySettings, cells: list[Cell], results: dict[str, Any]) -> Iterator[str]:
+    """Where the trained models are, and a command for each task that compares them; or how they are kept."""
+    names = {cell.task.name for cell in cells if cell.model_folder.is_dir()}
+    if not study.save_models:
+        yield "The trained models were not kept, other than those that others start from: --save_models keeps them."
+        return
+    yield f"The trained models are in {Path(study.output_dir) / 'models'}. To evaluate them:"
+    imports = "".join(f" --import {name}" for name in study.imports)
+    for name, task in results["tasks"].items():
+        if name in names:
+            command = _EVALUATIONS[task["kind"]].format(
+                models=Path(study.output_dir) / "models" / f"{name}-*",
+                lengths=" ".join(map(str, task["lengths"])),
+                task=name,
+                pictures=study.dataset_name or DIGITS,
+            )
+            yield f"  hf-posenc{imports} eval {command}"
 
 
 def _prepare(

@@ -140,18 +140,24 @@ def _config(arguments: WeightsArguments, changes: dict[str, Any]) -> Any:
     elif arguments.model_type in CONFIG_MAPPING:
         config, written = CONFIG_MAPPING[arguments.model_type](), {}
     else:
-        raise SettingsError(str(UnknownNameError("architecture", str(arguments.model_type), CONFIG_MAPPING)))
+        raise SettingsError(str(unknown_architecture(str(arguments.model_type))))
     overrides = _overrides(arguments.config_overrides or "")
     check_overrides(config, overrides)
     # Built anew, so that what the config derives from its fields (the width of a head), and its checks, see them.
     return type(config).from_dict(written | changes | overrides)
 
 
+def unknown_architecture(name: str) -> UnknownNameError:
+    """The error for a `model_type` that transformers does not have."""
+    return UnknownNameError("architecture", name, CONFIG_MAPPING, listing="transformers.CONFIG_MAPPING")
+
+
 def check_overrides(config: Any, overrides: dict[str, Any]) -> None:
     """Raises `SettingsError` for a field that a config does not have, with the nearest names."""
     for name in overrides:
         if not hasattr(config, name):
-            unknown = UnknownNameError("field", name, config.to_dict(), owner=type(config).__name__)
+            kind = type(config).__name__
+            unknown = UnknownNameError("field", name, config.to_dict(), owner=kind, listing=f"{kind}().to_dict()")
             raise SettingsError(f"--config_overrides: {unknown}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import evaluate
 
+from hf_posenc.errors import UnknownNameError
 from hf_posenc.evaluations import EVALUATIONS, Evaluation
 from hf_posenc.loading import model_and_tokenizer
 
@@ -33,10 +34,8 @@ class PositionEncodingEvaluation(evaluate.Measurement):
     def _evaluation(self) -> Evaluation:
         known = {name: evaluation for name, evaluation in EVALUATIONS.items() if evaluation.data is not None}
         if self.config_name not in known:
-            raise ValueError(
-                f"There is no evaluation {self.config_name!r}. Name one of {sorted(known)} as the second argument of "
-                "evaluate.load."
-            )
+            remedy = "It is the second argument of evaluate.load."
+            raise UnknownNameError("evaluation", str(self.config_name), known, remedy=remedy)
         return known[self.config_name]
 
     def _info(self) -> evaluate.MeasurementInfo:

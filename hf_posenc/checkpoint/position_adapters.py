@@ -19,10 +19,11 @@ from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_p
 from hf_posenc.entry import find_file
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.fingerprint import changed, difference, fingerprint
-from hf_posenc.patching.patch import patch_model, unpatch_model
+from hf_posenc.patching.patch import place_scheme, unpatch_model
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, refuse_changed
 from hf_posenc.patching.place.lengths import Lengths, choose_length, restore_length
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.place.transaction import Transaction
 
 
 def save_position_adapter(
@@ -194,7 +195,8 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
         )
     if encoding is None:
         try:
-            patch_model(model, files.config)
+            # Not patch_model, which would warn of random rows that the files are about to fill.
+            place_scheme(Transaction(model), files.config)
         except ValueError as error:
             raise CheckpointError(
                 f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was edited "

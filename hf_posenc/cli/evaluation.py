@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.catalogue import REQUIRED, defaults_of, meanings_of
-from hf_posenc.errors import UnsupportedError, UsageError
+from hf_posenc.errors import PositionEncodingError, UnsupportedError, UsageError
 from hf_posenc.evaluations import EVALUATIONS, Evaluation
 from hf_posenc.installation import require
+from hf_posenc.report.combination import combine_results, shortest_names
 from hf_posenc.report.page import web_page
 
 
@@ -42,29 +43,52 @@ def evaluate(options: argparse.Namespace) -> int:
     if "schemes" in arguments:
         arguments["schemes"] = _schemes(arguments["schemes"])
     _check_plot(options)
-    if "model" in arguments:
-        arguments |= _load(options)
-    return _show(function(**arguments), evaluation, options)
+    if "model" not in arguments:
+        return _show(function(**arguments), evaluation, options)
+    models, results = arguments.pop("model"), {}
+    names = shortest_names(models)
+    for model, name in zip(models, names, strict=True):
+        try:
+            results[name] = function(**(arguments | _load(model, options)))
+        except (PositionEncodingError, UsageError) as error:
+            if len(models) == 1:
+                raise
+            raise UsageError(f"{model}: {error}") from error
+        result = _combined(results)  # A model that cannot be compared with the first is refused at once.
+    return _show(result, evaluation, options)
 
 
 def report(options: argparse.Namespace) -> int:
-    """Prints tables and draws figures of a result that `--json` wrote.
+    """Prints the tables, and draws the figure, of results that `--json` wrote.
 
     Raises:
         UsageError: for a file that holds no result, or a figure of an evaluation that has none.
+        MeasurementError: for results that cannot share a table.
     """
     from hf_posenc.report import Result
 
     _check_plot(options)
-    try:
-        result = Result.load(options.file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{options.file} holds no result that hf-posenc eval --json wrote: {error}") from error
+    results, paths = [], []
+    for file in options.files:
+        try:
+            results.append(Result.load(file))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{file} holds no result that hf-posenc eval --json wrote: {error}") from error
+        own = results[-1].settings.get("of_model", {}).get("path")
+        paths.append(own or str(Path(file).with_suffix("")))
+    if len(set(paths)) < len(paths):  # the same model, with other schemes
+        paths = [str(Path(file).with_suffix("")) for file in options.files]
+    result = _combined(dict(zip(shortest_names(paths), results, strict=True)))
     evaluation = EVALUATIONS.get(result.task.replace("_", "-"))
     if options.plot is not None and (evaluation is None or evaluation.plot is None):
         drawn = ", ".join(name for name, known in EVALUATIONS.items() if known.plot is not None)
         raise UsageError(f"--plot: there is no figure of the evaluation {result.task!r}; there is one of {drawn}.")
     return _show(result, evaluation, options)
+
+
+def _combined(results: dict[str, Any]) -> Any:
+    """The result of several models, by their names; that of one model as it is."""
+    return combine_results(results) if len(results) > 1 else next(iter(results.values()))
 
 
 def add_forms(parser: argparse.ArgumentParser, *, figure: bool) -> None:
@@ -95,7 +119,7 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme
     native, every = "", "every scheme"
     if "model" in parameters:
         native, every = "; 'native' is the stock model, 'all' is native and every scheme", "the model as it is"
-        parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
+        parser.add_argument("model", nargs="+", metavar="MODEL", help="hub id or local folder; one or several")
         if "tokenizer" in parameters:
             parser.add_argument(
                 "--tokenizer", metavar="MODEL", help="hub id or folder of the tokenizer (default: MODEL)"
@@ -171,15 +195,15 @@ def _schemes(words: list[str]) -> list[Any]:
     return [name if name == "native" else parse_scheme(name) for name in names]
 
 
-def _load(options: argparse.Namespace) -> dict[str, Any]:
-    """The model, on its device, and the tokenizer, for an evaluation of texts."""
+def _load(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A model, on its device, and the tokenizer, for an evaluation of texts."""
     import torch
 
     from hf_posenc.loading import load_model
 
-    loaded = {"model": load_model(options.model)}
+    loaded = {"model": load_model(model)}
     if "tokenizer" in options:
-        loaded["tokenizer"] = _tokenizer(loaded["model"], options)
+        loaded["tokenizer"] = _tokenizer(model, loaded["model"], options)
     try:
         loaded["model"].to(device=options.device, dtype=getattr(torch, options.dtype))
     except (RuntimeError, AssertionError) as error:
@@ -187,7 +211,7 @@ def _load(options: argparse.Namespace) -> dict[str, Any]:
     return loaded
 
 
-def _tokenizer(model: Any, options: argparse.Namespace) -> Any:
+def _tokenizer(name: str, model: Any, options: argparse.Namespace) -> Any:
     """The tokenizer that `--tokenizer` names, by default that of the model."""
     from hf_posenc.loading import load_tokenizer
     from hf_posenc.metrics.forward import refuse_other_inputs
@@ -195,18 +219,16 @@ def _tokenizer(model: Any, options: argparse.Namespace) -> Any:
     try:
         refuse_other_inputs(model)  # before a tokenizer is missed that such a model does not have
     except UnsupportedError as error:
-        raise UsageError(f"{options.model}: {error}") from error
+        raise UsageError(f"{name}: {error}") from error
     if options.tokenizer is None:
         try:
-            return load_tokenizer(options.model)
+            return load_tokenizer(name)
         except UsageError as error:
-            raise UsageError(
-                f"No tokenizer can be loaded with {options.model}: name one with --tokenizer. {error}"
-            ) from error
+            raise UsageError(f"No tokenizer can be loaded with {name}: name one with --tokenizer. {error}") from error
     tokenizer, rows = load_tokenizer(options.tokenizer), model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
-            f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {options.model} knows {rows}: it is "
+            f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {name} knows {rows}: it is "
             "that of another model."
         )
     return tokenizer

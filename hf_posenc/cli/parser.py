@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_posenc.cli import catalogue, evaluation, running, verbs
-from hf_posenc.errors import PositionEncodingError, UsageError
+from hf_posenc.errors import PositionEncodingError, UnknownNameError, UsageError, close_names, did_you_mean
+from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.extensions import import_named_modules, name_modules
 from hf_posenc.report.tables import fitted_to, terminal_width
 from hf_posenc.version import installed
@@ -32,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         not one of the library's keeps its traceback.
     """
     imports, command, words = _split(list(sys.argv[1:] if arguments is None else arguments))
-    parser = _parser(chosen=command[1] if command[:1] == ["eval"] and len(command) > 1 else None)
+    chosen = command[1] if command[:1] == ["eval"] and len(command) > 1 else None
+    parser = _parser(chosen)
     try:
+        if chosen is not None and chosen not in EVALUATIONS and not chosen.startswith("-"):
+            raise UnknownNameError("evaluation", chosen, EVALUATIONS)
         if command and command[0] in _PROGRAMS and command[1:] not in (["-h"], ["--help"]):
             words = [*command[1:], *words[words[:1] == ["--"] :]]
             if command[0] == "run" and not words:
@@ -43,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args([*command, *words])
         if unknown:
             # argparse itself would show the usage of the whole command instead of the verb's.
-            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            known = [flag for action in options.parser._actions for flag in action.option_strings]
+            close = close_names(unknown[0].partition("=")[0], known) if unknown[0].startswith("-") else []
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)} {did_you_mean(close)}")
         name_modules(imports)
         import_named_modules()
         with fitted_to(terminal_width()):
@@ -120,6 +126,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     patch.add_argument("--part", metavar="NAME", help="part of a composite model: text, vision, ... (see inspect)")
     patch.add_argument("--layers", metavar="0,1,2", help="only these layers")
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
+    extension_help = "fill a longer learned table from the model's own rows: linear, spline, repeat or last"
+    patch.add_argument("--table-extension", metavar="HOW", help=extension_help)
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
     patch.add_argument("--replace", action="store_true", help="discard the scheme that MODEL already has")
 
@@ -135,8 +143,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
     evaluation.add_evaluations(tests, _SCHEME_HELP, chosen)
 
-    report = verb("report", evaluation.report, help="tables and figures of a result that eval --json wrote")
-    report.add_argument("file", metavar="FILE", help="a JSON file")
+    report = verb("report", evaluation.report, help="tables and figures of results that eval --json wrote")
+    report.add_argument("files", nargs="+", metavar="FILE", help="a JSON file; several share one table and figure")
     evaluation.add_forms(report, figure=True)
 
     plot = verb("plot", verbs.plot, help="draw what a scheme does, as PNG and SVG")

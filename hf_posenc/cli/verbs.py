@@ -33,12 +33,15 @@ def patch(options: argparse.Namespace) -> int:
     output = _free_folder(options)
     config = parse_scheme(options.scheme, options.option)
     layers = None if options.layers is None else parse_layers(options.layers)
+    if layers is not None and options.table_extension is not None:
+        raise UsageError("--table-extension is for a table, which is added before the first layer. Omit --layers.")
     elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
 
     import hf_posenc
     from hf_posenc.loading import load_model
     from hf_posenc.patching.place.context_length import context_length
     from hf_posenc.patching.place.encoding import named_part, scheme_in_part
+    from hf_posenc.recipes import swap_scheme
     from hf_posenc.schemes.labels import scheme_label
 
     model = load_model(options.model)
@@ -53,7 +56,10 @@ def patch(options: argparse.Namespace) -> int:
         )
     before = context_length(model)
     try:
-        hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere)
+        if options.table_extension is not None:
+            swap_scheme(model, config, part=part, table_extension=options.table_extension)
+        else:
+            hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)

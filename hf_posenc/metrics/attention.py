@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
+from hf_posenc.metrics.evaluation import digest, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, run
 from hf_posenc.metrics.language_modeling.token_losses import text_windows
 from hf_posenc.preserve import attention_implementation
@@ -71,7 +71,7 @@ def attention_test(
             Quantity("entropy", "entropy", "entropy: of the weights of a query, in nats; log(keys) if uniform."),
         ),
         rows=("layer",),
-        settings={"windows": windows.shape[0], "length": length, "seed": seed},
+        settings={"data": digest(windows), "windows": windows.shape[0], "length": length, "seed": seed},
     )
 
 

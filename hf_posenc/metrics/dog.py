@@ -126,13 +126,15 @@ def dog_test(
         settings={
             "sentence": sentence,
             "word": word,
+            "causal": causal,
+            "tolerance": rounding(embeddings.dtype),
+            "seed": seed,
+        },
+        of_model={
             "tokens": list(pair.tokens),
             "first": first,
             "second": second,
-            "causal": causal,
-            "tolerance": rounding(embeddings.dtype),
             "probe_without_positions": probe_distance(probe, embeddings, pair.first, pair.second),
-            "seed": seed,
         },
         remarks=(
             *([_CAUSAL_NOTE] if causal else []),

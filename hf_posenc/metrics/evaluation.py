@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import isolated_rng
+from hf_posenc.report.combination import shortest_names
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.arrangement.native import names_native
 from hf_posenc.schemes.config import SchemeConfig
@@ -41,14 +43,18 @@ def evaluation_result(
     rows: tuple[str, ...] = (),
     layers: int | None = None,
     settings: Mapping[str, Any],
+    of_model: Mapping[str, Any] | None = None,
     remarks: Sequence[str] = (),
 ) -> Result:
-    """The result of an evaluation, whose title follows the class of the model.
+    """The result of an evaluation, whose title follows the name of the model: its folder or hub id, or its class.
 
+    `settings` are what two results have to share to be compared, and `of_model` is what only holds for this model.
     Without `views` there is one table of all quantities, with `rows` as in a `View`. Tables show so many `layers`,
     evenly spread up to the last; all of them if it is `None`.
     """
-    (subjects, records), name = measured, type(unwrapped(model)).__name__
+    (subjects, records), target = measured, unwrapped(model)
+    kind, path = type(target).__name__, getattr(target, "name_or_path", "")
+    name = shortest_names([path])[0] if path else kind
     views = views or (View(tuple(quantity.name for quantity in quantities), rows=rows),)
     if layers is not None:
         shown = {"layer": spread(sorted({record.at["layer"] for record in records if "layer" in record.at}), layers)}
@@ -60,9 +66,17 @@ def evaluation_result(
         subjects=subjects,
         records=records,
         views=tuple(views),
-        settings={"model": name, **settings},
+        settings={"model": name, "of_model": {"class": kind, "path": path, **(of_model or {})}, **settings},
         remarks=tuple(remarks),
     )
+
+
+def digest(*data: Tensor | str) -> str:
+    """Identifies the data that was read, so that results of other data are not compared."""
+    hashed = hashlib.sha256()
+    for part in data:
+        hashed.update(part.encode() if isinstance(part, str) else part.cpu().numpy().tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def layer_distances(

@@ -172,7 +172,7 @@ def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
     if not bool(before.isfinite().all() and after.isfinite().all()):
         raise MeasurementError(
             f"The logits of {type(model).__name__} are not finite, so its causality cannot be seen: its weights are "
-            f"broken, or its dtype is too small. Pass causal=True or causal=False to measure it anyway."
+            "broken, or its dtype is too small. Load other weights, or use float32."
         )
     # A token that is seen changes logits by far more than another order of summation does.
     return bool((after - before).norm() <= 1e-4 * before.norm())

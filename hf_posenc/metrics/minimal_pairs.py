@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
+from hf_posenc.metrics.evaluation import digest, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.report.records import Quantity, Record, Result
@@ -202,7 +202,14 @@ def minimal_pairs_accuracy(
             Quantity("ties", "ties", style="count"),
         ),
         rows=("condition",),
-        settings={"task": task.name, "scoring": scoring, "pairs": len(pairs), "of": of, "seed": seed},
+        settings={
+            "data": digest(*itertools.chain.from_iterable(pair.texts for pair in pairs)),
+            "task": task.name,
+            "scoring": scoring,
+            "pairs": len(pairs),
+            "of": of,
+            "seed": seed,
+        },
         remarks=(skipped,) if task.skipped else (),
     )
 

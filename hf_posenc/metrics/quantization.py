@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
+from hf_posenc.metrics.evaluation import digest, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.language_modeling.token_losses import (
     TOKENS_PER_BATCH,
@@ -273,7 +273,7 @@ def quantization_test(
             Quantity("change", "change at {position}", style="signed"),
         ),
         rows=("held in",),
-        settings={"causal": causal, "sequences": sequences, "length": length, "seed": seed},
+        settings={"data": digest(*batch), "causal": causal, "sequences": sequences, "length": length, "seed": seed},
         remarks=(
             f"{sequences} sequences of {length} tokens, whose first token stands at the position above the column. "
             "Changes are from the loss in float32 at the same position.",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import evaluation_result, layer_distances, measure_schemes
+from hf_posenc.metrics.evaluation import digest, evaluation_result, layer_distances, measure_schemes
 from hf_posenc.metrics.forward import is_causal, outputs_of, rounding
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
@@ -119,7 +119,13 @@ def sensitivity_test(
         [Quantity(name, heading, style=styles.get(name, "number")) for name, heading in _HEADINGS.items()],
         views=(View(tuple(_HEADINGS)[:-1], shown={"gap": spread(sorted(set(gaps)), 4)}),),
         layers=1,
-        settings={"causal": causal, "tolerance": tolerance, "context": context, "seed": seed},
+        settings={
+            "data": digest(sentences, tokens.passage, str((tokens.nouns, tokens.verbs))),
+            "causal": causal,
+            "tolerance": tolerance,
+            "context": context,
+            "seed": seed,
+        },
         remarks=(_EXPLANATION, _CAUSAL_NOTE if causal else _ENCODER_NOTE),
     )
 
@@ -352,7 +358,8 @@ def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
         if len(known) < needed:
             raise MeasurementError(
                 f"The tokenizer has {len(known)} of the {name} {value!r} as one token, and at least {needed} are "
-                f"needed. Pass material=Material(...) with words of its language."
+                f"needed. Sentences of words of another language can be measured in Python: sensitivity_test with a "
+                "Material of these words."
             )
         words[name] = known[0] if isinstance(value, str) else known
     return TokenizedMaterial(

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hf_posenc.other_names import TABLE_EXTENSION
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding, UnfilledTable
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.patching.request import (
     resolve_native,
@@ -81,7 +82,8 @@ def patch_model(
     config = as_scheme(scheme, **options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
-    place_scheme(transaction, config, part, layers, elsewhere)
+    if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
+        warn_of_random_rows(unfilled, config)
     return model
 
 
@@ -91,8 +93,11 @@ def place_scheme(
     part: str | None = None,
     layers: Iterable[int] | None = None,
     elsewhere: SchemeLike | None = None,
-) -> None:
-    """`patch_model` in a transaction, whose anatomy of the model has been used before."""
+) -> set[UnfilledTable]:
+    """`patch_model` in a transaction, whose anatomy of the model has been used before.
+
+    Returns the tables of the scheme that keep random rows beside a native table.
+    """
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
     previous = transaction.encoding
@@ -107,6 +112,8 @@ def place_scheme(
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
         encoding.record.follow(previous.record)
     transaction.install(encoding)
+    before = () if previous is None else tuple(previous.stacks.values())
+    return {table for stack in encoding.stacks.values() if stack not in before for table in stack.unfilled}
 
 
 def _requested(
@@ -232,6 +239,20 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
             f"{TWO_DIMENSIONAL}",
             stacklevel=4,
+        )
+
+
+def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -> None:
+    """Warns of tables of a new scheme that could have taken over the native one, and have rows that it did not fill."""
+    for table in tables:
+        remedy = f"For a trained model, make them from its own rows: {TABLE_EXTENSION}."
+        if not table.taken:
+            remedy = "To keep the table of a trained model, give the scheme the sizes of the model's own, or 'native'."
+        warnings.warn(
+            f"{table.random} of the {table.rows} rows of the table of {scheme_label(config)!r} are drawn at "
+            f"random: the model's own table has {table.native_rows} rows"
+            f"{'' if table.taken else ', which do not fit'}. {remedy}",
+            stacklevel=3,
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.parts import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
-from hf_posenc.patching.patch import place_scheme
+from hf_posenc.patching.patch import place_scheme, warn_of_random_rows
 from hf_posenc.patching.place.encoding import PositionEncoding, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import new_scheme, place_blend
@@ -142,7 +142,9 @@ def swap_scheme(
             raise ValueError("swap_scheme swaps the scheme of one part. Call it once for each, with part=...")
         fits: list[Fit] = []
         if initialization == "default" or old is None:
-            place(transaction, config, part)
+            unfilled = place(transaction, config, part)
+            if not gradual:
+                warn_of_random_rows(unfilled, config)
         else:
             if scheme_in_part(transaction.encoding, part) is None:
                 place_scheme(transaction, old, part)
@@ -153,11 +155,11 @@ def swap_scheme(
             assert after is not None
             fits = fit_encoding(transaction, before, after, sample, table_extension, part)
         if initialization == "fitted" and not fits and not carried:
-            remedy = " AlibiConfig(learnable=True) has slopes that can be fitted." if config.name == "alibi" else ""
+            remedy = " With the option learnable it has slopes that can be fitted." if config.name == "alibi" else ""
             raise UnsupportedError(
                 f"Nothing of the old scheme ({'unknown' if old is None else old.name}) can be transferred to "
                 f"{config.name!r}: it has no table, distance bias or logit scale with parameters that can be "
-                f"fitted.{remedy} Use initialization='default', gradual=True, or both."
+                f"fitted.{remedy} Use the initialization 'default', a gradual swap, or both."
             )
         if table_extension is not None and not any("extended" in fit.target for fit in fits):
             raise ValueError(

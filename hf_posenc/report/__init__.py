@@ -1,5 +1,6 @@
 """Measurements as records, and everything that is made of records: tables, Markdown, JSON."""
 
+from hf_posenc.report.combination import combine_results
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View
 
-__all__ = ["Quantity", "Record", "Result", "Subject", "View"]
+__all__ = ["Quantity", "Record", "Result", "Subject", "View", "combine_results"]

@@ -145,7 +145,8 @@ class Result:
         subjects: what was measured, in the order of the rows.
         records: the numbers.
         views: the tables; the first is the main one.
-        settings: what was measured with: the model's class, options, data, seed. JSON-ready.
+        settings: what was measured with: the model's name (`model`) and what only holds for it (`of_model`), options,
+            data, seed. JSON-ready.
         remarks: sentences that hold for all rows.
     """
 
@@ -361,7 +362,7 @@ def _table(
                     known = record is not None and record.low is not None and record.high is not None
                     cells.append(f"{record.low:.3f} to {record.high:.3f}" if record and known else _MISSING)
             rows.append(cells)
-    headers = ["scheme", *view.rows]
+    headers = ["model" if "models" in result.settings else "scheme", *view.rows]
     for column in columns:
         headers += [column[1], "95 % interval"] if column in with_interval else [column[1]]
     return headers, rows

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.other_names import hint_for_option
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json
 
@@ -264,7 +265,7 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in options:
         if name not in fields:
-            raise UnknownNameError("option", name, fields, owner=owner)
+            raise UnknownNameError("option", name, fields, owner=owner, hint=hint_for_option(name))
     missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(

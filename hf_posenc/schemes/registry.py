@@ -67,7 +67,9 @@ def get_scheme(name: str) -> type[SchemeConfig]:
         return _SCHEMES[name]
     except KeyError:
         remedy = "For your own scheme, first import the module that registers it; on the command line: --import MODULE."
-        raise UnknownNameError("scheme", str(name), _SCHEMES, hint=hint_for(str(name)), remedy=remedy) from None
+        raise UnknownNameError(
+            "scheme", str(name), _SCHEMES, hint=hint_for(str(name)), listing="`hf-posenc schemes`", remedy=remedy
+        ) from None
 
 
 def registered_configs() -> list[type[SchemeConfig]]:

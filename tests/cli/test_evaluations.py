@@ -207,6 +207,97 @@ def test_a_result_is_drawn_and_is_shown_again_from_its_file(printed, result, cap
     assert figure.read_text().lstrip().startswith("<?xml")
 
 
+@pytest.fixture(scope="module")
+def final(folders, tmp_path_factory):
+    """Folders of equal names: a stock Llama, one patched with ALiBi, and a deeper one."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name, scheme, layers in (("base", "native", 2), ("mine", "alibi", 2), ("deep", "native", 3)):
+        torch.manual_seed(0)
+        model = tiny("LlamaForCausalLM", vocab_size=64, initializer_range=0.2, num_hidden_layers=layers)
+        (model if scheme == "native" else patch_model(model, scheme)).save_pretrained(runs / name / "final")
+        save_tokenizer(runs / name / "final", WORDS)
+    return {name: str(runs / name / "final") for name in ("base", "mine", "deep")}
+
+
+def test_several_models_share_a_table_and_a_figure_with_the_names_of_their_folders(
+    result, final, files, capsys, tmp_path
+):
+    pytest.importorskip("matplotlib")
+    options = f"--text {files['text']} --lengths 16 32 --max-windows 2"
+    figure = tmp_path / "loss.svg"
+    together = result(f"loss {final['base']} {final['mine']} {options}", "--plot", str(figure))
+    assert together.labels == ["base/final", "mine/final"]
+    assert [subject.scheme for subject in together.subjects] == ["native", "alibi"]
+    assert together.title.startswith("2 models: loss of the next token")
+    assert together.table().split("\n")[4].split()[:2] == ["model", "16"]
+    drawn = figure.read_text()
+    assert all(name in drawn for name in ("2 models", "base/final", "mine/final"))
+    assert "LlamaForCausalLM" not in drawn + together.table()
+
+    for name in ("base", "mine"):
+        alone = result(f"loss {final[name]} {options}")
+        assert alone.title.startswith("final: loss")
+        assert [r.value for r in alone.of(quantity="loss")] == [r.value for r in together.of(f"{name}/final", "loss")]
+        alone.save(tmp_path / f"{name}.json")
+    words = [str(tmp_path / "base.json"), str(tmp_path / "mine.json"), "--json", "--plot", str(figure)]
+    assert main(["report", *words]) == 0
+    assert Result.from_dict(json.loads(capsys.readouterr().out)) == together
+    # A further model joins; of the same model, the names of the files tell the results apart.
+    together.save(tmp_path / "both.json")
+    result(f"loss {final['mine']} {options} --schemes none rope").save(tmp_path / "other.json")
+    assert main(["report", str(tmp_path / "both.json"), str(tmp_path / "other.json")]) == 0
+    assert "final: rope" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "mine.json"), str(tmp_path / "other.json")]) == 0
+    assert {"mine", "other: rope"} <= {line.split("  ")[0] for line in capsys.readouterr().out.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["dog", "attention --text {text} --length 16", "sensitivity --gaps 2 --offsets 1 --context 8 --text {text}"],
+)
+def test_layers_of_models_of_other_depths_stand_in_order(printed, result, final, words):
+    name, *options = words.split()
+    command = " ".join([name, final["base"], final["deep"], *options])
+    together = result(command)
+    assert together.labels == ["base/final", "deep/final"]
+    for label, folder in zip(together.labels, ("base", "deep"), strict=True):
+        alone = result(" ".join([name, final[folder], *options]))
+        assert [(r.quantity, r.at, r.value) for r in together.of(label)] == sorted(
+            ((r.quantity, r.at, r.value) for r in alone.of()), key=lambda one: one[1].get("layer", 0)
+        )
+    if name == "dog":
+        headings = printed(command).split("\n")[2]
+        assert headings.index("layer 1") < headings.index("layer 2") < headings.index("layer 3")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ("loss {text} 16", "loss {text} 16 32", "lengths is [16] for the one and [16, 32] for the other"),
+        ("loss {text} 16", "loss {other} 16", "they read other data: another text"),
+        ("loss {text} 16", "dog", "they are of different evaluations, 'loss' and 'dog'"),
+    ],
+)
+def test_what_cannot_share_a_figure_is_refused(result, final, files, capsys, tmp_path, first, second, reason):
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(reversed(Path(files["text"]).read_text().split())))
+    for name, words in (("base", first), ("mine", second)):
+        evaluation, *rest = words.format(text=files["text"], other=other).split()
+        options = f"--text {rest[0]} --max-windows 2 --lengths {' '.join(rest[1:])}" if rest else ""
+        result(f"{evaluation} {final[name]} {options}").save(tmp_path / f"{name}.json")
+    said = refused(capsys, "report", str(tmp_path / "base.json"), str(tmp_path / "mine.json"))
+    assert f"base/final and mine/final cannot share a table or figure: {reason}" in said
+
+
+def test_models_that_cannot_be_compared_are_refused(final, files, capsys):
+    said = refused(capsys, "eval", "loss", final["base"], files["bert"], "--text", files["text"], "--lengths", "16")
+    assert "final and bert0 cannot share a table or figure: one model predicts the next token" in said
+    said = refused(capsys, "eval", "dog", final["base"], final["base"])
+    assert "is named twice" in said
+    said = refused(capsys, "eval", "dog", final["base"], files["vit"])
+    assert said.startswith(f"hf-posenc: error: {files['vit']}: ")
+
+
 def test_the_web_page_has_the_numbers(result, capsys, tmp_path):
     measured = result("loss {llama} --text {text} --lengths 32 --max-windows 2")
     measured.save(tmp_path / "loss.json")
@@ -247,6 +338,7 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
     ("words", "message"),
     [
         ("dog {bert} --schemes alibbi", "Did you mean 'alibi'"),
+        ("dgo {bert}", "Unknown evaluation 'dgo'. Did you mean 'dog'? Known: attention, dog,"),
         ("dog {bert} --sentence one~dog~only", "twice"),
         ("dog {words}", "cannot load"),
         ("loss {llama} --text nowhere.txt", "nowhere.txt"),

@@ -1,13 +1,16 @@
 """`hf-posenc inspect` and `hf-posenc patch`."""
 
 import json
+import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_posenc.cli import main
+from hf_posenc.loading import load_model
 
 from .conftest import save_tokenizer
 from .running import logits, refused
@@ -77,6 +80,38 @@ class TestPatch:
         assert main(["patch", str(longer), "learned", *words]) == 0
         folders = {longer: 128, exported: 128, short: 32}
         assert {folder: AutoTokenizer.from_pretrained(folder).model_max_length for folder in folders} == folders
+
+    def test_a_longer_table_says_that_its_rows_are_random_or_is_made_from_the_old_rows(self, capsys, bert, tmp_path):
+        words = ["patch", bert, "learned", "--option", "num_positions=80", "--output"]
+        said = "48 of the 80 rows of the table of 'learned.*' are drawn at random.*--table-extension repeat"
+        with pytest.warns(UserWarning, match=said):
+            assert main([*words, str(tmp_path / "random")]) == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert main([*words, str(tmp_path / "repeated"), "--table-extension", "repeat"]) == 0
+        tables = [
+            next(iter(load_model(str(tmp_path / name)).position_encoding.stacks.values())).additive.weight
+            for name in ("random", "repeated")
+        ]
+        assert torch.equal(tables[0][:32], tables[1][:32])
+        assert torch.equal(tables[1], tables[0][torch.arange(80) % 32])
+        capsys.readouterr()
+        refusals = {
+            ("--option", "table_extension=repeat"): "--table-extension repeat for `hf-posenc patch`",
+            ("--table-extension", "twice"): "expected one of 'linear', 'spline', 'repeat', 'last'",
+            ("--table-extension", "last", "--layers", "0"): "Omit --layers",
+        }
+        for more, message in refusals.items():
+            command = ["patch", bert, "learned", "--output", str(tmp_path / "none"), *more]
+            assert message in refused(capsys, *command)
+        assert "is for a learned table" in refused(
+            capsys, "patch", bert, "alibi", "--output", str(tmp_path / "none"), "--table-extension", "last"
+        )
+
+    def test_what_a_message_says_to_type_can_be_typed(self, capsys, llama, tmp_path):
+        said = refused(capsys, "patch", llama, "yarn", "--output", str(tmp_path / "none"))
+        option = re.search(r"scaling=\{.*?\}", said)[0].replace("...", "4")
+        assert main(["patch", llama, "rope", "--output", str(tmp_path / "yarn"), "--option", option]) == 0
 
     def test_options_reach_the_scheme(self, llama, tmp_path, capsys):
         from transformers import AutoModelForCausalLM

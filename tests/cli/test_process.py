@@ -57,7 +57,7 @@ class TestProcess:
             *(([*words], ["usage: hf-posenc"]) for words in ([], ["eval"], ["nonsense"], ["patch", "model", "rope"])),
             # A word too many shows the usage of the verb.
             (["plot", "ssmax", "pope"], ["usage: hf-posenc plot ", "unrecognized arguments: pope"]),
-            (["schemes", "--jsno"], ["usage: hf-posenc schemes ", "unrecognized arguments: --jsno"]),
+            (["schemes", "--jsno"], ["usage: hf-posenc schemes ", "arguments: --jsno Did you mean '--json'?"]),
             (["eval", "properties", "--scheme", "rope", "--nonsense"],
              ["usage: hf-posenc eval properties ", "unrecognized arguments: --nonsense"]),
         ],

@@ -55,6 +55,8 @@ class TestSchemes:
     def test_an_unknown_scheme(self, capsys):
         message = refused(capsys, "schemes", "kerpel")
         assert "Did you mean 'kerple'" in message
+        assert len(message) < 400
+        assert "listed by `hf-posenc schemes`" in message
         assert "--import MODULE" in message
 
     @pytest.mark.parametrize("scheme", ["my_scheme", 'composed:parts=["rope", "my_scheme"]'])

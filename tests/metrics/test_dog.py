@@ -39,9 +39,9 @@ def test_a_stock_bert_tells_the_dogs_apart_by_its_table(encoder, of_encoder, wor
     assert (subject.scheme, subject.config["scheme"]) == ("native", "learned")
     assert verdicts(of_encoder, "native") == (False, True)
     assert min(record.value for record in of_encoder.of("native", "cosine")) > 1e-4
-    settings = of_encoder.settings
-    assert (settings["causal"], settings["probe_without_positions"]) == (False, 0.0)
-    assert (settings["first"], settings["second"]) == ([2], [5])
+    of_model = of_encoder.settings["of_model"]
+    assert (of_encoder.settings["causal"], of_model["probe_without_positions"]) == (False, 0.0)
+    assert (of_model["first"], of_model["second"]) == ([2], [5])
     with torch.no_grad():
         ids = torch.tensor([word_tokenizer("The dog chased another dog")["input_ids"]])
         states = encoder(ids, output_hidden_states=True).hidden_states
@@ -101,7 +101,7 @@ def test_in_a_causal_model_the_mask_alone_tells_the_dogs_apart_after_the_embeddi
 
 def test_words_of_several_tokens_are_compared_as_a_whole(encoder, word_tokenizer):
     result = dog_test(encoder, word_tokenizer, ["none", "rope"], "The fox chased another fox", "fox")
-    assert len(result.settings["first"]) == len(result.settings["second"]) == 3
+    assert len(result.settings["of_model"]["first"]) == len(result.settings["of_model"]["second"]) == 3
     assert (verdicts(result, "none"), verdicts(result, "rope")) == ((True, False), (False, True))
 
 

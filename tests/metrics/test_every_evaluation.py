@@ -193,7 +193,7 @@ def test_the_module_of_evaluate_passes_errors_on(load: Any, folders: dict[str, s
         load("generalization").compute(data=["copy"], model=model)
     with pytest.raises(UsageError, match="cannot load"):
         load("minimal-pairs").compute(data=["x"], model=str(tmp_path))
-    with pytest.raises(ValueError, match=r"no evaluation 'los'.*'loss'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown evaluation 'los'\. Did you mean 'loss'"):
         load("los")
-    with pytest.raises(ValueError, match="no evaluation 'properties'"):
+    with pytest.raises(ValueError, match="Unknown evaluation 'properties'"):
         load("properties")

@@ -180,7 +180,7 @@ def test_blocks_are_shuffled_by_themselves():
 
 
 def test_words_the_tokenizer_does_not_know_are_named(byte_tokenizer, tokenizer, tokens, encoder):
-    with pytest.raises(MeasurementError, match=r"has 1 of the nouns .* Pass material"):
+    with pytest.raises(MeasurementError, match=r"has 1 of the nouns .* with a Material of these words"):
         tokenize_material(byte_tokenizer, ENGLISH)
     with pytest.raises(MeasurementError, match="the another 'anotherword'"):
         tokenize_material(tokenizer, dataclasses.replace(ENGLISH, another="anotherword"))

@@ -39,8 +39,8 @@ VERBS: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize(
     ("name", "path", "words"),
     [
-        ("audio-text-whisper", "encoder", ("is a part of a model and is saved with it", "`part=` chooses the part")),
-        ("audio-text-whisper", "decoder", ("is a part of a model and is saved with it", "`part=` chooses the part")),
+        ("audio-text-whisper", "encoder", ("is a part of a model and is saved with it", "`part` chooses the part")),
+        ("audio-text-whisper", "decoder", ("is a part of a model and is saved with it", "`part` chooses the part")),
         ("seq2seq-bart", "decoder", ("Patch the whole model",)),
     ],
 )

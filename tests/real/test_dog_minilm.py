@@ -32,7 +32,7 @@ def schemes(result, quantity):
 
 
 def test_the_published_form_holds_on_the_embeddings_of_a_pretrained_model(result):
-    settings = result.settings
+    settings = result.settings["of_model"]
     assert settings["probe_without_positions"] == 0.0
     assert [settings["tokens"][index] for index in settings["first"] + settings["second"]] == ["dog", "dog"]
     for subject in result.subjects:

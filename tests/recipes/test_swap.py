@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.parts import LogitBias
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
+from tests.models import tiny
 
 torch.set_num_threads(1)
 
@@ -97,6 +100,29 @@ def test_a_longer_table_is_extended_from_the_native_one(extension):
     assert torch.equal(_additive(model).weight, extended_rows(native, 4 * positions, extension))
     assert swap.fits[0].covers == positions
     outputs(model, ARCHITECTURES["bert"], tokens(length=2 * positions))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "said"),
+    [
+        ("bert", LearnedConfig(num_positions=256), r"192 of the 256 rows.*own table has 64 rows\. .*swap_scheme"),
+        ("bert", LearnedConfig(num_positions=256, extension="interpolate"), None),
+        ("bert", LearnedConfig(num_positions=32), None),
+        ("bert", "t5", None),
+        ("t5", T5Config(num_buckets=64), r"64 of the 64 rows.*has 32 rows, which do not fit\. .*'native'"),
+        ("t5", T5Config(), None),
+        ("t5", "kerple", None),
+    ],
+)
+def test_rows_that_stay_random_beside_a_native_table_are_said(family, scheme, said):
+    kinds = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = patch_model(tiny(kinds[family]), scheme)
+        patch_model(model, scheme)  # what is in force stays, and nothing is said again
+    found = [str(warning.message) for warning in caught if "at random" in str(warning.message)]
+    assert len(found) == (said is not None)
+    assert said is None or re.search(said, found[0])
 
 
 def test_rows_between_rows():
@@ -313,7 +339,7 @@ def test_the_default_is_what_patch_model_does():
 @pytest.mark.parametrize(
     ("old", "scheme", "options", "error", "message"),
     [
-        (None, "alibi", {"initialization": "fitted"}, UnsupportedError, "learnable=True"),
+        (None, "alibi", {"initialization": "fitted"}, UnsupportedError, "option learnable"),
         (None, "none", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
         ("none", "t5", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
         (None, "shaw", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),

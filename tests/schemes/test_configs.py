@@ -8,7 +8,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-import hf_posenc
 from hf_posenc import other_names
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes import (
@@ -35,7 +34,8 @@ from hf_posenc.schemes import (
     registry as registry_module,
     scheme_from_dict,
 )
-from hf_posenc.schemes.config import constructor_example
+from hf_posenc.schemes.config import required_options
+from hf_posenc.schemes.rotary.scaling import RopeScaling
 
 from .table import positions_of
 
@@ -68,8 +68,8 @@ def test_unknown_schemes_are_refused_with_a_hint():
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("RoPE", "Did you mean 'rope'? Known"),
-        ("ALiBi", "Did you mean 'alibi'? Known"),
+        ("RoPE", "Did you mean 'rope'? All"),
+        ("ALiBi", "Did you mean 'alibi'? All"),
         ("NoPE", "Did you mean 'none'?"),
         ("fox", "Did you mean 'forget_gate'?"),
         ("cable", "Did you mean 'forget_gate'?"),
@@ -80,9 +80,9 @@ def test_unknown_schemes_are_refused_with_a_hint():
         ("lerope", "Did you mean 'learned_rope'?"),
         ("wpe", "Did you mean 'learned'?"),
         ("relative", "Did you mean 'shaw' or 't5'"),
-        ("yarn", "RopeConfig(scaling=YarnScaling(factor=..., original_max_positions=...))"),
-        ("pi", "RopeConfig(scaling=LinearScaling(factor=...))"),
-        ("ntk", "RopeConfig(scaling=NtkScaling(factor=...))"),
+        ("yarn", 'scaling={"type": "yarn", "factor": ..., "original_max_positions": ...}'),
+        ("pi", 'scaling={"type": "linear", "factor": ...}'),
+        ("ntk", 'scaling={"type": "ntk", "factor": ...}'),
         ("drope", "hf_posenc.recipes.drope(total_steps)"),
     ],
 )
@@ -95,8 +95,8 @@ def test_words_of_the_field_lead_to_the_scheme(word, hint):
 
 @pytest.mark.parametrize("example", sorted(set(other_names._SCALINGS.values())))
 def test_every_scaling_in_a_hint_is_written_with_the_options_it_needs(example):
-    scaling = getattr(hf_posenc, example.partition("(")[0])
-    assert constructor_example(scaling) == example
+    kind, *options = example
+    assert options == required_options(RopeScaling.type_named(kind))
 
 
 def test_every_hint_names_something_that_exists():

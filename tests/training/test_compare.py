@@ -21,6 +21,8 @@ import torch
 from filelock import FileLock
 
 from docs.study import archive
+from hf_posenc.cli import main
+from hf_posenc.report import Result
 from tests.fresh import run_fresh
 from tests.thinning import mostly_slow
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch, study_figures, study_runs, study_words
@@ -107,13 +109,16 @@ def test_schemes_and_seeds_differ_and_the_unpatched_model_is_the_control(runs: d
     assert runs["masked-rope-0"]["dog"]["layers"][-1] > 1e-4
 
 
-def test_saved_models_come_back_in_a_fresh_process(finished: Path) -> None:
+def test_saved_models_come_back_and_are_compared(finished: Path, capsys: Any) -> None:
     folder = finished / "models" / "masked-rope-seed1"
     done = run_fresh(
         "import hf_posenc, sys, torch; from transformers import AutoModelForMaskedLM as M;"
         f"m = M.from_pretrained({str(folder)!r}); print(type(m).__name__, m.position_encoding.config.name)"
     )
     assert done.stdout.split() == ["BertForMaskedLM", "rope"]
+    other = folder.with_name("masked-none-seed1")
+    assert main(["eval", "dog", str(folder), str(other), "--sentence", "dog dog", "--json"]) == 0
+    assert Result.from_dict(json.loads(capsys.readouterr().out)).labels == [folder.name, other.name]
     assert (folder / "README.md").exists()
     assert (finished / "models" / "masked-native-seed1" / "tokenizer_config.json").exists()
 
@@ -125,7 +130,12 @@ def test_a_finished_study_is_not_trained_again(
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert compare.main(three_tasks(text_folder, finished)) == 0
     assert study_figures(finished) == before
-    assert "report.html" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "report.html" in said
+    for command in ("loss {}/causal-* --text FILE --lengths 16 32 64", "generalization {}/repeated_copy-* --task rep"):
+        assert f"  hf-posenc eval {command.format(finished / 'models')}" in said
+    assert compare.main(three_tasks(text_folder, finished, save_models=None)) == 0
+    assert "were not kept" in capsys.readouterr().out
     # Threads are those of the trainings, and not of the last start.
     assert json.loads((finished / "results.json").read_text())["machine"]["threads_per_run"] == 1
 

@@ -157,7 +157,7 @@ def test_a_folder_with_other_files_is_left_alone(texts: Path, tmp_path: Path, ca
         ),
         ({"gradual_steps": 4, "lora": "true"}, "use one of them"),
         ({"scheme": None, "initialization": "fitted"}, "give --scheme"),
-        ({"scheme": "alibi", "initialization": "fitted"}, "learnable=True"),
+        ({"scheme": "alibi", "initialization": "fitted"}, "option learnable"),
         ({"distill_weight": 0.3}, "without --distill"),
         (FROM_SCRATCH | {"distill": "true"}, "--model_name_or_path"),
     ],

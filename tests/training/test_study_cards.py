@@ -119,7 +119,10 @@ def test_a_loss_that_is_no_number_is_no_result_and_other_text_has_an_unknown_lic
     ]  # fmt: skip
     assert "licence of this text is not recorded" in card.text
     assert "government" not in card.text
-    assert card.data.language is None
+    assert (card.data.language, card.data.license) == (None, None)
+    assert "not useful" not in card.text
+    assert "fixtures" not in card.text
+    assert ", trained to predict the next token (seed 0). They\nwere trained to compare" in card.text
 
 
 def test_a_card_lies_beside_a_model_that_loads_with_it(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import EvalResult, ModelCard
 
 from hf_posenc.checkpoint.cards import card_data, loading_section, pipeline_tag, scheme_section
+from hf_posenc.metrics.images.pictures import DIGITS_SOURCE
 from hf_posenc.report import Record, Result
 from training.data.loading import DEFAULT_PACKAGE
 from training.files import write_text
@@ -56,6 +57,8 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
     task, first = study.tasks[result.task], runs[0]
     corpus = study.corpus if task.kind in ("language_modeling", "embedding") else None
     default_text = corpus is not None and corpus["source"] == f"Python package {DEFAULT_PACKAGE}"
+    own_pictures = task.pictures is not None and task.pictures["source"] != DIGITS_SOURCE
+    own_data = own_pictures or (corpus is not None and not default_text)
     dataset: dict[str, Any] = {"dataset_type": "synthetic", "dataset_name": f"Synthetic task '{result.task}'"}
     if corpus is not None:
         source = DEFAULT_PACKAGE if default_text else corpus["source"]
@@ -68,7 +71,8 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
         task.model,
         first.config["scheme"] if first.config is not None else "unpatched",
         tags=[result.task.replace("_", "-")],
-        license="apache-2.0" if task.pretrained is None else None,
+        # What the models may be used for depends on the data, whose licence is not known.
+        license="apache-2.0" if task.pretrained is None and not own_data else None,
         language="en" if default_text else None,
         eval_results=[
             EvalResult(
@@ -102,6 +106,7 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
         scheme=scheme_section(first.config, task.model) if first.config is not None else "",
         corpus=corpus,
         default_text=default_text,
+        own_data=own_data,
         results=replace(result, title="", subjects=tuple(compared), records=tuple(shown)).table(markdown=True),
         control=control,
         loading=loading_section(

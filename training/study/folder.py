@@ -86,8 +86,9 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
         result = cell.result()
         if needed and result and result["status"] == FINISHED and not cell.model_folder.exists():
             raise SettingsError(
-                f"{cell.name} has ended in {cell.study.output_dir}, and its model is not there. Drop --save_models (or "
-                "the schemes that start from it), or name another --output_dir."
+                f"{cell.name} has ended in {cell.study.output_dir}, and its model is not there. Remove {cell.folder} "
+                "to train it again with the same result, drop --save_models (or the schemes that start from it), or "
+                "name another --output_dir."
             )
     for path, wanted in new.items():
         # The result of a scheme that could not be trained, perhaps because of an error in its code.

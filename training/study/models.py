@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
-from hf_posenc import UnknownNameError, patch_model, unpatch_model
+from hf_posenc import patch_model, unpatch_model
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.metrics.generalization.examples import end_token
 from hf_posenc.recipes import Swap, frozen_teacher
 from training.errors import SettingsError
-from training.starting_model import build_model as starting_model, check_overrides, weights_digest
+from training.starting_model import build_model as starting_model, check_overrides, unknown_architecture, weights_digest
 from training.study.corpus import starting_arguments
 from training.study.settings import StudySettings, TrainingSettings
 
@@ -165,7 +165,7 @@ def _built(
 
 def _stock_config(model_type: str) -> PreTrainedConfig:
     if model_type not in CONFIG_MAPPING:
-        raise SettingsError(f"--model_type: {UnknownNameError('architecture', model_type, CONFIG_MAPPING)}")
+        raise SettingsError(f"--model_type: {unknown_architecture(model_type)}")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
     except _NOT_BUILT as error:

@@ -154,7 +154,8 @@ class TrainingSettings(BaseModel):
             if name in _TAKEN or name in TrainingSettings.model_fields:
                 raise ValueError(f"trainer has {name!r}, which has a setting of the study itself.")
             if name not in TrainingArguments.__dataclass_fields__:
-                raise ValueError(str(UnknownNameError("argument", name, TrainingArguments.__dataclass_fields__)))
+                known = TrainingArguments.__dataclass_fields__
+                raise ValueError(str(UnknownNameError("argument", name, known, listing="help(TrainingArguments)")))
         return self
 
     @property
@@ -401,7 +402,8 @@ def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
         place = ".".join(map(str, problem["loc"]))
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             known = SwapArguments.__dataclass_fields__ if "swap" in problem["loc"] else kind.model_fields
-            raise SettingsError(f"{where}: {UnknownNameError('setting', str(problem['loc'][-1]), known)}") from error
+            unknown = UnknownNameError("setting", str(problem["loc"][-1]), known, listing="--help")
+            raise SettingsError(f"{where}: {unknown}") from error
         named = f"--{place} is {problem['input']!r}: " if place else ""
         raise SettingsError(f"{where}: {named}{problem['msg'].removeprefix('Value error, ')}") from error
 
@@ -431,7 +433,8 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         parser.add_argument(*flags, dest=name, help=text, **boolean)
     parsed, others = parser.parse_known_args(arguments)
     if others:
-        raise SettingsError(str(UnknownNameError("option", others[0].partition("=")[0].lstrip("-"), settings)))
+        option = others[0].partition("=")[0].lstrip("-")
+        raise SettingsError(str(UnknownNameError("option", option, settings, listing="--help")))
     given = {}
     for name, words in vars(parsed).items():
         # Text is read as it stands: a folder may be called 2024.

@@ -18,6 +18,7 @@ from hf_posenc.installation import require
 #: 1,797 pictures of 8 x 8 pixels by 43 writers (E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten
 #: Digits", UCI Machine Learning Repository), which install with scikit-learn.
 DIGITS = "digits"
+DIGITS_SOURCE = "scikit-learn's digits"
 #: By their usual names in datasets.
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "pixel_values"), ("label", "labels", "fine_label")
 
@@ -139,7 +140,7 @@ def _digits() -> Pictures:
     digits = load_digits()
     pictures = torch.from_numpy(digits.images).float()[:, None] / 16
     classes = tuple(str(number) for number in digits.target_names)
-    return Pictures("scikit-learn's digits", list(pictures), tuple(int(label) for label in digits.target), classes)
+    return Pictures(DIGITS_SOURCE, list(pictures), tuple(int(label) for label in digits.target), classes)
 
 
 def resized(picture: Tensor, resolution: int, channels: int) -> Tensor:

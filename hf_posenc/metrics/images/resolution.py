@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.evaluation import Measured, evaluation_result, measure_as_is, measure_schemes
+from hf_posenc.metrics.evaluation import Measured, digest, evaluation_result, measure_as_is, measure_schemes
 from hf_posenc.metrics.images.patches import PatchSize, run_images
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
 from hf_posenc.metrics.statistics import wilson_interval
@@ -192,6 +192,12 @@ def _result(model: Any, pictures: Pictures, measured: Measured, **settings: Any)
             Quantity("loss", "loss at {resolution}", style="loss"),
         ),
         views=(View(("accuracy",)), View(("loss",))),
-        settings={"pictures": pictures.source, "count": len(pictures), "resolutions": resolutions, **settings},
+        settings={
+            "data": digest(str(pictures.labels)),
+            "pictures": pictures.source,
+            "count": len(pictures),
+            "resolutions": resolutions,
+            **settings,
+        },
         remarks=("Intervals are 95 % Wilson intervals over the pictures.",),
     )

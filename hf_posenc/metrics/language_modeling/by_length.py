@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError
-from hf_posenc.metrics.evaluation import evaluation_result, measure_schemes
+from hf_posenc.metrics.evaluation import digest, evaluation_result, measure_schemes
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.language_modeling.token_losses import (
     IGNORED,
@@ -403,6 +403,7 @@ def text_losses(
         ),
         views=[View((quantity, f"sliding_{quantity}"), title) for quantity, title in titles.items()],
         settings={
+            "data": digest(*batch),
             "causal": causal,
             "lengths": list(lengths),
             "windows": count,

@@ -80,7 +80,7 @@ class PatchReport:
             lines.append(f"  context: {self.context}")
         if self.untouched:
             patched = " and ".join(dict.fromkeys(stack.part for stack in self.stacks))
-            lines.append(f"  part: {patched}; {', '.join(self.untouched)} unchanged (choose with part=...)")
+            lines.append(f"  part: {patched}; {', '.join(self.untouched)} unchanged (choose with the option part)")
         for stack in self.stacks:
             lines.append(f"  {stack.name}: {len(stack.attention_layers)} attention layers")
             if stack.positions:

@@ -50,8 +50,8 @@ def _refuse_part(model: PreTrainedModel) -> None:
     if is_part(model):
         raise UnsupportedError(
             f"{type(model).__name__} is a part of a model and is saved with it, so a scheme in this part alone would "
-            "be lost. Patch the whole model (`layers=` and `elsewhere=` choose layers; in a model of several "
-            "modalities, `part=` chooses the part)."
+            "be lost. Patch the whole model (the options `layers` and `elsewhere` choose layers; in a model "
+            "of several modalities, `part` chooses the part)."
         )
 
 

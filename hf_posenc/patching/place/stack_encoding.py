@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.layer_context import build_context, execution_device, with_layout
@@ -35,6 +36,17 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "logit_bias": (DistanceBias, PairwiseBias),
     "logit_scale": (LogitScale,),
 }
+
+
+class UnfilledTable(NamedTuple):
+    """A table of a scheme that keeps random rows: how many, of how many, and of how many the native table has; and
+    whether the native table was taken over at all.
+    """
+
+    random: int
+    rows: int
+    native_rows: int
+    taken: bool
 
 
 class StackEncoding(nn.Module):
@@ -65,6 +77,8 @@ class StackEncoding(nn.Module):
         self.layers: list[LayerEncoding] = []
         #: The native weights that parts took over when they were first placed; `None` before that.
         self.adopted: list[str] | None = None
+        #: What native tables did not fill of the tables that could have taken them over.
+        self.unfilled: list[UnfilledTable] = []
         self._built: dict[Hashable, SchemeParts] = {}
         self._build(config, stack)
 
@@ -167,15 +181,30 @@ class StackEncoding(nn.Module):
         vectors = None if self.additive is None else stack.layout.native_vectors(stack, self.additive)
         if self.additive is not None and vectors is not None:
             table, path = vectors
-            if table.device.type != "meta" and self.additive.adopt(table):
+            if table.device.type != "meta" and self._takes_over(self.additive, table):
                 adopted.append(f"additive: {path}")
-        for attention, layer in zip(stack.attentions, self.layers, strict=True):
+        for index, (attention, layer) in enumerate(zip(stack.attentions, self.layers, strict=True)):
             native = stack.layout.native_bias(stack, attention)
             if layer.logit_bias is None or native is None or native.device.type == "meta":
                 continue
-            if layer.logit_bias.adopt(native):
+            # The other layers copy the same numbers into a part that they share.
+            first = all(layer.logit_bias is not other.logit_bias for other in self.layers[:index])
+            if self._takes_over(layer.logit_bias, native) if first else layer.logit_bias.adopt(native):
                 adopted.append(f"logit_bias: {attention.path}")
         return adopted
+
+    def _takes_over(self, part: Part, native: Tensor) -> bool:
+        """Whether a part copies a native table; notes the rows that keep their random numbers."""
+        before = {name: weight.detach().clone() for name, weight in part.named_parameters()}
+        taken = bool(part.adopt(native))
+        for name, weight in part.named_parameters():
+            rows = (weight.detach() == before[name]).all(-1) if weight.ndim else weight.new_zeros(())
+            # Tables of another kind, such as that of DeBERTa for T5's buckets, are not expected to fit.
+            same_kind = weight.shape[-1:] == native.shape[-1:] and native.ndim - weight.ndim in (0, 1)
+            unfilled = UnfilledTable(int(rows.sum()), rows.numel(), math.prod(native.shape[:-1]), taken)
+            if same_kind and unfilled.random and type(part).adopt is not Part.adopt and unfilled not in self.unfilled:
+                self.unfilled.append(unfilled)
+        return taken
 
 
 def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:

@@ -277,7 +277,7 @@ class StackRecord:
                 own = target.get_parameter(name)
                 own.copy_(parameter)
                 own.requires_grad_(parameter.requires_grad)
-        encoding.adopted = self.encoding.adopted
+        encoding.adopted, encoding.unfilled = self.encoding.adopted, self.encoding.unfilled
 
     def note_trainable(self) -> None:
         """Records which weights of the stack are trained."""

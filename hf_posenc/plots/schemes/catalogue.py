@@ -34,7 +34,7 @@ def kind_named(name: str) -> FigureKind:
     """
     by_name = {kind.name: kind for kind in KINDS}
     if name not in by_name:
-        raise UnknownNameError("kind of figure", name, by_name)
+        raise UnknownNameError("kind of figure", name, by_name, listing="`hf-posenc plot SCHEME --list`")
     return by_name[name]
 
 
