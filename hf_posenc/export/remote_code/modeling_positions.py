@@ -43,8 +43,8 @@ GUARD = (
 class LearnedVectors(nn.Embedding):
     """A trained vector for each position, as in BERT and GPT-2. Row `offset` is that of position 0."""
 
-    def __init__(self, hidden_size: int, rows: int, offset: int) -> None:
-        super().__init__(rows, hidden_size)
+    def __init__(self, width: int, rows: int, offset: int) -> None:
+        super().__init__(rows, width)
         self.offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class SinusoidalVectors(nn.Module):
     """Sines and cosines of the position (arXiv:1706.03762). `frequencies` are radians per position."""
 
     def __init__(
-        self, hidden_size: int, frequencies: list[float], dtype: str, layout: str, scale: float, offset: int
+        self, width: int, frequencies: list[float], dtype: str, layout: str, scale: float, offset: int
     ) -> None:
         super().__init__()
         self.frequencies, self.dtype, self.layout = frequencies, getattr(torch, dtype), layout
@@ -255,12 +255,12 @@ class Positions(nn.Module):
     The position of a token is its `position_ids`, or its number among the tokens that `attention_mask` does not hide.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, width: int) -> None:
         super().__init__()
         parts = config.position_parts
         self.num_layers = config.num_hidden_layers
         self.first_row = parts["first_row"]
-        self.vectors = self._made(VECTORS, parts["vectors"], config.hidden_size)
+        self.vectors = self._made(VECTORS, parts["vectors"], width)
         self.rotation = None if parts["rotation"] is None else Rotation(**parts["rotation"])
         biases = [] if parts["bias"] is None else [parts["bias"]] * (1 if parts["shared"] else self.num_layers)
         #: Whether `attend` has to turn queries and keys. A decoder does so by itself, with the module in `rotary_emb`.
@@ -447,7 +447,9 @@ class PositionedModel:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        positions = Positions(config)
+        if hasattr(self.base_model, "positions"):  # type: ignore[attr-defined]
+            return  # `AutoModel` has made it, for a head that is the same for many models.
+        positions = Positions(config, self.get_input_embeddings().embedding_dim)  # type: ignore[attr-defined]
         for module in positions.modules():
             self._init_weights(module)
         positions.install(self.base_model)  # type: ignore[attr-defined]

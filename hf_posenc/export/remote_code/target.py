@@ -41,6 +41,8 @@ TEMPLATE = Path(__file__).with_name("modeling_positions.py")
 #: Where the attention layers are in the base model, and the heads that such models have beside `AutoModel`.
 _DECODER = "layers.{}.self_attn"
 _ENCODER = "encoder.layer.{}.attention.self"
+#: Number of tokens of a compared call with padding.
+_PADDED = 24
 _HEADS = {
     _DECODER: ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"),
     _ENCODER: ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice"),
@@ -81,11 +83,14 @@ class RemoteCodeExport(StockExport):
         (self.draft / TEMPLATE.name).write_text(form.code, encoding="utf-8")
 
     def checks(self, form: StockForm) -> Iterator[Check]:
-        """Compares with padding, too."""
+        """Compares with padding, too: on the left in a decoder, on the right in an encoder, as heads that pool expect."""
         yield from super().checks(form)
+        mask = torch.ones(1, _PADDED, dtype=torch.int64)
+        mask[:, : _PADDED // 3] = 0
+        masks = [mask if self.parts.stacks[0][0].causal else mask.flip(-1)]
         written, runtime = self._loaded(form), f"transformers {transformers.__version__}"
         yield from plain_checks(
-            float32_reference(self.model), _masks(), lambda inputs, _: run_plain(written, inputs), runtime, TOLERANCE
+            float32_reference(self.model), masks, lambda inputs, _: run_plain(written, inputs), runtime, TOLERANCE
         )
 
     def usage(self, form: StockForm) -> str:
@@ -95,13 +100,6 @@ class RemoteCodeExport(StockExport):
             f"Read `{TEMPLATE.name}` before you run it. It is the code of this model.\n\n```python\nfrom transformers "
             f'import {auto}\n\nmodel = {auto}.from_pretrained("{{folder}}", trust_remote_code=True)\n```'
         )
-
-
-def _masks() -> list[Tensor]:
-    """Padding on the left, and on the right."""
-    left = torch.ones(2, 23, dtype=torch.int64)
-    left[0, :9] = 0
-    return [left, left.flip(-1)]
 
 
 def remote_code(parts: ModelParts) -> RemoteForm:
@@ -120,6 +118,9 @@ def remote_code(parts: ModelParts) -> RemoteForm:
         del state[f"{prefix}{table.path}.weight"]
     if any(layer.parts.logit_scale is not None for layer in parts.layers):
         raise UnsupportedError("The file has no factor of the logits, which the scheme multiplies them with.")
+    width = model.get_input_embeddings().embedding_dim
+    if encoding.additive is not None and width != stack.hidden_size:
+        raise UnsupportedError(f"The file adds vectors to the token embeddings, which are {width} wide in a {name}.")
     biases = [layer.parts.logit_bias for layer in parts.layers]
     distinct = list({id(bias): bias for bias in biases}.values())
     if len(distinct) not in (1, len(biases)) or len({repr(_options(_BIASES, bias)) for bias in biases}) > 1:
@@ -173,9 +174,10 @@ def _config(parts: ModelParts, kind: str) -> Any:
     heads = {auto: one.__name__ for auto, one in found.items() if isinstance(one, type)}
     code = TEMPLATE.read_text(encoding="utf-8") + _CONFIG.format(config=config_name, type=stock.model_type)
     code += "".join(_CLASS.format(config=config_name, name=name) for name in dict.fromkeys(heads.values()))
-    # Dataclasses and type hints look their module up by name.
-    module = types.ModuleType(f"{__package__}.{stock.model_type}")
-    module.CODE = code  # type: ignore[attr-defined]
+    code += _BASE.format(config=config_name, base=heads["AutoModel"])
+    # Dataclasses and type hints look their module up by name, and `save_pretrained` its file.
+    module: Any = types.ModuleType(f"{__package__}.{stock.model_type}.{TEMPLATE.stem}")
+    module.CODE, module.__file__ = code, str(TEMPLATE)
     sys.modules[module.__name__] = module
     exec(compile(code, TEMPLATE.name, "exec"), vars(module))
     fields = {name: value for name, value in stock.to_dict().items() if name not in ("model_type", "architectures")}
@@ -198,6 +200,12 @@ _CLASS = '''
 
 class Positioned{name}(PositionedModel, transformers.{name}):
     config_class = Positioned{config}
+'''
+_BASE = '''
+
+# Some heads make their base model with AutoModel.
+Positioned{base}.register_for_auto_class("AutoModel")
+transformers.AutoModel.register(Positioned{config}, Positioned{base})
 '''
 
 
