@@ -102,6 +102,10 @@ TARGETS = (
 )
 
 
+#: Those that transformers loads, also by the name of a repository.
+OF_TRANSFORMERS = ("stock", "remote_code")
+
+
 def find_target(name: str) -> Target:
     """Looks a target up.
 

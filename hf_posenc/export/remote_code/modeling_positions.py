@@ -171,6 +171,22 @@ class T5Bias(DistanceBias, nn.Embedding):
         return (distance > 0).long() * count * self.bidirectional + torch.where(steps < exact, steps, wide)
 
 
+class Projected(torch.autograd.Function):
+    """Clamps numbers, and drops only the gradients that would move them further out of the range."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, smallest: float, largest: float) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.range = smallest, largest
+        return numbers.clamp(smallest, largest)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (numbers,), (smallest, largest) = ctx.saved_tensors, ctx.range
+        outward = ((numbers < smallest) & (gradient > 0)) | ((numbers > largest) & (gradient < 0))
+        return gradient.masked_fill(outward, 0.0), None, None
+
+
 class KerpleBias(DistanceBias):
     """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with trained numbers per head (arXiv:2205.09921)."""
 
@@ -195,7 +211,8 @@ class KerpleBias(DistanceBias):
         return -r1 * (torch.log1p(r2 * steps) if self.variant == "log" else steps**r2)
 
     def _within(self, numbers: Tensor, like: Tensor, largest: float) -> Tensor:
-        return numbers.to(like).clamp(self.minimum, largest).view(-1, 1, 1)
+        numbers: Tensor = Projected.apply(numbers.to(like), self.minimum, largest)
+        return numbers.view(-1, 1, 1)
 
 
 class ConstantGateBias(DistanceBias):
@@ -402,7 +419,9 @@ def attend(
         is_causal = module.is_causal if is_causal is None else is_causal
         attention_mask = with_bias(attention_mask, pairs, is_causal, query.dtype)
     stock = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, stock)(module, query, key, value, attention_mask, *args, **kwargs)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, stock)(
+        module, query, key, value, attention_mask, *args, **kwargs
+    )
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)

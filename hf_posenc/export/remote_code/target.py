@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.carriers import Carrier
 from hf_posenc.export.comparison import float32_reference
@@ -126,7 +127,7 @@ def remote_code(parts: ModelParts) -> RemoteForm:
     if len(distinct) not in (1, len(biases)) or len({repr(_options(_BIASES, bias)) for bias in biases}) > 1:
         raise UnsupportedError("The layers have different biases, and the file has one kind for all of them.")
     config = _config(parts, kind)
-    config.position_parts = {
+    of_file = {
         "scheme": parts.label,
         "vectors": _options(_VECTORS, encoding.additive),
         "rotation": _rotation(parts, kind, state),
@@ -134,6 +135,7 @@ def remote_code(parts: ModelParts) -> RemoteForm:
         "shared": len(distinct) == 1,
         "first_row": table_origin(stack.tables[0].module) if stack.tables else 0,
     }
+    setattr(config, REMOTE_CODE, of_file)
     learned: dict[str, nn.Module | None] = {"vectors": encoding.additive}
     learned |= {f"biases.{index}": bias for index, bias in enumerate(distinct)}
     for place, part in learned.items():
@@ -188,25 +190,25 @@ def _config(parts: ModelParts, kind: str) -> Any:
     return config
 
 
-_CONFIG = '''
+_CONFIG = """
 
 # The classes of this checkpoint
 
 
 class Positioned{config}(PositionedConfig, transformers.{config}):
     model_type = "{type}_with_positions"
-'''
-_CLASS = '''
+"""
+_CLASS = """
 
 class Positioned{name}(PositionedModel, transformers.{name}):
     config_class = Positioned{config}
-'''
-_BASE = '''
+"""
+_BASE = """
 
 # Some heads make their base model with AutoModel.
 Positioned{base}.register_for_auto_class("AutoModel")
 transformers.AutoModel.register(Positioned{config}, Positioned{base})
-'''
+"""
 
 
 def _rotation(parts: ModelParts, kind: str, state: dict[str, Tensor]) -> dict[str, Any] | None:
