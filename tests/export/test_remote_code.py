@@ -217,7 +217,7 @@ def test_what_the_file_cannot_carry_is_refused_with_the_reason(case: str, tmp_pa
 
 
 def test_other_refusals_propose_it(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="export it to 'remote_code'.*PositionedLlamaForCausalLM"):
+    with pytest.raises(UnsupportedError, match=r"export it to 'remote_code'.*PositionedLlamaForCausalLM"):
         hf_posenc.export_model(visible("LlamaForCausalLM", "kerple"), tmp_path / "export")
 
 

@@ -2,8 +2,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-The layers are those of the stock class. `position_parts` in config.json says which parts of this file act instead of the
-stock positions:
+The layers are those of the stock class. `position_parts` in config.json says which parts of this file act instead of
+its positions:
 
 - `vectors` are added to the token embeddings;
 - `rotation` turns queries and keys;
@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -188,7 +188,7 @@ class Projected(torch.autograd.Function):
 
 
 class KerpleBias(DistanceBias):
-    """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with trained numbers per head (arXiv:2205.09921)."""
+    """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, both trained per head (arXiv:2205.09921)."""
 
     def __init__(self, config: Any, variant: str, exponent: float | None, minimum: float) -> None:
         super().__init__()
@@ -206,13 +206,14 @@ class KerpleBias(DistanceBias):
         steps = distance.abs().float()
         r1 = self._within(self.r1, steps, math.inf)
         if self.r2 is None:
+            assert self.exponent is not None
             return -r1 * steps**self.exponent
         r2 = self._within(self.r2, steps, math.inf if self.variant == "log" else 2.0)
         return -r1 * (torch.log1p(r2 * steps) if self.variant == "log" else steps**r2)
 
     def _within(self, numbers: Tensor, like: Tensor, largest: float) -> Tensor:
-        numbers: Tensor = Projected.apply(numbers.to(like), self.minimum, largest)
-        return numbers.view(-1, 1, 1)
+        found: Tensor = Projected.apply(numbers.to(like), self.minimum, largest)
+        return found.view(-1, 1, 1)
 
 
 class ConstantGateBias(DistanceBias):
@@ -285,7 +286,7 @@ class Positions(nn.Module):
         self.biases = nn.ModuleList(self._made(BIASES, options, config) for options in biases)
 
     @staticmethod
-    def _made(kinds: dict[str, Callable[..., nn.Module]], options: dict[str, Any] | None, place: Any) -> Any:
+    def _made(kinds: Mapping[str, Callable[..., nn.Module]], options: dict[str, Any] | None, place: Any) -> Any:
         if options is None:
             return None
         return kinds[options["kind"]](place, **{name: value for name, value in options.items() if name != "kind"})
@@ -311,9 +312,9 @@ class Positions(nn.Module):
         """Finds the positions of new tokens, -1 at padding, adds their vectors, and passes them to the layers."""
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         ids, embeddings, mask = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-        if (ids is None) == (embeddings is None):
-            return None  # The stock model says what is wrong.
         given = embeddings if ids is None else ids
+        if given is None:
+            return None  # The stock model says what is wrong.
         length, cache = given.shape[1], cache_of(kwargs)
         start = 0 if cache is None else cache.get_seq_length()
         stop = start + length
@@ -345,9 +346,10 @@ class Positions(nn.Module):
         positions = kwargs.pop("token_positions").to(hidden_states.device)
         phases = bias = None
         if self.rotates_heads:
+            assert self.rotation is not None
             phases = self.rotation(hidden_states, positions.clamp(min=0))
         if self.biases:
-            part = self.biases[min(index, len(self.biases) - 1)]
+            part: Any = self.biases[min(index, len(self.biases) - 1)]
             features = part.features(hidden_states, positions)
             if (cache := cache_of(kwargs)) is not None:
                 features = self.remembered(cache, index, features.expand(len(hidden_states), -1, -1, -1))
@@ -418,10 +420,9 @@ def attend(
         is_causal = kwargs.get("is_causal")
         is_causal = module.is_causal if is_causal is None else is_causal
         attention_mask = with_bias(attention_mask, pairs, is_causal, query.dtype)
-    stock = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, stock)(
-        module, query, key, value, attention_mask, *args, **kwargs
-    )
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
@@ -455,10 +456,10 @@ class PositionedConfig:
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("transformers_weights", None)
-        super().__post_init__(**kwargs)  # type: ignore[misc]
+        super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "transformers_weights": GUARD}  # type: ignore[misc]
+        return {**super().to_dict(), "transformers_weights": GUARD}
 
 
 class PositionedModel:
@@ -466,14 +467,14 @@ class PositionedModel:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        if hasattr(self.base_model, "positions"):  # type: ignore[attr-defined]
+        if hasattr(self.base_model, "positions"):
             return  # `AutoModel` has made it, for a head that is the same for many models.
-        positions = Positions(config, self.get_input_embeddings().embedding_dim)  # type: ignore[attr-defined]
+        positions = Positions(config, self.get_input_embeddings().embedding_dim)
         for module in positions.modules():
             self._init_weights(module)
-        positions.install(self.base_model)  # type: ignore[attr-defined]
+        positions.install(self.base_model)
 
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[misc]
+        super()._init_weights(module)
         if isinstance(module, AlibiBias | KerpleBias | ConstantGateBias | ForgetGateBias):
             module.reset_parameters()

@@ -1,7 +1,7 @@
 """The target "remote_code": a checkpoint with one file of code, which plain transformers loads after consent.
 
-The file is a copy of `modeling_positions.py` beside this one, with classes of the model at its end. The config says which
-parts of it act.
+The file is a copy of `modeling_positions.py` beside this one, with classes of the model at its end. The config says
+which parts of it act.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RemoteCodeExport(StockExport):
         (self.draft / TEMPLATE.name).write_text(form.code, encoding="utf-8")
 
     def checks(self, form: StockForm) -> Iterator[Check]:
-        """Compares with padding, too: on the left in a decoder, on the right in an encoder, as heads that pool expect."""
+        """Compares with padding, too, on the side where heads expect it: left in a decoder, right in an encoder."""
         yield from super().checks(form)
         mask = torch.ones(1, _PADDED, dtype=torch.int64)
         mask[:, : _PADDED // 3] = 0
