@@ -10,7 +10,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ TEMPLATE = Path(__file__).with_name("modeling_positions.py")
 #: Where the attention layers are in the base model, and the heads that such models have beside `AutoModel`.
 _DECODER = "layers.{}.self_attn"
 _ENCODER = "encoder.layer.{}.attention.self"
+#: Largest difference of decoding, which sums in another order than a whole forward: the gates of SmolLM2 by 1.1e-5.
+_DECODED = 5e-5
 #: Number of tokens of a compared call with padding.
 _PADDED = 24
 _HEADS = {
@@ -85,7 +87,8 @@ class RemoteCodeExport(StockExport):
 
     def checks(self, form: StockForm) -> Iterator[Check]:
         """Compares with padding, too, on the side where heads expect it: left in a decoder, right in an encoder."""
-        yield from super().checks(form)
+        for check in super().checks(form):
+            yield replace(check, allowed=_DECODED) if check.mode == "decode" else check
         mask = torch.ones(1, _PADDED, dtype=torch.int64)
         mask[:, : _PADDED // 3] = 0
         masks = [mask if self.parts.stacks[0][0].causal else mask.flip(-1)]
