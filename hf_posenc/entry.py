@@ -18,6 +18,8 @@ MODEL_TYPE = "hf_posenc"
 STORED_MODEL_TYPE = f"{MODEL_TYPE} ({INSTALL}, then import it before loading)"
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
+#: The attribute of a config whose model runs the code of an export to "remote_code".
+REMOTE_CODE = "position_parts"
 #: Version of the entry. Since version 2, the weights name their scheme too (`patching/place/record.py`).
 FORMAT = 2
 #: The name of a module's extra state in torch state dicts.

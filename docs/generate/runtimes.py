@@ -103,6 +103,8 @@ random model with `export_model`, run in that program.
 
 - ONNX Runtime runs nearly every scheme of a decoder or an encoder, but no encoder-decoder
   ([how](../how_to/run_in_onnx_runtime.md)).
+- *Own code* is a checkpoint with a file of code that transformers runs after `trust_remote_code=True`
+  ([how](../how_to/serve.md#share-it-with-its-code)).
 - [`hf-posenc serve`](../how_to/serve.md) runs the patched checkpoint itself, with transformers.
 - The only biases that llama.cpp has are ALiBi and, in T5 models, that of T5. vLLM has ALiBi only, and SGLang no bias.
 

@@ -25,7 +25,7 @@ from hf_posenc.export.carriers import carry
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.models import model_to_export, refuse_unsuited
 from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files_in
-from hf_posenc.export.targets import find_target
+from hf_posenc.export.targets import OF_TRANSFORMERS, find_target
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.preserve import evaluation_mode
 
@@ -109,8 +109,8 @@ def export_model(
     Args:
         model: a patched model, a stock model, or a PEFT model around one. It is not changed.
         folder: a new folder, or an empty one.
-        to: the target: "stock" (a plain transformers checkpoint), "gguf" (llama.cpp), "onnx" (ONNX Runtime) or
-            "executorch".
+        to: the target: "stock" (a plain transformers checkpoint), "remote_code" (a checkpoint with a file of code for
+            `trust_remote_code=True`), "gguf" (llama.cpp), "onnx" (ONNX Runtime) or "executorch".
         tokenizer: saved with the model, or built into its file.
         overwrite: whether `folder` may contain files. Files of an earlier export and weights
             of the same variant are replaced or removed, others kept. A folder with PEFT adapters is refused.
@@ -244,7 +244,7 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
     name, base = repository or folder, hub_name(model)
     data = card_data(
         name, class_name, "stock" if encoding is None else scheme_names(encoding.config), tags=[report.target],
-        library_name="transformers" if report.target == "stock" else report.target,
+        library_name="transformers" if report.target in OF_TRANSFORMERS else report.target,
         base_model=None if base == repository else base,
     )  # fmt: skip
     scheme = (
@@ -270,7 +270,7 @@ def _how_to_run(usage: str, report: ExportReport, repository: str | None) -> str
     """The usage, with a name for `{folder}`. Only transformers takes the name of a repository as a folder."""
     if repository is None:
         return usage.replace("{folder}", report.folder.resolve().name)
-    if report.target == "stock":
+    if report.target in OF_TRANSFORMERS:
         return usage.replace("{folder}", repository)
     local = repository.rpartition("/")[2]
     download = f"```bash\nhf download {repository} --local-dir {local}\n```"

@@ -13,7 +13,7 @@ from hf_posenc.export.targets import Target
 from hf_posenc.patching.anatomy.anatomy import model_parts
 from hf_posenc.patching.anatomy.parts import TEXT, default_part
 from hf_posenc.patching.place.encoding import current_encoding, parts_named, refuse_changed
-from hf_posenc.patching.place.model_checks import is_part
+from hf_posenc.patching.place.model_checks import is_part, refuse_remote_code
 
 #: How to get the embeddings of an encoder-decoder.
 _ENCODER = (
@@ -44,6 +44,7 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
             f"export_model needs a transformers model, got {type(model).__name__}. Pass the model inside the wrapper "
             "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)."
         )
+    refuse_remote_code(model)
     name = type(model).__name__
     if is_part(model):
         raise UnsupportedError(f"{name} is a part of a model, and programs load whole models. {_ENCODER}")

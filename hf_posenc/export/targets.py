@@ -66,6 +66,12 @@ TARGETS = (
         keeps_images=True,
     ),
     Target(
+        "remote_code",
+        "a checkpoint with a file of code for trust_remote_code=True (options: max_shard_size, variant)",
+        ("hf_posenc.export.remote_code.target", "RemoteCodeExport"),
+        "plain transformers with trust_remote_code=True",
+    ),
+    Target(
         "gguf",
         "a file for llama.cpp (options: dtype=f32, f16 or q8_0; pooling=mean, cls, last or none)",
         ("hf_posenc.export.gguf.target", "GgufExport"),
@@ -86,6 +92,10 @@ TARGETS = (
         takes_almost_all=True,
     ),
 )
+
+
+#: Those that transformers loads, also by the name of a repository.
+OF_TRANSFORMERS = ("stock", "remote_code")
 
 
 def find_target(name: str) -> Target:

@@ -98,6 +98,7 @@ _ONNX = (
 )
 _Q8 = (("dtype", "q8_0"),)
 _TRANSFORMERS = (Runtime("transformers", "stock", "prefill"), Runtime("transformers, decoding", "stock", "decode"))
+_OWN_CODE = Runtime("transformers, own code", "remote_code", "prefill")
 _LLAMA_CPP = (
     Runtime("llama.cpp", "gguf", "prefill", _Q8, "f32"),
     Runtime("llama.cpp, decoding", "gguf", "decode", _Q8, "f32"),
@@ -106,8 +107,8 @@ _LLAMA_CPP = (
 #: Engines with a plug-in of this package, and whether their kernels take the slopes of ALiBi. They are not run here.
 ENGINES = {"vllm": VLLM, "sglang": SGLANG}
 RUNTIMES: dict[str, tuple[Runtime, ...]] = {
-    "Llama": (*_TRANSFORMERS, *_ONNX, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
-    "BERT": (_TRANSFORMERS[0], _ONNX[0]),
+    "Llama": (*_TRANSFORMERS, _OWN_CODE, *_ONNX, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
+    "BERT": (_TRANSFORMERS[0], _OWN_CODE, _ONNX[0]),
     "GPT-2": (*_TRANSFORMERS, *_LLAMA_CPP),
     "BERT without a head": (_LLAMA_CPP[0], Runtime("llama.cpp, Q8_0", "gguf", "prefill", _Q8, "q8_0")),
     "T5": (_TRANSFORMERS[0], *_LLAMA_CPP),

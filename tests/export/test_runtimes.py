@@ -15,7 +15,7 @@ from tests.versions import EXPORTER, since
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs" / "results" / "runtimes.json").read_text())
 #: Targets that take seconds for each scheme. In the default run, tests of their own export a few schemes to them.
-SLOW_TARGETS = ("onnx", "executorch")
+SLOW_TARGETS = ("onnx", "executorch", "remote_code")
 EXPORTS = {
     (model, runtime.target): [one for one in runtimes if one.target == runtime.target]
     for model, runtimes in RUNTIMES.items()
@@ -36,7 +36,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "target", "scheme"), CASES)
 def test_an_export_gives_equal_numbers_or_is_refused_as_the_page_says(model: str, target: str, scheme: str) -> None:
-    if target in SLOW_TARGETS:
+    if target in ("onnx", "executorch"):
         since(*EXPORTER)
     columns = EXPORTS[model, target]
     found, recorded = outcome(model, scheme, columns[0]), RECORD["cells"][model][target].get(scheme)

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.place.encoding import PositionEncoding
@@ -44,6 +45,20 @@ def is_part(model: PreTrainedModel) -> bool:
     """Whether a model cannot be saved separately: an encoder or a decoder that transformers does not export."""
     name = type(model).__name__
     return type(model).__module__.startswith("transformers.models.") and not hasattr(transformers, name)
+
+
+def refuse_remote_code(model: PreTrainedModel) -> None:
+    """Refuses a model that was exported to "remote_code": its file has replaced the positions of the stock class.
+
+    Raises:
+        UnsupportedError: saying what to load instead.
+    """
+    if (parts := getattr(model.config, REMOTE_CODE, None)) is not None:
+        raise UnsupportedError(
+            f"This {type(model).__name__} runs the code of an export, with the positions {parts['scheme']!r}. They "
+            "cannot be exchanged or exported again. Load the checkpoint that was exported, or the stock model, and "
+            "patch that."
+        )
 
 
 def _refuse_part(model: PreTrainedModel) -> None:

@@ -42,7 +42,7 @@ from hf_posenc.patching.place.head_shards import split_heads
 from hf_posenc.patching.place.install import PatchReport, StackReport, install_stack
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.lengths import initialize_lengths
-from hf_posenc.patching.place.model_checks import refuse_late_parameters, unwrapped
+from hf_posenc.patching.place.model_checks import refuse_late_parameters, refuse_remote_code, unwrapped
 from hf_posenc.patching.place.record import OwnConfig
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -69,6 +69,7 @@ class Transaction:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: PreTrainedModel = unwrapped(model)
+        refuse_remote_code(self.model)
         self._anatomies: dict[int, tuple[nn.Module | None, Anatomy]] = {}
 
     @property

@@ -30,7 +30,7 @@ class SinusoidalEncoding(AdditiveEncoding):
         self.order = range(config.axes)[:: -1 if config.columns_first else 1]
         pairs = share_of_axes(self.hidden_size // 2, config.axes)
         self.widths = [2 * count for count in pairs] if config.axes > 1 else [self.hidden_size]
-        self._frequencies = [DeviceConstant(_frequencies(width, config)) for width in self.widths]
+        self._frequencies = [DeviceConstant(frequencies_of(width, config)) for width in self.widths]
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len, hidden)` in float32; padding and tokens without a place get zeros.
@@ -147,7 +147,7 @@ class SinusoidalConfig(SchemeConfig):
         return SchemeParts(additive=SinusoidalEncoding(self, context))
 
 
-def _frequencies(hidden_size: int, config: SinusoidalConfig) -> Tensor:
+def frequencies_of(hidden_size: int, config: SinusoidalConfig) -> Tensor:
     """Returns turns per position in float64 ("vaswani"), or radians per position in float32 ("tensor2tensor")."""
     if config.frequencies == "vaswani":
         return turn_frequencies(hidden_size, config.base).on(torch.device("cpu"))
