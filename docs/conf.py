@@ -58,9 +58,11 @@ html_title = "hf_posenc"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("tables.js", {"defer": "defer"})]
 html_copy_source = False
 html_context = {"default_mode": "auto"}
 html_theme_options = {
+    "logo": {"text": f"hf_posenc {release}"},
     "header_links_before_dropdown": 6,
     "navbar_align": "left",
     "secondary_sidebar_items": ["page-toc"],
