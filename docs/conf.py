@@ -65,7 +65,9 @@ html_theme_options = {
     "logo": {"text": f"hf_posenc {release}"},
     "header_links_before_dropdown": 6,
     "navbar_align": "left",
-    "secondary_sidebar_items": ["page-toc"],
+    # Without it, a page of wide tables has more room.
+    "secondary_sidebar_items": {"**": ["page-toc"]}
+    | dict.fromkeys(("reference/architectures", "reference/runtimes", "study/leaderboard"), []),
     "article_footer_items": [],
     "footer_start": ["copyright"],
     "footer_end": [],

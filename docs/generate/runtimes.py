@@ -111,11 +111,11 @@ def _answer(cells: dict[str, Any], program: Program, scheme: str) -> str:
         return "plug-in" if "refused" in cells["Llama"][program.target][scheme] else "yes"
     outcomes = {
         model.removesuffix(" without a head"): targets[program.target][scheme]
-        for model, targets in sorted(cells.items())
+        for model, targets in cells.items()
         if program.target in targets and targets[program.target][scheme].get("because") != "patch_model"
     }
-    runs = [model for model, found in outcomes.items() if "refused" not in found]
-    others = [model for model in outcomes if model not in runs]
+    runs = sorted(model for model, found in outcomes.items() if "refused" not in found)
+    others = sorted(outcomes.keys() - runs)
     if not runs or not others:
         return "yes" if runs else "no"
     return f"yes, not in {', '.join(others)}" if len(others) < len(runs) else f"in {', '.join(runs)}"
