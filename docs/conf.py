@@ -67,7 +67,7 @@ html_theme_options = {
     "navbar_align": "left",
     # Without it, a page of wide tables has more room.
     "secondary_sidebar_items": {"**": ["page-toc"]}
-    | dict.fromkeys(("reference/architectures", "reference/runtimes", "study/leaderboard"), []),
+    | dict.fromkeys(("reference/architectures", "reference/runtimes", "results/properties", "study/leaderboard"), []),
     "article_footer_items": [],
     "footer_start": ["copyright"],
     "footer_end": [],
