@@ -1,4 +1,4 @@
-"""What was measured of a scheme, from the committed results: where it runs, what it costs, and its loss in the study."""
+"""What was measured of a scheme, from the committed results: where it runs, what it costs, its loss in the study."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _cost(name: str) -> str:
     if not rows:
         return ""
     head = ("what was timed", "relative to no positions", "quartiles")
-    return _table("What it costs in time, on a CPU", "how", "../../repository/benchmarks/README.md", head, rows.values())
+    link = "../../repository/benchmarks/README.md"
+    return _table("What it costs in time, on a CPU", "how", link, head, rows.values())
 
 
 @cache

@@ -64,9 +64,10 @@ def _introduction(records: list[FoundRecord]) -> str:
 
 {_summary(records)}
 
-In the tables below, `{YES}` means that [every check](#what-is-checked) passes, `{REFUSED}` that `patch_model` raises an
-`UnsupportedError` ([the reasons](#refused-in-part)), and `{NO}` that a check fails. Each column is one scheme of its kind.
-For other schemes see [Limits](limits.md), or try one on your model: `patch_model` changes nothing if it refuses."""
+In the tables below, `{YES}` means that [every check](#what-is-checked) passes, `{REFUSED}` that `patch_model` raises
+an `UnsupportedError` ([the reasons](#refused-in-part)), and `{NO}` that a check fails. Each column is one scheme of
+its kind. For other schemes see [Limits](limits.md), or try one on your model: `patch_model` changes nothing if it
+refuses."""
 
 
 def _counts(records: list[FoundRecord]) -> str:
@@ -115,7 +116,8 @@ def _summary(records: list[FoundRecord]) -> str:
 def _folded(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A table that opens on a click: the page has more than a thousand rows."""
     rows = list(rows)
-    return f"<details><summary>{len(rows)} row{'s' * (len(rows) != 1)}</summary>\n\n{markdown_table(header, rows)}\n\n</details>"
+    count = f"{len(rows)} row{'s' * (len(rows) != 1)}"
+    return f"<details><summary>{count}</summary>\n\n{markdown_table(header, rows)}\n\n</details>"
 
 
 def _tables_of_kind(kind: str, records: list[FoundRecord]) -> str:
@@ -189,27 +191,30 @@ def _checks() -> str:
     same = ", ".join(f"{name} ({owner})" for name, owner in sorted(aliases().items()))
     return f"""## What is checked
 
-`python docs/generate/architectures.py` builds a tiny model with random weights for each architecture in the auto mappings
-of transformers, and for variants that the default config does not show. It runs the checks of `tests/architectures` for
-each scheme in each part. Last run: transformers {transformers.__version__}, torch {torch.__version__.split("+")[0]},
-float32 on a CPU. All findings are in `docs/results/architectures.json`.
+`python docs/generate/architectures.py` builds a tiny model with random weights for each architecture in the auto
+mappings of transformers, and for variants that the default config does not show. It runs the checks of
+`tests/architectures` for each scheme in each part. Last run: transformers {transformers.__version__}, torch
+{torch.__version__.split("+")[0]}, float32 on a CPU. All findings are in `docs/results/architectures.json`.
 
-- **native**: `patch_model(model, native_scheme(model))` reproduces the stock outputs to within {NATIVE_BOUND:g} of their
-  standard deviation, or {SAME_BOUND:g} for images and sound of another size.
-- **none**: the outputs differ from stock and still depend on content, but not on the order of tokens. In models that are
-  causal, this is checked on the last token of a single layer. In vision models with one token per patch, shuffling the
-  patches shuffles the outputs.
-- **all other schemes**: the outputs, or those of attention in a part, differ from stock and from `none`. In text models,
-  every layer makes a difference on its own (except with `sinusoidal`, which acts before the layers), and the outputs depend
-  on the order of tokens. In vision models with one token per patch, shuffling the patches changes the outputs.
-- **always**: eager attention gives the outputs of the default attention. `unpatch_model` restores the outputs bit for bit,
-  and leaves no trace on weights, instances, classes, modules or the config.
+- **native**: `patch_model(model, native_scheme(model))` reproduces the stock outputs to within {NATIVE_BOUND:g} of
+  their standard deviation, or {SAME_BOUND:g} for images and sound of another size.
+- **none**: the outputs differ from stock and still depend on content, but not on the order of tokens. In models that
+  are causal, this is checked on the last token of a single layer. In vision models with one token per patch,
+  shuffling the patches shuffles the outputs.
+- **all other schemes**: the outputs, or those of attention in a part, differ from stock and from `none`. In text
+  models, every layer makes a difference on its own (except with `sinusoidal`, which acts before the layers), and the
+  outputs depend on the order of tokens. In vision models with one token per patch, shuffling the patches changes the
+  outputs.
+- **always**: eager attention gives the outputs of the default attention. `unpatch_model` restores the outputs bit for
+  bit, and leaves no trace on weights, instances, classes, modules or the config.
 - **text models and text parts**: decoding with a cache and left padding give the logits of the full, unpadded forward
-  pass; in text models, also with a static cache. A patch of the text part leaves all other parts unchanged, bit for bit.
+  pass; in text models, also with a static cache. A patch of the text part leaves all other parts unchanged, bit for
+  bit.
 - **vision, audio and time-series parts**: an input of another size runs.
 
-Unless noted, "equal" means to within {SAME_BOUND:g}. In the columns, rope has theta 100 and shaw a maximum distance of 4.
-`rope_nd` and the columns with `(grid)` use rows and columns, and in videos frames too; `rope (raster)` numbers the patches
-row by row. If the stock model fails a check itself, this does not count as a failure: the last column names the check.
+Unless noted, "equal" means to within {SAME_BOUND:g}. In the columns, rope has theta 100 and shaw a maximum distance
+of 4. `rope_nd` and the columns with `(grid)` use rows and columns, and in videos frames too; `rope (raster)` numbers
+the patches row by row. If the stock model fails a check itself, this does not count as a failure: the last column
+names the check.
 
-A model type counts if it has a main class of its own. Other names of the same class: {same}."""
+A model type counts if it has a main class of its own.Other names of the same class: {same}."""

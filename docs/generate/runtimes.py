@@ -96,7 +96,7 @@ def _version(name: str) -> str:
 
 
 def answers(record: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns by scheme and name of a program whether the scheme runs there: "yes", "plug-in", "no", or in which models."""
+    """Returns by scheme and program whether the scheme runs there: "yes", "plug-in", "no", or in which models."""
     schemes = next(iter(record["cells"]["Llama"].values()))
     return {
         scheme: {program.name: _answer(record["cells"], program, scheme) for program in PROGRAMS} for scheme in schemes
@@ -131,7 +131,8 @@ def page(record: dict[str, Any]) -> str:
     rows = [(f"`{scheme}`", *(found[name] for name in names)) for scheme, found in answers(record).items()]
     sections = [_section(model, runtimes, cells[model]) for model, runtimes in RUNTIMES.items() if model in cells]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return HEAD.format(versions=versions, answers=markdown_table(("scheme", *names), rows)) + "\n\n".join(sections) + "\n"
+    head = HEAD.format(versions=versions, answers=markdown_table(("scheme", *names), rows))
+    return head + "\n\n".join(sections) + "\n"
 
 
 def _section(model: str, runtimes: Any, cells: dict[str, Any]) -> str:
@@ -167,17 +168,18 @@ llama.cpp. vLLM and SGLang load the export for transformers.
 - **no**: `export_model` raises an error that says what is missing and what to do instead. Use
   [`hf-posenc serve`](../how_to/serve.md), which runs every patched checkpoint in transformers.
 
-vLLM and SGLang were not run for this table. Four schemes were [compared in vLLM](../how_to/serve_engines.md#the-same-numbers)
-on a CPU. SGLang was never run. Compare the numbers of an export in your engine before you rely on it.
+vLLM and SGLang were not run for this table. Four schemes were [compared in
+vLLM](../how_to/serve_engines.md#the-same-numbers) on a CPU. SGLang was never run. Compare the numbers of an export in
+your engine before you rely on it.
 
 ## Measured differences
 
-Each number is the largest difference between the export, run in that program, and the patched model in transformers. It
-is in float32 and relative to the largest output. *Decoding* means one token at a time, with a cache. Q8_0 and int8 round
-the weights to 8 bits, hence their larger differences.
+Each number is the largest difference between the export, run in that program, and the patched model in transformers.
+It is in float32 and relative to the largest output. *Decoding* means one token at a time, with a cache. Q8_0 and int8
+round the weights to 8 bits, hence their larger differences.
 
-llama.cpp returns probabilities of the next token, or hidden states for a model without a head, so those are compared. Its
-GELU is an approximation, which explains the differences of GPT-2 and BERT.
+llama.cpp returns probabilities of the next token, or hidden states for a model without a head, so those are compared.
+Its GELU is an approximation, which explains the differences of GPT-2 and BERT.
 
 If a cell says *no*, it names what the program lacks:
 
@@ -188,8 +190,8 @@ If a cell says *no*, it names what the program lacks:
 - *scale*: it cannot multiply the attention logits by the scheme's factor.
 - *patch_model*: the scheme cannot be placed in this model at all.
 
-Schemes that no program can run in a model are left out of its table. All reasons, and how each export stores its scheme,
-are in [runtimes.json](../results/runtimes.json).
+Schemes that no program can run in a model are left out of its table. All reasons, and how each export stores its
+scheme, are in [runtimes.json](../results/runtimes.json).
 
 Written by `python docs/generate/runtimes.py` on a CPU, with {versions}.
 

@@ -310,7 +310,8 @@ MORE: list[tuple[Any, Any, dict[str, Any], str]] = [
 ]
 _CLIP = {"clip_qkv": 0.5}
 _AFTER_NORM = {"apply_residual_connection_post_layernorm": True}
-_NO_BIAS, _BUCKET = "the only bias that llama.cpp has in these blocks; a layer has ", "has several values in the bucket of distance"
+_NO_BIAS = "the only bias that llama.cpp has in these blocks; a layer has "
+_BUCKET = "has several values in the bucket of distance"
 _SLOPES = "computes ALiBi's slopes from the number of heads.*learnable=False"
 #: What is refused, and the reason.
 REFUSED: list[tuple[Any, str]] = [
