@@ -217,4 +217,4 @@ of 4. `rope_nd` and the columns with `(grid)` use rows and columns, and in video
 the patches row by row. If the stock model fails a check itself, this does not count as a failure: the last column
 names the check.
 
-A model type counts if it has a main class of its own.Other names of the same class: {same}."""
+A model type counts if it has a main class of its own. Other names of the same class: {same}."""
