@@ -53,17 +53,22 @@ repository_url = ""
 
 toc_object_entries_show_parents = "hide"
 
+#: Pages of wide tables.
+WIDE_PAGES = ("reference/architectures", "reference/runtimes", "results/properties", "study/leaderboard")
 html_theme = "pydata_sphinx_theme"
 html_title = "hf_posenc"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("tables.js", {"defer": "defer"})]
 html_copy_source = False
 html_context = {"default_mode": "auto"}
 html_theme_options = {
+    "logo": {"text": f"hf_posenc {release}"},
     "header_links_before_dropdown": 6,
     "navbar_align": "left",
-    "secondary_sidebar_items": ["page-toc"],
+    # A page without it has more room.
+    "secondary_sidebar_items": {"**": ["page-toc"]} | {page: [] for page in WIDE_PAGES},
     "article_footer_items": [],
     "footer_start": ["copyright"],
     "footer_end": [],

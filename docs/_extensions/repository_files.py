@@ -104,6 +104,13 @@ def file_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield f"_files/{path}", {"title": path, "body": f"<h1>{path}</h1>{body}"}, "page.html"
 
 
+def link_repository(app: Sphinx, config: Any) -> None:
+    """Puts a link to the repository into the header of the site, if its address is known."""
+    if config.repository_url and config.html_theme == "pydata_sphinx_theme":
+        link = {"name": "Repository", "url": config.repository_url, "icon": "fa-brands fa-github"}
+        config.html_theme_options["icon_links"] = [link]
+
+
 def forget(app: Sphinx) -> None:
     """Only the files that pages of this build link to are written; others are there from earlier builds."""
     app.env.repository_files = set()  # type: ignore[attr-defined]
@@ -121,6 +128,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("repository_pages", [], "env", types=(list,))
     app.add_config_value("repository_url", "", "env", types=(str,))
     app.add_post_transform(RepositoryLinks)
+    app.connect("config-inited", link_repository)
     app.connect("builder-inited", copy_pages)
     app.connect("builder-inited", forget)
     app.connect("html-collect-pages", file_pages)

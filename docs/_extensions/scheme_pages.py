@@ -1,7 +1,7 @@
 """A page with figures for every registered scheme, and their index: docs/reference/schemes/, not committed.
 
 The text of a page is the docstring of the scheme's config. This extension adds what a docstring cannot know: figures,
-numbers of parameters, and what the parts do when they are tried.
+numbers of parameters, what the parts do when they are tried, and what was measured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from repository_files import write_if_changed
 from scheme_facts import facts
+from scheme_results import results
 from sphinx.application import Sphinx
 from sphinx.util.display import status_iterator
 
@@ -111,6 +112,10 @@ def page(config_class: type[SchemeConfig], shown: list[str], has_explorer: bool)
 ```{native}
 
 {"".join(shown[:1])}
+## Runtimes, cost and results
+
+{results(name)}
+
 ## Definition and options
 
 ```{{eval-rst}}

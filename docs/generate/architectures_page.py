@@ -20,10 +20,10 @@ FoundRecord = dict[str, Any]
 YES, REFUSED, NO = "yes", "refused", "no"
 #: What a row reads, and the schemes that are placed in it.
 _COLUMNS = {
-    "whole": ("Models of text", tuple(TEXT_SCHEMES)),
-    "text": ("Parts that read tokens, and what connects parts", tuple(TEXT_SCHEMES)),
-    "vision": ("Parts that read pictures and videos", tuple(GRID_SCHEMES)),
-    "series": ("Parts that read sound and series", tuple(SERIES_SCHEMES)),
+    "whole": ("Text models", tuple(TEXT_SCHEMES)),
+    "text": ("Text parts and connectors", tuple(TEXT_SCHEMES)),
+    "vision": ("Vision parts", tuple(GRID_SCHEMES)),
+    "series": ("Audio and time-series parts", tuple(SERIES_SCHEMES)),
 }
 
 
@@ -38,28 +38,21 @@ def document(records: list[FoundRecord]) -> str:
         _FILTER,
         *(_tables_of_kind(kind, [record for record in records if record["kind"] == kind]) for kind in KINDS),
         "## Refused with every scheme\n\n`UnsupportedError`; the model is left unchanged.",
-        markdown_table(("architecture", "reason"), refused),
+        _folded(("architecture", "reason"), refused),
         "## Refused in part",
-        markdown_table(("architecture", "schemes", "reason"), _notes(records, "refused")),
+        _folded(("architecture", "schemes", "reason"), _notes(records, "refused")),
         *(("## What fails", "\n".join(f"- {line}" for line in failed)) if failed else ()),
         "## Without softmax self-attention",
-        markdown_table(("architecture", "what it has instead"), without),
+        _folded(("architecture", "what it has instead"), without),
         "## Not built",
-        markdown_table(("architecture", "reason"), unbuilt),
+        _folded(("architecture", "reason"), unbuilt),
         _checks(),
     )
     return "\n\n".join(sections) + "\n"
 
 
-#: A box above the tables. `filter_rows.js` hides the rows that do not contain its words.
-_FILTER = """```{raw} html
-<p class="row-filter">
-<label for="row-filter">Show rows with</label>
-<input id="row-filter" type="search" placeholder="llama, vision refused, t5" autocomplete="off">
-<output for="row-filter"></output>
-</p>
-<script defer src="../_static/filter_rows.js"></script>
-```"""
+#: `docs/_static/tables.js` makes a box of it that filters the rows below.
+_FILTER = '<p class="row-filter" data-example="llama, vision refused, t5=no"></p>'
 
 
 def _introduction(records: list[FoundRecord]) -> str:
@@ -71,10 +64,10 @@ def _introduction(records: list[FoundRecord]) -> str:
 
 {_summary(records)}
 
-A cell says `{YES}` if every check passes ([which ones](#what-is-checked)), `{REFUSED}` if an `UnsupportedError` says
-why the scheme does not suit the part ([the reasons](#refused-in-part)), and `{NO}` if a check fails. Each
-column is one scheme of its kind. For others see [Limits](limits.md), or patch a tiny model of the architecture. The
-models are the smallest of their kind: no model of text has layers that read the keys of earlier ones, for example."""
+In the tables below, `{YES}` means that [every check](#what-is-checked) passes, `{REFUSED}` that `patch_model` raises
+an `UnsupportedError` ([the reasons](#refused-in-part)), and `{NO}` that a check fails. Each column is one scheme of
+its kind. For other schemes see [Limits](limits.md), or try one on your model: `patch_model` changes nothing if it
+refuses."""
 
 
 def _counts(records: list[FoundRecord]) -> str:
@@ -85,10 +78,12 @@ def _counts(records: list[FoundRecord]) -> str:
     state = Counter(_state(of_type) for of_type in types.values())
     attending = len(types) - state["without"]
     return (
-        f"transformers {transformers.__version__} has **{len(types)} architectures**, {state['without']} of them "
-        f"without softmax self-attention. Of the {attending} others, {state['works']} work: each scheme passes in "
-        f"every part, or is refused there with a reason. {state['fails']} fail a check, {state['refused']} are refused "
-        f"with every scheme, and {state['unbuilt']} were not built here."
+        f"transformers {transformers.__version__} has **{len(types)} architectures**. {state['without']} of them have "
+        f"no softmax self-attention. Of the other {attending}:\n\n"
+        f"- **{state['works']} work**: in every part, each scheme passes all checks or is refused with a reason\n"
+        f"- {state['fails']} fail a check\n"
+        f"- {state['refused']} are refused with every scheme\n"
+        f"- {state['unbuilt']} were not built for this test"
     )
 
 
@@ -114,8 +109,15 @@ def _summary(records: list[FoundRecord]) -> str:
         others = Counter(cell(record, scheme) for record in placed for scheme in schemes[1:])
         counts = (len(built), len(built) - len(placed), native[YES], others[YES], others[REFUSED])
         rows.append((title, *map(str, counts), str(native[NO] + others[NO])))
-    header = ("what it reads", "rows", "refused", "native scheme has a name", "schemes work", "refused there", "fail")
+    header = ("kind", "rows", "refused entirely", "native scheme known", "cells yes", "refused", "no")
     return markdown_table(header, rows)
+
+
+def _folded(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table that opens on a click: the page has more than a thousand rows."""
+    rows = list(rows)
+    count = f"{len(rows)} row{'s' * (len(rows) != 1)}"
+    return f"<details><summary>{count}</summary>\n\n{markdown_table(header, rows)}\n\n</details>"
 
 
 def _tables_of_kind(kind: str, records: list[FoundRecord]) -> str:
@@ -123,9 +125,9 @@ def _tables_of_kind(kind: str, records: list[FoundRecord]) -> str:
     for columns, (title, schemes) in _COLUMNS.items():
         rows = [_row(record, schemes) for record in _placed(records) if _columns_of(record) == columns]
         if rows:
-            header = ("architecture", "native scheme", *schemes, "the stock model itself fails")
+            header = ("architecture", "native scheme", *schemes, "stock model fails")
             named = "" if kind in WITH_VOCABULARY_HEAD else f"### {title}\n\n"
-            tables.append(named + markdown_table(header, rows))
+            tables.append(named + _folded(header, rows))
     return "\n\n".join((f"## {KINDS[kind]}", *(tables or ["None with softmax self-attention."])))
 
 
@@ -189,29 +191,30 @@ def _checks() -> str:
     same = ", ".join(f"{name} ({owner})" for name, owner in sorted(aliases().items()))
     return f"""## What is checked
 
-`python docs/generate/architectures.py` builds a tiny random model (64 wide, 4 heads, window 8, every gate open) of each
-architecture in transformers' auto mappings, and of variants that a default config hides, and runs the checks in
-`tests/architectures` for each scheme in each part. Last run: transformers {transformers.__version__},
-torch {torch.__version__.split("+")[0]}, float32 on a CPU. The findings are in `docs/results/architectures.json`.
+`python docs/generate/architectures.py` builds a tiny model with random weights for each architecture in the auto
+mappings of transformers, and for variants that the default config does not show. It runs the checks of
+`tests/architectures` for each scheme in each part. Last run: transformers {transformers.__version__}, torch
+{torch.__version__.split("+")[0]}, float32 on a CPU. All findings are in `docs/results/architectures.json`.
 
-- **native**: `patch_model(model, native_scheme(model))` gives the stock outputs to {NATIVE_BOUND:g} of their
-  standard deviation, and those for pictures or sound of another size to {SAME_BOUND:g};
-- **none**: the outputs differ from stock, do not depend on the order of tokens (last token of a one-layer causal model,
-  or any bidirectional model; {SAME_BOUND:g}), and attention still depends on content. In a vision model with one token
-  per patch, shuffled patches give the same tokens, shuffled; in a picture of one colour, some neighbours are equal;
-- **every other scheme**: the outputs, or those of attention in a part, differ from stock and from `none`. In models of
-  text they differ in every layer taken alone (`sinusoidal` acts before the layers), and depend on the order of tokens
-  in one layer; in a vision model with one token per patch, shuffled patches give other tokens;
-- all of them: eager attention gives the outputs of the default one ({SAME_BOUND:g}); `unpatch_model` gives bit-equal
-  outputs and leaves no trace on weights, instances, classes, modules or the config;
-- text and text parts: decoding with a cache (of the whole prompt, pictures and sound included) and left padding give
-  the logits of the full, unpadded forward ({SAME_BOUND:g}), in models of text also with a static cache. What other
-  parts compute is bit-equal when the text part is patched;
-- parts that read pictures, sound and series: an input of another size runs.
+- **native**: `patch_model(model, native_scheme(model))` reproduces the stock outputs to within {NATIVE_BOUND:g} of
+  their standard deviation, or {SAME_BOUND:g} for images and sound of another size.
+- **none**: the outputs differ from stock and still depend on content, but not on the order of tokens. In models that
+  are causal, this is checked on the last token of a single layer. In vision models with one token per patch,
+  shuffling the patches shuffles the outputs.
+- **all other schemes**: the outputs, or those of attention in a part, differ from stock and from `none`. In text
+  models, every layer makes a difference on its own (except with `sinusoidal`, which acts before the layers), and the
+  outputs depend on the order of tokens. In vision models with one token per patch, shuffling the patches changes the
+  outputs.
+- **always**: eager attention gives the outputs of the default attention. `unpatch_model` restores the outputs bit for
+  bit, and leaves no trace on weights, instances, classes, modules or the config.
+- **text models and text parts**: decoding with a cache and left padding give the logits of the full, unpadded forward
+  pass; in text models, also with a static cache. A patch of the text part leaves all other parts unchanged, bit for
+  bit.
+- **vision, audio and time-series parts**: an input of another size runs.
 
-Schemes: rope has theta 100, shaw a maximal distance of 4. Columns with `(grid)` and rope_nd read rows and columns (in
-videos frames too), `rope (raster)` reads the patches in raster order. That a model could not be run to look at its
-positions does not count as a reason. A check that the stock model fails too does not count as a failure; the last
-column names it.
+Unless noted, "equal" means to within {SAME_BOUND:g}. In the columns, rope has theta 100 and shaw a maximum distance
+of 4. `rope_nd` and the columns with `(grid)` use rows and columns, and in videos frames too; `rope (raster)` numbers
+the patches row by row. If the stock model fails a check itself, this does not count as a failure: the last column
+names the check.
 
-Model types are counted if they have a main class of their own. Other names of the same class: {same}."""
+A model type counts if it has a main class of its own. Other names of the same class: {same}."""

@@ -44,7 +44,7 @@ def table() -> str:
         reasons: dict[str, list[str]] = {}
         for need, reason in environment.lacks.items():
             reasons.setdefault(reason, []).append(need.value)
-        return "; ".join(f"{' or '.join(needs)}, {reason}" for reason, needs in reasons.items())
+        return "; ".join(f"{_any(needs)}, {reason}" for reason, needs in reasons.items())
 
     environments = [[each.name.rstrip(","), refused(each), each.remedy] for each in ENVIRONMENTS]
     needs = [[need.value, ", ".join(names) or "with some options only"] for need, names in schemes.items()]
@@ -57,6 +57,11 @@ def table() -> str:
         )
         + "\n"
     )
+
+
+def _any(words: list[str]) -> str:
+    """The words as in "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,31 @@ sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "docs" / "reference" / "runtimes.md"
 DATA = ROOT / "docs" / "results" / "runtimes.json"
 PACKAGES = ("torch", "transformers", "onnxruntime", "onnxscript", "xllamacpp", "gguf")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A column of the table of answers.
+
+    Args:
+        name: of the program.
+        target: the value of `to=` of the export that it loads.
+        plug_in: its name in the record, if a plug-in of this package can load the patched checkpoint in it.
+    """
+
+    name: str
+    target: str
+    plug_in: str = ""
+
+
+PROGRAMS = (
+    Program("transformers", "stock"),
+    Program("own code", "remote_code"),
+    Program("ONNX Runtime", "onnx"),
+    Program("llama.cpp", "gguf"),
+    Program("vLLM", "stock", plug_in="vllm"),
+    Program("SGLang", "stock", plug_in="sglang"),
+)
 
 
 def main() -> None:
@@ -70,65 +96,107 @@ def _version(name: str) -> str:
         return "not installed"
 
 
+def answers(record: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Returns by scheme and program whether the scheme runs there: "yes", "plug-in", "no", or in which models."""
+    schemes = next(iter(record["cells"]["Llama"].values()))
+    return {
+        scheme: {program.name: _answer(record["cells"], program, scheme) for program in PROGRAMS} for scheme in schemes
+    }
+
+
+def _answer(cells: dict[str, Any], program: Program, scheme: str) -> str:
+    if program.plug_in:
+        # Engines were tested with decoders only. What the plug-in refuses, the engine would compute in another way.
+        if "refused" in cells["Llama"][program.plug_in][scheme]:
+            return "no"
+        return "plug-in" if "refused" in cells["Llama"][program.target][scheme] else "yes"
+    outcomes = {
+        model.removesuffix(" without a head"): targets[program.target][scheme]
+        for model, targets in cells.items()
+        if program.target in targets and targets[program.target][scheme].get("because") != "patch_model"
+    }
+    runs = sorted(model for model, found in outcomes.items() if "refused" not in found)
+    others = sorted(outcomes.keys() - runs)
+    if not runs or not others:
+        return "yes" if runs else "no"
+    return f"yes, not in {', '.join(others)}" if len(others) < len(runs) else f"in {', '.join(runs)}"
+
+
 def page(record: dict[str, Any]) -> str:
     """Returns the page for a record."""
+    from hf_posenc.report.tables import markdown_table
     from tests.export.runtimes import RUNTIMES
 
     cells = record["cells"]
+    names = [program.name for program in PROGRAMS]
+    rows = [(f"`{scheme}`", *(found[name] for name in names)) for scheme, found in answers(record).items()]
     sections = [_section(model, runtimes, cells[model]) for model, runtimes in RUNTIMES.items() if model in cells]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return HEAD.format(versions=versions) + "\n\n".join(sections) + "\n"
+    head = HEAD.format(versions=versions, answers=markdown_table(("scheme", *names), rows))
+    return head + "\n\n".join(sections) + "\n"
 
 
 def _section(model: str, runtimes: Any, cells: dict[str, Any]) -> str:
     from hf_posenc.report.tables import markdown_table
-    from tests.export.runtimes import shown
+    from tests.export.runtimes import ENGINES, shown
 
-    schemes = cells[runtimes[0].target]
+    columns = [runtime for runtime in runtimes if runtime.target not in ENGINES]
     rows = [
-        (f"`{scheme}`", *(shown(cells[runtime.target][scheme], runtime) for runtime in runtimes)) for scheme in schemes
+        (f"`{scheme}`", *(shown(cells[runtime.target][scheme], runtime) for runtime in columns))
+        for scheme in cells[columns[0].target]
+        if any("refused" not in cells[runtime.target][scheme] for runtime in columns)
     ]
-    table = markdown_table(("", *(runtime.name for runtime in runtimes)), rows)
-    return f"## {model}\n\n{table}"
+    return f"### {model}\n\n{markdown_table(('scheme', *(runtime.name for runtime in columns)), rows)}"
 
 
 HEAD = """# Runtimes
 
 <!-- Written by docs/generate/runtimes.py. Edits are lost. -->
 
-Which scheme runs in which program that does not know this package. Every cell with a number is an export of a tiny
-random model with `export_model`, run in that program.
+Which schemes run in which programs. To export a model, call
+`hf_posenc.export_model(model, "folder", to="stock")` for transformers, `to="onnx"` for ONNX Runtime and `to="gguf"` for
+llama.cpp. vLLM and SGLang load the export for transformers.
 
-**If a cell says no**, `export_model` raises an error that says what was tried and what can be done instead:
+<p class="row-filter" data-example="alibi, llama.cpp=yes"></p>
 
-- ONNX Runtime runs nearly every scheme of a decoder or an encoder, but no encoder-decoder
-  ([how](../how_to/run_in_onnx_runtime.md)).
-- *Own code* is a checkpoint with a file of code that transformers runs after `trust_remote_code=True`
-  ([how](../how_to/serve.md#share-it-with-its-code)).
-- [`hf-posenc serve`](../how_to/serve.md) runs the patched checkpoint itself, with transformers.
-- The only biases that llama.cpp has are ALiBi and, in T5 models, that of T5. vLLM has ALiBi only, and SGLang no bias.
+{answers}
 
-What the cells say:
+- **yes**: the exported model gives the numbers of the patched model in every model that was tried, a tiny Llama, GPT-2,
+  BERT and T5 with random weights. "In BERT" or "not in T5" says where it does and does not. T5's bias runs in llama.cpp
+  as part of a T5, for example.
+- **plug-in**: vLLM or SGLang needs the [plug-in](../how_to/serve_engines.md) of this package, and loads the patched
+  checkpoint itself.
+- **own code**: transformers runs a file of code in the checkpoint, after `trust_remote_code=True`
+  ([how](../how_to/serve.md#share-it-with-its-code), `to="remote_code"`).
+- **no**: `export_model` raises an error that says what is missing and what to do instead. Use
+  [`hf-posenc serve`](../how_to/serve.md), which runs every patched checkpoint in transformers.
 
-- **A number** is the largest difference from the patched model in transformers, in float32, relative to the largest
-  output. llama.cpp is compared by probabilities of the next token, which differ less, or by hidden states of a model
-  without a head. Its rounded GELU causes the differences of GPT-2 and BERT.
-- **plug-in** is about the *patched* checkpoint: the engine runs it with a plug-in of this package ([vLLM and
-  SGLang](../how_to/serve_engines.md)). It was not run for this table, and SGLang's plug-in was never run in the real
-  SGLang. A scheme with a number in the first column can also be exported to a plain checkpoint, which
-  needs no plug-in. Compare its numbers in your engine.
-- **no**, and what the program does not have:
-  - *vectors*: it cannot add the scheme's vectors to the embeddings.
-  - *map*: it cannot change queries and keys as the scheme does, by more than one rotation with fixed frequencies.
-  - *rotation*: it rotates, but not in the way of the scheme.
-  - *bias*: it cannot add the scheme's bias to the logits.
-  - *scale*: it cannot multiply the logits by the scheme's factor.
-  - *patch_model*: the scheme cannot be placed in this model at all.
+vLLM and SGLang were not run for this table. Four schemes were [compared in
+vLLM](../how_to/serve_engines.md#the-same-numbers) on a CPU. SGLang was never run. Compare the numbers of an export in
+your engine before you rely on it.
 
-*Decoding* means token by token with a cache. Q8_0 and int8 round the weights to 8 bits, which is where their
-differences come from. The reasons and the carriers of all cells are in [runtimes.json](../results/runtimes.json).
+## Measured differences
 
-Written by `python docs/generate/runtimes.py`. Versions: {versions}. On a CPU.
+Each number is the largest difference between the export, run in that program, and the patched model in transformers.
+It is in float32 and relative to the largest output. *Decoding* means one token at a time, with a cache. Q8_0 and int8
+round the weights to 8 bits, hence their larger differences.
+
+llama.cpp returns probabilities of the next token, or hidden states for a model without a head, so those are compared.
+Its GELU is an approximation, which explains the differences of GPT-2 and BERT.
+
+If a cell says *no*, it names what the program lacks:
+
+- *vectors*: it cannot add the scheme's vectors to the embeddings.
+- *map*: it cannot change queries and keys in any way other than by one rotation with fixed frequencies.
+- *rotation*: it has a rotation, but not this one.
+- *bias*: it cannot add the scheme's bias to the attention logits.
+- *scale*: it cannot multiply the attention logits by the scheme's factor.
+- *patch_model*: the scheme cannot be placed in this model at all.
+
+Schemes that no program can run in a model are left out of its table. All reasons, and how each export stores its
+scheme, are in [runtimes.json](../results/runtimes.json).
+
+Written by `python docs/generate/runtimes.py` on a CPU, with {versions}.
 
 """
 

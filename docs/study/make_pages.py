@@ -31,7 +31,7 @@ from docs.study.claims import (
     read_runs,
     verdict_of,
 )
-from docs.study.leaderboard import leaderboard, one_seed_leaderboard
+from docs.study.leaderboard import leaderboard, leaderboard_tasks, one_seed_leaderboard
 from docs.study.measured import frequencies_table, moved_table, precision_table
 from docs.study.quoted import MASKED, quoted_table
 from docs.study.rates import other_rate_table, rates_table
@@ -343,6 +343,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "windows": losses_of("reference_windows"),
     "window_differences": window_differences,
     "leaderboard": leaderboard,
+    "leaderboard_tasks": leaderboard_tasks,
     "one_seed": one_seed_leaderboard,
 }
 

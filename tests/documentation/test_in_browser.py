@@ -85,7 +85,31 @@ def test_the_box_above_the_architectures_hides_other_rows(tab: tuple[Any, str], 
     assert not any("llama" in row for row in shown)
     assert opened.locator("output[for=row-filter]").inner_text().endswith("rows")
     opened.fill("#row-filter", "")
-    assert opened.locator("article tbody tr").last.is_visible()
+    assert not opened.locator("details tbody tr").first.is_visible()  # folded again
+
+
+def test_the_head_of_a_column_sorts_its_table(browser: Any, address: str) -> None:
+    opened = browser.new_page()
+    opened.goto(f"{address}/study/leaderboard.html")
+    table = opened.locator("article table").first
+    for first in ("0.99", "1.34"):
+        table.locator("th:nth-child(6) button").click()
+        assert table.locator("tbody tr:first-child td:nth-child(6)").inner_text() == first
+    # RoPE has no difference from itself: an empty cell stays last in both directions.
+    for _ in range(2):
+        table.locator("th:nth-child(3) button").click()
+        assert table.locator("tbody tr").last.inner_text().startswith("rope")
+    opened.close()
+
+
+@pytest.mark.parametrize("name", ["study/leaderboard", "reference/architectures", "reference/runtimes"])
+def test_wide_tables_are_not_cut_off(name: str, browser: Any, address: str) -> None:
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.goto(f"{address}/{name}.html")
+    opened.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    boxes = "[...document.querySelectorAll('article table')].map((one) => one.parentElement)"
+    assert opened.evaluate(f"{boxes}.filter((one) => one.scrollWidth > one.clientWidth + 1).length") == 0
+    opened.close()
 
 
 def test_the_button_changes_the_colours(browser: Any, address: str) -> None:

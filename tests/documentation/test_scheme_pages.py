@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import torch
 
 from hf_posenc.schemes import get_scheme, registered_configs
 from tests.documentation.built import page
-from tests.documentation.conftest import DRAWN, site_extension
+from tests.documentation.conftest import DRAWN, ROOT, site_extension
 from tests.models import tiny
 
 #: "native" is a word for one of these, and "parts" for several. They have no page.
@@ -119,6 +120,19 @@ def test_a_page_counts_learned_parameters(name: str, count: int, scheme_pages: M
     facts = scheme_pages.facts(scheme_pages.drawn(get_scheme(name)))
     (counted,) = [re.search(r"Learned parameters: ([\d,]+)", fact) for fact in facts if "Learned" in fact]
     assert int(counted.group(1).replace(",", "")) == count
+
+
+def test_a_page_shows_where_a_scheme_runs_what_it_costs_and_its_loss() -> None:
+    results = site_extension("scheme_results").results
+    (row,) = [line for line in results("alibi").splitlines() if "plug-in" in line]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == ["no", "yes", "yes, not in T5", "plug-in", "no"]
+    price = json.loads((ROOT / "docs" / "results" / "price_decaying" / "results.json").read_text())["cells"]
+    (alibi,) = [row for row in price["model train 4096"]["rows"] if row["subject"] == "alibi"]
+    assert f"| {alibi['ratio']['median']:.3f} " in results("alibi")
+    assert "1.264 ± 0.013" in results("alibi")
+    # Gates that were never trained forget at once, so their time is left out.
+    assert "price_decaying" not in results("forget_gate")
+    assert all(results(name) for name in NAMES)
 
 
 def test_arxiv_ids_are_links(site: Path) -> None:

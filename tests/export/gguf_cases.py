@@ -310,7 +310,8 @@ MORE: list[tuple[Any, Any, dict[str, Any], str]] = [
 ]
 _CLIP = {"clip_qkv": 0.5}
 _AFTER_NORM = {"apply_residual_connection_post_layernorm": True}
-_NO_BIAS, _BUCKET = "no bias but ALiBi in these blocks; a layer has ", "has several values in the bucket of distance"
+_NO_BIAS = "the only bias that llama.cpp has in these blocks; a layer has "
+_BUCKET = "has several values in the bucket of distance"
 _SLOPES = "computes ALiBi's slopes from the number of heads.*learnable=False"
 #: What is refused, and the reason.
 REFUSED: list[tuple[Any, str]] = [
@@ -366,7 +367,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: t5(feed_forward_proj="gated-silu"), "activation 'silu' with a gate"),
     (lambda: t5(name="T5Model"), "has no output layer.*AutoModelForSeq2SeqLM"),
     (lambda: tiny_encoder("BertForMaskedLM"), "no place for the head of BertForMaskedLM.*AutoModel"),
-    (lambda: bert("t5"), r"jina-bert-v2: llama\.cpp has no bias but ALiBi"),
+    (lambda: bert("t5"), r"jina-bert-v2: ALiBi is the only bias"),
     (lambda: bert(AlibiConfig(variant="asymmetric")), "asymmetric ALiBi"),
     (lambda: bert(["native", "rope"]), "adds vectors to the embeddings"),
     (lambda: bert(ScheduleConfig((RopeConfig(), RopeConfig(theta=100.0)))), "layers have different frequencies"),

@@ -224,7 +224,7 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
         "to_control": ("difference", "more than the control"),
         "difference": (
             "percent" if MAIN[task.kind] == "accuracy" else "fraction", "at {length}",
-            f"Difference: the value less that of the control (`{control}`) with the same seed.",
+            f"Difference: the value minus that of the control (`{control}`) with the same seed.",
         ),
         "dog_distance": (
             "number", f"{dogs}, last layer",

@@ -97,7 +97,7 @@ def refuse_other_biases(parts: ModelParts) -> None:
         bias = layer.parts.logit_bias
         if not isinstance(bias, AlibiBias):
             what = "no bias" if bias is None else type(bias).__name__
-            raise UnsupportedError(f"llama.cpp has no bias but ALiBi in these blocks; a layer has {what}")
+            raise UnsupportedError(f"ALiBi is the only bias that llama.cpp has in these blocks; a layer has {what}")
         if bias.num_left is not None:
             raise UnsupportedError("llama.cpp has the same bias in both directions; a layer has the asymmetric ALiBi")
         slopes = bias.slopes.detach().double().cpu()

@@ -66,16 +66,16 @@ _QUANTITIES = (
     Quantity("acts_on", "acts on", style="text"),
     *(Quantity(name, heading, f"{heading}: {text}.", "verdict") for name, (_, heading, text) in PROPERTIES.items()),
 )
-#: Where schemes are measured.
-_PLACE = (
-    f"All schemes are measured in the same setting: {NUM_HEADS} heads of {HEAD_DIM} dimensions over a hidden size of "
-    f"{HIDDEN_SIZE}, a training length of {TRAINING_LENGTH}, and random contents and projections that give logits a "
-    "variance of 1. The model is bidirectional where the scheme allows it. A scheme that gives a query and an earlier"
-    " key another logit in a causal model has a row for each form; the published form of FIRE, SSMax and the other "
-    "scales is the causal one. Everything is computed in float32, as the parts are in a model, and the thresholds are"
-    " those of float32. Learned weights that start near zero are drawn larger, so that the table shows the mechanism "
-    "and not its first step of training. `--json` prints every number with its threshold; the definitions are the "
-    "docstrings of `hf_posenc.metrics.properties`."
+#: Below the table.
+_REMARKS = (
+    "yes or no, and the number that decided it; - where a property does not apply. A property that a scheme lacks is "
+    "not an error.",
+    f"Setting: {NUM_HEADS} heads of {HEAD_DIM} dimensions, a hidden size of {HIDDEN_SIZE}, a training length of "
+    f"{TRAINING_LENGTH}, float32, and random inputs that give logits a variance of 1.",
+    "The model is bidirectional where the scheme allows it. A scheme that differs in a causal model has a row for each "
+    "form.",
+    "Learned weights that start near zero are drawn larger, as they would be after training.",
+    "`--json` prints every number with its threshold. `hf_posenc.metrics.properties` defines the properties.",
 )
 
 
@@ -103,11 +103,7 @@ def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Res
         subjects=subjects,
         records=records,
         views=(View(tuple(quantity.name for quantity in _QUANTITIES)),),
-        remarks=(
-            "yes or no, and the number that decided; - where a property does not apply. Failing a property is "
-            "information, not an error.",
-            _PLACE,
-        ),
+        remarks=_REMARKS,
     )
 
 
@@ -139,7 +135,7 @@ def _records(label: str, specimen: Specimen) -> Iterator[Record]:
     measurements = {name: measure(specimen) for name, (measure, _, _) in PROPERTIES.items()}
     # One reason stands for all: a scheme that ends somewhere says the same of every position past it.
     refused = next((row.refused[0] for row in measurements.values() if row.refused), "")
-    note = f"{label}: not all positions could be evaluated. {refused.partition(': ')[2]}"
+    note = f"Not all positions could be evaluated. {refused.partition(': ')[2]}"
     for name, row in measurements.items():
         details = {"threshold": row.threshold, "details": row.details, "refused": row.refused, "reason": row.reason}
         finite = row.value is not None and math.isfinite(row.value)
