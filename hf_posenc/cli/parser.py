@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_posenc.cli import catalogue, evaluation, running, verbs
-from hf_posenc.errors import PositionEncodingError, UsageError
+from hf_posenc.errors import PositionEncodingError, UsageError, close_names
 from hf_posenc.extensions import import_named_modules, name_modules
 from hf_posenc.report.tables import fitted_to, terminal_width
 from hf_posenc.version import installed
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args([*command, *words])
         if unknown:
             # argparse itself would show the usage of the whole command instead of the verb's.
-            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            options.parser.error(_unknown(unknown, options.parser))
         name_modules(imports)
         import_named_modules()
         with fitted_to(terminal_width()):
@@ -75,6 +75,13 @@ def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
         else:
             command.append(word)
     return imports, command, words
+
+
+def _unknown(words: list[str], parser: argparse.ArgumentParser) -> str:
+    """The message for words that a verb does not take."""
+    close = close_names(words[0].partition("=")[0], parser._option_string_actions)
+    hint = f" Did you mean {' or '.join(close)}?" if close and words[0].startswith("-") else ""
+    return f"unrecognized arguments: {' '.join(words)}.{hint} {parser.prog} --help lists the options."
 
 
 def _reader_is_gone() -> bool:
