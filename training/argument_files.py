@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -12,12 +13,22 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from hf_posenc.errors import close_names
 from training.errors import SettingsError
+from training.help import GroupedHelp
 from training.launched import launched_on_cpu
 
 #: Bytes that a file of settings may have. YAML takes seconds for a megabyte.
 LARGEST_SETTINGS = 2**20
+
+_FURTHER = (
+    "All options of transformers.TrainingArguments are accepted too, such as --output_dir, --max_steps, "
+    "--num_train_epochs, --learning_rate, --per_device_train_batch_size, --gradient_accumulation_steps, --bf16, "
+    "--eval_steps, --save_steps, --report_to, --use_cpu and --seed."
+)
+
+
+class _Parser(GroupedHelp, HfArgumentParser):
+    """Options from dataclasses, in the groups that the dataclasses name."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,8 +69,8 @@ def parse_arguments(
         SettingsError: for a file that cannot be read, or an option that does not exist.
         SystemExit: with status 2, for a value that an option cannot take.
     """
-    parser = HfArgumentParser(dataclass_types, description=description, allow_abbrev=False)
-    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    parser = _Parser(dataclass_types, description=description, further=_FURTHER)
+    actions = {action.dest: action for action in parser._actions if action.dest != argparse.SUPPRESS}
     # Memory is pinned for copies to an accelerator; without one torch warns at every epoch that it is not.
     defaults = {"dataloader_pin_memory": torch.accelerator.is_available()}
     if launched_on_cpu():
@@ -70,23 +81,20 @@ def parse_arguments(
         content = read_mapping(Path(words[0]))
         for name in content:
             if name not in actions:
-                raise SettingsError(f"Unknown option --{name} in {words[0]}.{_hint(name, actions)}")
+                raise SettingsError(parser.refusal(name, words[0]))
         given = [word for name, value in content.items() for word in _words(name, value, actions[name].nargs)]
         words = [*given, *words[1:]]
+    # First, because an option that is misspelt looks like one that is missing.
+    if unknown := parser.parse_known_args(words)[1]:
+        if unknown[0].startswith("--"):
+            raise SettingsError(parser.refusal(unknown[0][2:].partition("=")[0], "the command line"))
+        raise SettingsError(f"{unknown[0]!r} is not an option; a file of settings (.yaml, .json) comes first.")
     try:
-        *parsed, unknown = parser.parse_args_into_dataclasses(
-            words, return_remaining_strings=True, look_for_args_file=False
-        )
+        return tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
     except SettingsError:
         raise
     except (ValueError, TypeError, ImportError) as error:  # TrainingArguments checks itself
         raise SettingsError(str(error)) from error
-    if unknown and unknown[0].startswith("--"):
-        name = unknown[0][2:].partition("=")[0]
-        raise SettingsError(f"Unknown option --{name} in the command line.{_hint(name, actions)}")
-    if unknown:
-        raise SettingsError(f"{unknown[0]!r} is not an option; a file of settings (.yaml, .json) comes first.")
-    return tuple(parsed)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -122,8 +130,3 @@ def _words(name: str, value: Any, nargs: Any) -> list[str]:
             raise SettingsError(f"report_to takes one tracker, or 'all' for all that are installed; it holds {value}.")
         value = value[0]
     return [f"--{name}={json.dumps(value) if isinstance(value, list | dict) else value}"]
-
-
-def _hint(name: str, known: Any) -> str:
-    close = close_names(name, list(known))
-    return f" Did you mean {' or '.join(f'--{near}' for near in close)}?" if close else " See --help."

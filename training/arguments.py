@@ -30,6 +30,8 @@ _FIXED = {
 class WeightsArguments:
     """Which model is trained, and from which weights."""
 
+    _argument_group_name = "model"
+
     model_name_or_path: str | None = HfArg(
         default=None, help="Pretrained weights: on the hub or in a folder, stock or already patched."
     )
@@ -81,6 +83,8 @@ class ModelArguments(WeightsArguments):
 class SchemeArguments:
     """Which position encoding the model gets."""
 
+    _argument_group_name = "position encoding"
+
     scheme: str | None = HfArg(
         default=None,
         help="Name of a scheme; several at once as a JSON list; 'native' for the model's own, rebuilt. Default: the "
@@ -109,6 +113,8 @@ class SchemeArguments:
 @dataclass
 class DataArguments:
     """Which text is read, and how it is made into rows."""
+
+    _argument_group_name = "text"
 
     dataset_name: str | None = HfArg(
         default=None,
@@ -166,6 +172,8 @@ class DataArguments:
 class LoraArguments:
     """Training a low-rank correction instead of all weights (LoRA, arXiv:2106.09685), through peft."""
 
+    _argument_group_name = "low-rank training (LoRA)"
+
     lora: bool = HfArg(default=False, help="Train LoRA matrices and the scheme's own parameters; the rest is frozen.")
     lora_r: int = HfArg(default=8, help="Rank of the correction.")
     lora_alpha: int = HfArg(default=16, help="The correction is scaled by lora_alpha / lora_r.")
@@ -183,6 +191,8 @@ class LoraArguments:
 @dataclass
 class RunArguments:
     """What to do with an output folder that is not empty."""
+
+    _argument_group_name = "output folder"
 
     overwrite_output_dir: bool = HfArg(
         default=False,

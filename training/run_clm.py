@@ -1,4 +1,4 @@
-"""Trains a causal language model, from scratch or from pretrained weights, with any position encoding.
+r"""Trains a causal language model, from scratch or from pretrained weights, with any position encoding.
 
     python training/run_clm.py --model_type llama --config_overrides hidden_size=64,num_hidden_layers=2 \
         --tokenizer_name bytes --scheme alibi --output_dir outputs/alibi --max_steps 300

@@ -1,4 +1,4 @@
-"""Trains an image classifier, from scratch or from pretrained weights, with any position encoding.
+r"""Trains an image classifier, from scratch or from pretrained weights, with any position encoding.
 
     python training/run_image_classification.py --scheme rope_nd --scheme_options '{"assignment": "mixed"}' \
         --eval_resolutions 24 32 48 --output_dir outputs/rope_nd --num_train_epochs 30 --learning_rate 1e-3
@@ -83,6 +83,8 @@ class ImageModelArguments(WeightsArguments):
 @dataclass
 class ImageArguments:
     """Which pictures are read, and at which resolutions."""
+
+    _argument_group_name = "pictures"
 
     dataset_name: str = HfArg(
         default="digits",

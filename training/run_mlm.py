@@ -1,4 +1,4 @@
-"""Trains a masked language model, from scratch or from pretrained weights, with any position encoding.
+r"""Trains a masked language model, from scratch or from pretrained weights, with any position encoding.
 
     python training/run_mlm.py --model_type bert --config_overrides hidden_size=64,num_hidden_layers=2 \
         --tokenizer_name bytes --scheme alibi --output_dir outputs/alibi --max_steps 300

@@ -27,6 +27,8 @@ SAMPLE_ROWS = 8
 class HealingArguments:
     """How a pretrained model gets its scheme, and what helps it to recover."""
 
+    _argument_group_name = "recovery of a pretrained model"
+
     initialization: str = HfArg(
         default="default",
         help="Where the scheme's parameters start: 'fitted' to what the old scheme did on training text, 'auto' the "

@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # argparse itself would show the usage of the whole command instead of the verb's.
             known = [flag for action in options.parser._actions for flag in action.option_strings]
             close = close_names(unknown[0].partition("=")[0], known) if unknown[0].startswith("-") else []
-            options.parser.error(f"unrecognized arguments: {' '.join(unknown)} {did_you_mean(close)}")
+            problem = f"unrecognized arguments: {' '.join(unknown)}. {did_you_mean(close)}".rstrip()
+            options.parser.error(f"{problem} {options.parser.prog} --help lists the options.")
         name_modules(imports)
         import_named_modules()
         with fitted_to(terminal_width()):

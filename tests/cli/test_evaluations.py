@@ -89,7 +89,9 @@ def test_every_parameter_is_an_option_with_its_meaning(name, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["eval", name, "--help"])
     assert caught.value.code == 0
-    page = " ".join(capsys.readouterr().out.split())
+    page = capsys.readouterr().out
+    assert len(page.splitlines()) <= 60
+    page = " ".join(page.split())
     evaluation = EVALUATIONS[name]
     function = evaluation.measure()
     meanings = meanings_of(inspect.getdoc(function))

@@ -57,7 +57,7 @@ class TestProcess:
             *(([*words], ["usage: hf-posenc"]) for words in ([], ["eval"], ["nonsense"], ["patch", "model", "rope"])),
             # A word too many shows the usage of the verb.
             (["plot", "ssmax", "pope"], ["usage: hf-posenc plot ", "unrecognized arguments: pope"]),
-            (["schemes", "--jsno"], ["usage: hf-posenc schemes ", "arguments: --jsno Did you mean '--json'?"]),
+            (["schemes", "--jsno"], ["usage: hf-posenc schemes ", "arguments: --jsno. Did you mean '--json'?"]),
             (["eval", "properties", "--scheme", "rope", "--nonsense"],
              ["usage: hf-posenc eval properties ", "unrecognized arguments: --nonsense"]),
         ],
@@ -108,3 +108,22 @@ def test_what_needs_no_model_loads_no_framework(words, status, output):
     )
     assert done.stderr.splitlines()[-1] == f"set() {status}"
     assert output in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "verb", [[], *([name] for name in ("schemes", "inspect", "patch", "export", "eval", "report", "plot"))]
+)
+def test_help_fits_on_a_screen(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([*verb, "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 40
+
+
+def test_an_unknown_option_is_answered_with_the_nearest(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["patch", "MODEL", "alibi", "--output", "x", "--layrs", "0"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert "unrecognized arguments: --layrs 0. Did you mean '--layers'?" in message
+    assert "hf-posenc patch --help lists the options." in message

@@ -27,6 +27,7 @@ from hf_posenc.extensions import name_modules
 from training.argument_files import parse_structured, read_mapping
 from training.arguments import LoraArguments
 from training.errors import SettingsError
+from training.help import GroupedHelp
 from training.swapping import HealingArguments
 
 #: Arguments of transformers' Trainer that the study sets itself.
@@ -418,23 +419,24 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         values = read_mapping(Path(arguments[0]))
         arguments = arguments[1:]
-    parser = argparse.ArgumentParser(
+    parser = GroupedHelp(
         description=description,
-        prog="compare.py [STUDY.yaml]",
-        allow_abbrev=False,
+        usage="compare.py [STUDY.yaml] [--option value ...]",
         argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        further="Names, lists and mappings are written as in YAML.",
     )
     settings = StudySettings.model_fields
+    study, training = parser.add_argument_group("study"), parser.add_argument_group("each training")
     for name, field in settings.items():
         flags = [f"--{name}", "--import"] if name == "imports" else [f"--{name}"]
-        text = f"{field.description} (default: {field.default})".replace("%", "%%")
+        default = "" if field.default in (None, "", [], {}) else f" (default: {field.default})"
+        text = f"{field.description}{default}".replace("%", "%%")
         boolean: dict[str, Any] = {"nargs": "?", "const": True} if field.annotation is bool else {}
-        parser.add_argument(*flags, dest=name, help=text, **boolean)
+        group = training if name in TrainingSettings.model_fields else study
+        group.add_argument(*flags, dest=name, help=text, **boolean)
     parsed, others = parser.parse_known_args(arguments)
     if others:
-        option = others[0].partition("=")[0].lstrip("-")
-        raise SettingsError(str(UnknownNameError("option", option, settings, listing="--help")))
+        raise SettingsError(parser.refusal(others[0].partition("=")[0].lstrip("-"), "the command line"))
     given = {}
     for name, words in vars(parsed).items():
         # Text is read as it stands: a folder may be called 2024.

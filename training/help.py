@@ -1,0 +1,105 @@
+"""Help that fits: `--help` has the options of a script in short, `--help-all` has every option in full."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from hf_posenc.errors import close_names
+
+
+class GroupedHelp(argparse.ArgumentParser):
+    """A parser that prints its argument groups, each with the first sentence on each option.
+
+    Args:
+        further: what `--help-all` has beyond that, a sentence that ends with a period.
+        settings: further arguments of `ArgumentParser`. The description is printed as it stands.
+    """
+
+    def __init__(self, *args: Any, further: str, **settings: Any) -> None:
+        settings = {"usage": "%(prog)s [SETTINGS.yaml] [--option value ...]", "allow_abbrev": False} | settings
+        super().__init__(*args, add_help=False, formatter_class=_Full, **settings)
+        self.further = further
+        self.add_argument("-h", "--help", action=_ShortHelp, help="print the options in short")
+        self.add_argument("--help-all", action="help", help="print every option in full")
+
+    def short_help(self) -> str:
+        """The text of `--help`."""
+        formatter = _Short(self.prog)
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            # The first two belong to argparse; what a script does not group itself is for --help-all.
+            if group not in (self._positionals, self._optionals):
+                formatter.start_section(group.title)
+                formatter.add_arguments(group._group_actions)
+                formatter.end_section()
+        text = f"{self.further} --help-all explains every option in full."
+        formatter.add_text(textwrap.fill(text, formatter._width, break_on_hyphens=False))
+        return formatter.format_help()
+
+    def refusal(self, name: str, place: str) -> str:
+        """The message for an option that does not exist.
+
+        Args:
+            name: without dashes.
+            place: where it was found.
+        """
+        known = [action.dest for action in self._actions if action.dest != argparse.SUPPRESS]
+        close = " or ".join(f"--{near}" for near in close_names(name, known))
+        hint = f" Did you mean {close}?" if close else ""
+        return f"Unknown option --{name} in {place}.{hint} --help-all lists every option."
+
+
+class _ShortHelp(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None, **_: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, GroupedHelp)
+        sys.stdout.write(parser.short_help())
+        parser.exit()
+
+
+class _Full(argparse.RawDescriptionHelpFormatter):
+    """The name of an option once, and its default behind its meaning."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        # The same names with dashes are accepted too. Choices are in the full help alone.
+        names = [name for name in action.option_strings if "-" not in name.lstrip("-") or name == "--help-all"]
+        return f"{', '.join(names)} {self._value_of(action)}".rstrip()
+
+    def _value_of(self, action: argparse.Action) -> str:
+        if action.nargs in (0, "?"):
+            return ""
+        return "{" + ",".join(map(str, action.choices)) + "}" if action.choices else "VALUE"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = " ".join((action.help or "").split())
+        if action.default in (None, "", argparse.SUPPRESS) or action.default is False or "default:" in text.lower():
+            return text
+        return f"{text} (default: {_shown(action.default)})"
+
+
+class _Short(_Full):
+    def _value_of(self, action: argparse.Action) -> str:
+        return "" if action.nargs in (0, "?") else "VALUE"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action)
+        sentence = re.split(r"(?<=[.;]) (?=[A-Z(])", re.sub(r" \(default: .*\)$", "", text))[0].rstrip(".")
+        default = re.search(r"\(default: .{1,24}\)$", text)
+        return f"{sentence} {default.group()}" if default else sentence
+
+
+def _shown(default: Any) -> str:
+    """A default as it is printed; argparse formats help with `%`."""
+    is_list = isinstance(default, Iterable) and not isinstance(default, str | dict)
+    return (",".join(map(str, default)) if is_list else str(default)).replace("%", "%%")
