@@ -14,6 +14,7 @@ to add to it. Processes on several machines that share the folder share the trai
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,10 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
         )
     check_trackers(study)
     folder = Path(study.output_dir)
-    todo = sum(cell.result() is None for cell in cells)
-    with in_this_process() if together else open_executor(study, todo) as executor:
+    with ExitStack() as stack:
         with taken(folder, state.is_main_process):
+            todo = sum(cell.result() is None for cell in cells)
+            executor = stack.enter_context(in_this_process() if together else open_executor(study, todo))
             tokenizer = study_tokenizer(study)
             with state.main_process_first():
                 corpus, models, identities = _prepare(study, cells, tokenizer, state)

@@ -156,11 +156,12 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
 
 @contextmanager
 def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
-    """A job for each training: of SLURM where there is one, otherwise on this machine. Logs go to `jobs/`."""
+    """A job for each training: of SLURM where there is one, otherwise on this machine. Logs go to `trainings/jobs`."""
     submitit = _package("submitit")
     options = {"timeout_min": 24 * 60, **study.executor_options}
     with _refused(study):
-        pool = submitit.AutoExecutor(f"{study.output_dir}/jobs/%j", cluster=options.pop("cluster", None))
+        pool = submitit.AutoExecutor(f"{study.output_dir}/trainings/jobs/%j", cluster=options.pop("cluster", None))
+        pool.update_parameters(**options)
         local = pool.cluster == "local"
         others = [name for name in options if "_" in name and name.split("_")[0] in {"slurm", "local", "debug"}]
         ignored = [name for name in others if not name.startswith(f"{pool.cluster}_")]
@@ -169,7 +170,6 @@ def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
             raise ValueError(f"the cluster is {pool.cluster!r}, which ignores {', '.join(dict.fromkeys(ignored))}")
         if {"nodes", "tasks_per_node"} & options.keys():
             raise ValueError("a training is one task on one node, which excludes nodes and tasks_per_node")
-        pool.update_parameters(**options)
     slots = study.worker_count(jobs, torch.cuda.device_count()) if local else study.workers or jobs
     # As multiprocessing does for its processes.
     path = os.environ.get("PYTHONPATH")
