@@ -8,29 +8,31 @@ A small Llama learns to predict the next token, a small BERT to fill in masked o
 small ViT to classify pictures: once per scheme and seed, from the same weights, on the same batches. Then each is read
 at the lengths or resolutions it was trained on, and at others. The output folder gets `results.json`, `table.md`,
 `report.html` and plots. Run the same command again to resume an interrupted study, or with more schemes, tasks or seeds
-to add to it.
+to add to it. Processes on several machines that share the folder share the trainings.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, which has modules of common names
 
-import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from hf_posenc.metrics.images.pictures import DIGITS
 from training.checkpoints import latest_complete_checkpoint
+from training.errors import SettingsError
 from training.launched import check_met, launched_on_cpu
 from training.one_run import exit_status
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
 from training.study.corpus import Corpus, load_corpus, study_tokenizer
+from training.study.executors import Executor, in_this_process, open_executor
 from training.study.folder import check_cells, taken
 from training.study.models import task_model
 from training.study.outputs import write_outputs
@@ -39,6 +41,7 @@ from training.study.results import study_results
 from training.study.settings import StudySettings, parse_study
 from training.study.tasks import IMAGES
 from training.study.tasks.images import pictures_summary
+from training.study.trackers import check_trackers
 from training.study.workers import quiet, run_cells
 
 
@@ -83,18 +86,29 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
         state.num_processes,
         "Start them with `accelerate launch` or torchrun, and not more than there are GPUs, if there are any.",
     )
+    together = state.num_processes > 1
+    if together and study.executor != "local":
+        raise SettingsError(
+            f"--executor {study.executor} sends each training to one process, and {state.num_processes} processes were "
+            "launched to share every training. Start one process, or drop --executor."
+        )
+    check_trackers(study)
     folder = Path(study.output_dir)
-    with taken(folder, state.is_main_process):
-        tokenizer = study_tokenizer(study)
-        with state.main_process_first():
-            corpus, models = _prepare(study, cells, tokenizer, state)
-        outcomes = _run(study, cells, state)
-        results = study_results(study, command, corpus, models, tokenizer, outcomes, cells)
-        if state.is_main_process:
+    with ExitStack() as stack:
+        with taken(folder, state.is_main_process):
+            todo = sum(cell.result() is None for cell in cells)
+            executor = stack.enter_context(in_this_process() if together else open_executor(study, todo))
+            tokenizer = study_tokenizer(study)
+            with state.main_process_first():
+                corpus, models, identities = _prepare(study, cells, tokenizer, state)
+        outcomes = _run(cells, identities, state, executor)
+    results = study_results(study, command, corpus, models, tokenizer, outcomes, cells)
+    if state.is_main_process:
+        with taken(folder, True):
             written = write_outputs(results, folder)
-            print((folder / "table.md").read_text(encoding="utf-8"))
-            print(f"Written to {folder}: {len(written)} files; open {folder / 'report.html'}.")
-            print("\n".join(_about_models(study, cells, results)))
+        print((folder / "table.md").read_text(encoding="utf-8"))
+        print(f"Written to {folder}: {len(written)} files; open {folder / 'report.html'}.")
+        print("\n".join(_about_models(study, cells, results)))
     return results
 
 
@@ -128,8 +142,9 @@ def _about_models(study: StudySettings, cells: list[Cell], results: dict[str, An
 
 def _prepare(
     study: StudySettings, cells: list[Cell], tokenizer: Any, state: PartialState
-) -> tuple[Corpus | None, dict[str, str]]:
-    """The text, and the class of each task's models; refuses a folder in which other settings began."""
+) -> tuple[Corpus | None, dict[str, str], dict[str, dict[str, Any]]]:
+    """The text, the class of each task's models, and what cells begin with; refuses a folder with other settings."""
+    identities: dict[str, dict[str, Any]] = {}
     models: dict[str, str] = {}
     digests: dict[str, str] = {}
     corpus = None
@@ -145,22 +160,27 @@ def _prepare(
         digests["corpus"] = corpus.summary["digest"]
     if state.is_main_process:
         folder = Path(study.output_dir)
-        check_cells(cells, digests)
+        identities = check_cells(cells, digests)
         if corpus is not None:
             corpus.save(folder / "data")
-    return corpus, models
+    return corpus, models, identities
 
 
-def _run(study: StudySettings, cells: list[Cell], state: PartialState) -> dict[str, dict[str, Any]]:
+def _run(
+    cells: list[Cell], identities: dict[str, dict[str, Any]], state: PartialState, executor: Executor
+) -> dict[str, dict[str, Any]]:
     """The results of all trainings by name; runs those that have none yet."""
     outcomes = {cell.name: result for cell in cells if (result := cell.result()) is not None}
     todo = [cell for cell in cells if cell.name not in outcomes]
-    workers = 1 if state.num_processes > 1 else study.worker_count(len(todo), torch.cuda.device_count())
     resumed = [cell.name for cell in todo if latest_complete_checkpoint(cell.folder, state.num_processes)]
     if resumed and state.is_main_process:
         print(f"Resuming from checkpoints: {', '.join(resumed)}.")
     with tqdm(total=len(todo), unit="training", disable=not todo or not state.is_main_process) as bar:
-        for cell, result in run_cells(todo, workers, lambda name, step: bar.set_postfix_str(f"{name} {step}")):
+
+        def on_step(name: str, step: int) -> None:
+            bar.set_postfix_str(f"{name} {step}")
+
+        for cell, result in run_cells(todo, identities, executor, on_step):
             outcomes[cell.name] = result
             bar.update()
             if state.is_main_process:

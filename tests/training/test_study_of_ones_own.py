@@ -16,7 +16,7 @@ from tests.cli.test_schemes import THIRD_PARTY
 from training import compare, run_clm
 from training.errors import SettingsError
 from training.files import write_json
-from training.study import workers
+from training.study import executors
 from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
 from training.study.models import new_image_model, new_model
@@ -58,7 +58,7 @@ def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_sche
     # Figures and cards take longer than the study, and so do the imports of each worker.
     monkeypatch.setattr(compare, "write_outputs", only_results)
     forks = multiprocessing.get_context("forkserver")
-    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda method: forks)
+    monkeypatch.setattr(executors.multiprocessing, "get_context", lambda method: forks)
     (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {number} has a few words." for number in range(60)))
     settings = {
         "imports": ["own_schemes"], "schemes": ["rope", own_scheme, "stretched"], "tasks": ["causal"],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import SoftFileLease, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from training.checkpoints import differences
@@ -16,20 +16,50 @@ from training.files import read_json, write_json
 from training.study.cells import DIVERGED, FINISHED, Cell
 
 LOCK = ".lock"
+#: Whoever holds a lease gives a sign of life every ten seconds. After this many seconds without one it counts as dead.
+#: On the machine of its process, its death is noticed at once.
+_LEASE_SECONDS = 30
+
+
+def lease_of(cell: Cell, on_loss: Callable[[], None] = lambda: None) -> SoftFileLease:
+    """What a process holds while it trains a cell. Locks of a shared file system may not reach other nodes.
+
+    Args:
+        cell: which one.
+        on_loss: called if the process was silent for so long that another one took the lease.
+    """
+    path, seconds = cell.folder / LOCK, _LEASE_SECONDS
+    return SoftFileLease(path, lease_duration=seconds, thread_local=False, on_compromise=lambda _: on_loss())
+
+
+def is_free(lease: SoftFileLease, keep: bool = False) -> bool:
+    """Whether no other process holds a lease.
+
+    Args:
+        lease: the same object each time, because it measures the silence of the holder.
+        keep: whether it is held from now on.
+    """
+    try:
+        lease.acquire(timeout=0)
+    except Timeout:
+        return False
+    if not keep:
+        lease.release()
+    return True
 
 
 @contextmanager
 def taken(folder: Path, writes: bool) -> Iterator[None]:
-    """Takes an output folder for this run. The lock falls with the process, however it ends.
+    """Takes an output folder while what all trainings share is written. Waits for another process that does so.
 
     A study uses common names there (`data`, `models`, `results.json`): a folder with anything else in it is refused.
 
     Args:
         folder: made if missing.
-        writes: whether this process writes there, and takes the lock.
+        writes: whether this process writes there.
 
     Raises:
-        SettingsError: for a file, a folder that does not belong to a study, or one in which another run is writing.
+        SettingsError: for a file, or a folder that does not belong to a study.
     """
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
@@ -41,34 +71,33 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
                 "Name another --output_dir."
             )
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
-    try:
-        if writes:
-            lock.acquire(timeout=0)
-    except Timeout as error:
-        raise SettingsError(f"Another study is writing to {folder}. Wait, or name another --output_dir.") from error
-    try:
+    if not writes:
         yield
-    finally:
-        lock.release()
+        return
+    with SoftFileLease(folder / LOCK, lease_duration=_LEASE_SECONDS):
+        yield
 
 
-def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
+def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Compares with what trainings began with, and records it for the new ones once all others fit.
 
     Args:
         cells: the trainings.
         digests: see `Cell.identity`.
 
+    Returns:
+        What each begins with, by its name.
+
     Raises:
         SettingsError: if a setting or the text itself differs from that of a training that has begun, or if a training
             has ended without the model that is now asked for.
     """
     new: dict[Path, dict[str, Any]] = {}
+    identities = {cell.name: cell.identity(digests) for cell in cells}
     starts = {cell.start.name for cell in cells if cell.start is not None and cell.result() is None}
     for cell in cells:
         path = cell.folder / "settings.json"
-        wanted = cell.identity(digests)
+        wanted = identities[cell.name]
         earlier = read_json(path)
         if earlier is None:
             new[path] = wanted
@@ -94,10 +123,11 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
         # The result of a scheme that could not be trained, perhaps because of an error in its code.
         path.with_name("result.json").unlink(missing_ok=True)
         write_json(path, wanted)
+    return identities
 
 
 def _has_trained(cell: Cell) -> bool:
-    """Whether a training has figures, or a checkpoint to go on from."""
+    """Whether a training has figures, or a checkpoint to go on from, or is being trained."""
     result = cell.result()
     has_figures = result is not None and result["status"] in (FINISHED, DIVERGED)
-    return has_figures or any(cell.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    return has_figures or any(cell.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) or not is_free(lease_of(cell))

@@ -23,7 +23,7 @@ from training.study.settings import StudySettings
 from training.study.tasks import IMAGES, StudyTask
 
 #: Where and how fast a study runs; none of it changes a result.
-_LOCAL = {"output_dir", "workers", "checkpoint_every"}
+_LOCAL = {"output_dir", "workers", "checkpoint_every", "executor", "executor_options", "report_to"}
 #: What a model is compared by, for each kind of task.
 MAIN = {
     "language_modeling": "loss", "generalization": "accuracy", "embedding": "similarity",

@@ -26,6 +26,7 @@ from training.study.curve import CurveCallback, OnStep, recorded_curve
 from training.study.models import Beginning, begin
 from training.study.tasks.embedding import Teacher
 from training.study.tasks.task import CellData
+from training.study.trackers import finish_trackers
 from training.trainer import NonFiniteLossError, SchemeTrainer
 
 #: Rows per forward call of a validation of the small models.
@@ -74,7 +75,10 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         trained_parameters = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
         head |= {"parameters": trained_parameters, "threads": torch.get_num_threads()}
         head |= {"processes": trainer.args.world_size, "processor": processor_name()}
-        training = _train(cell, trainer)
+        try:
+            training = _train(cell, trainer)
+        finally:
+            finish_trackers(trainer.args)
     except NonFiniteLossError as error:
         return ended(DIVERGED, error)
     except PositionEncodingError as error:
@@ -134,6 +138,8 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
         "train_sampling_strategy": "random" if isinstance(data.train, RowsByEpoch) else "sequential",
         "per_device_eval_batch_size": settings.batch_size if cell.task.pretrained else _VALIDATION_ROWS,
         "dataloader_pin_memory": torch.accelerator.is_available(),
+        "run_name": cell.name,
+        "project": cell.study.name,
     } | settings.trainer
     try:
         arguments = TrainingArguments(
@@ -149,7 +155,7 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
             logging_strategy="no",
             save_steps=settings.checkpoint_every,
             save_total_limit=1,
-            report_to="none",
+            report_to=cell.study.report_to or "none",
             disable_tqdm=True,
             **given,
         )

@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,7 +22,8 @@ from pydantic import (
 )
 from transformers import TrainingArguments
 
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.cli.catalogue import parse_options
+from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import name_modules
 from training.argument_files import parse_structured, read_mapping
 from training.arguments import LoraArguments
@@ -31,7 +32,7 @@ from training.help import GroupedHelp
 from training.swapping import HealingArguments
 
 #: Arguments of transformers' Trainer that the study sets itself.
-_TAKEN = {"seed", "per_device_train_batch_size", "eval_steps", "save_steps", "output_dir"}
+_TAKEN = {"seed", "per_device_train_batch_size", "eval_steps", "save_steps", "output_dir", "report_to"}
 #: Lengths beyond this one, and ranges of more numbers, are mistakes.
 _LARGEST = 10**6
 
@@ -72,7 +73,16 @@ def _as_json(value: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it cannot be written as JSON: {error}") from error
 
 
+def _parse_assignments(value: Any) -> Any:
+    """`"a=1,b=c"` as a mapping."""
+    try:
+        return parse_options(value.split(",")) if isinstance(value, str) else value
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
 JsonMapping = Annotated[dict[str, Any], AfterValidator(_as_json)]
+Assignments = Annotated[JsonMapping, BeforeValidator(_parse_assignments)]
 Names = Annotated[list[str], BeforeValidator(_parse_names)]
 #: Part of a folder's name.
 Labels = Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]], BeforeValidator(_parse_names)]
@@ -313,7 +323,25 @@ class StudySettings(TrainingSettings):
         description="Modules with schemes or architectures of your own, on the import path or in this folder.",
     )
     workers: int = Field(
-        0, ge=0, description="Trainings at the same time. 0: one per GPU, or one per CPU core without any."
+        0,
+        ge=0,
+        description="Trainings at the same time. 0: one per GPU, or one per CPU core without any; on a cluster, all.",
+    )
+    executor: Literal["local", "submitit", "dask"] = Field(
+        "local",
+        description="Where the trainings run: 'local' has a process for each worker; 'dask' uses the cluster at the "
+        "'address' of --executor_options, or starts one on this machine; 'submitit' sends jobs to SLURM, or starts "
+        "them on this machine without it.",
+    )
+    executor_options: Assignments = Field(
+        {},
+        description="Options of dask's Client or LocalCluster, or of submitit's AutoExecutor, such as "
+        "'mem_gb=16,slurm_partition=gpu'.",
+    )
+    report_to: Names = Field(
+        [],
+        description="Trackers that receive the curve of each training, such as tensorboard, trackio or wandb. Default: "
+        "none.",
     )
     output_dir: str = Field("outputs/compare", description="Where results and checkpoints go.")
     save_models: bool = Field(

@@ -1,69 +1,100 @@
-"""Several trainings at the same time, each in a process of its own."""
+"""Trainings on an executor. Each has one worker at a time, whatever happens to workers and to those who sent them."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
+import sys
 import threading
+import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import SoftFileLease
 from transformers.utils import logging as transformers_logging
 
+from hf_posenc.extensions import name_modules
+from training.checkpoints import differences
+from training.files import read_json
+from training.launched import launched_on_cpu
 from training.study.cells import FAILED, Cell
+from training.study.executors import Executor, Job
+from training.study.folder import is_free, lease_of
 from training.study.run import run_cell
-from training.study.settings import usable_cores
-from training.trainer import TrainingError
+
+#: A training that loses this many workers is given up. Each starts from the last checkpoint.
+LOSSES = 3
+_POLL_SECONDS = 0.2
+#: Trainings draw from the random numbers of their process. A worker of dask may have several threads.
+_one_at_a_time = threading.Lock()
+
+
+class SupersededError(RuntimeError):
+    """This process was silent for so long that another one took over its training."""
 
 
 def run_cells(
-    cells: list[Cell], workers: int, on_step: Callable[[str, int], None]
+    cells: list[Cell],
+    identities: dict[str, dict[str, Any]],
+    executor: Executor,
+    on_step: Callable[[str, int], None],
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Runs the trainings, and yields each with its result as soon as it has ended.
+
+    Several processes may do so in one folder, which then share the trainings. A training whose worker was lost is sent
+    again.
 
     Args:
         cells: what is trained, in this order where several could be next. One that starts from another comes after it,
             and waits until that one has ended.
-        workers: trainings at a time, each in a process with its share of the cores, and on a GPU of its own if there
-            is one; 1 runs one after the other in this process.
+        identities: what each began with, by name, see `check_cells`.
+        executor: where they run.
         on_step: told of every step, if the trainings run in this process.
-
-    Raises:
-        TrainingError: if a worker process was killed, for example because the memory was full.
     """
-    if workers <= 1:
-        for cell in cells:
-            yield cell, _guarded(cell, partial(on_step, cell.name))
-        return
-    context = multiprocessing.get_context("spawn")
-    numbers = context.SimpleQueue()
-    for number in range(workers):
-        numbers.put(number)
-    threads = max(1, usable_cores() // workers)
-    with ProcessPoolExecutor(workers, context, _start_worker, (numbers, threads)) as pool:
-        waiting, running = list(cells), dict[Future[dict[str, Any]], Cell]()
-        try:
-            while waiting or running:
-                for cell in _ready(waiting, running.values())[: workers - len(running)]:
+    waiting, running = list(cells), dict[Job, tuple[Cell, int]]()
+    leases = {cell.name: lease_of(cell) for cell in cells}
+    slots, lost, told = list(range(executor.slots)), Counter[str](), False
+    try:
+        while waiting or running:
+            for cell in _ready(waiting, [cell for cell, _ in running.values()]):
+                lease = leases[cell.name] if slots else None
+                result, free = _agreed(partial(_look, cell, lease))
+                if result is not None:
                     waiting.remove(cell)
-                    running[pool.submit(_guarded, cell)] = cell
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        except BrokenProcessPool as error:
-            raise TrainingError(
-                "A worker process was killed from outside; on a small machine the usual cause is memory. What it had "
-                "saved is kept: run the same command again to go on from there, perhaps with a lower --workers."
-            ) from error
-        except BaseException:
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
+                    yield cell, result
+                elif free:
+                    waiting.remove(cell)
+                    slot = slots.pop(0)
+                    told_of = [partial(on_step, cell.name)] if executor.here else []
+                    job = executor.submit(slot, train, cell, identities.get(cell.name), executor.threads, *told_of)
+                    running[job] = cell, slot
+            ended = [job for job in running if job.done()]
+            for job in ended:
+                cell, slot = running.pop(job)
+                slots.append(slot)
+                try:
+                    result = job.result()
+                except Exception as error:  # `train` returns its own: the worker is lost
+                    lost[cell.name] += 1
+                    result = _of_lost(cell, error) if lost[cell.name] == LOSSES else None
+                if result is None:
+                    waiting.insert(0, cell)
+                else:
+                    yield cell, result
+            if not ended and not running and not told:
+                told = True
+                names = ", ".join(cell.name for cell in _ready(waiting, []))
+                print(f"Another process trains {names}; this one waits for the results.", file=sys.stderr)
+            if not ended:
+                time.sleep(_POLL_SECONDS)
+    except BaseException:
+        for job in running:
+            job.cancel()
+        raise
 
 
 def _ready(waiting: list[Cell], running: Iterable[Cell]) -> list[Cell]:
@@ -72,36 +103,88 @@ def _ready(waiting: list[Cell], running: Iterable[Cell]) -> list[Cell]:
     return [cell for cell in waiting if cell.start is None or cell.start.name not in open_cells]
 
 
+def _look(cell: Cell, lease: SoftFileLease | None) -> tuple[dict[str, Any] | None, bool]:
+    """The result of a training that has ended elsewhere, and whether one that has not can be sent to a worker."""
+    return cell.result(), lease is not None and is_free(lease)
+
+
+def _agreed(ask: Callable[[], Any]) -> Any:
+    """What the first of the processes that train together finds."""
+    state = PartialState(cpu=launched_on_cpu())
+    found = [ask() if state.is_main_process else None]
+    return broadcast_object_list(found)[0] if state.num_processes > 1 else found[0]
+
+
 def quiet() -> None:
     """Leaves the terminal to the study's own progress bar."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
-def _start_worker(numbers: Any, threads: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(numbers.get() % torch.cuda.device_count())
-    # Ctrl-C reaches the whole group of processes; the main one terminates the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    quiet()
+def train(
+    cell: Cell,
+    identity: dict[str, Any] | None,
+    threads: int | None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any] | None:
+    """Runs a training, if no other process is at it: what a worker is sent.
+
+    Args:
+        cell: which one.
+        identity: what it begins with.
+        threads: of torch; `None` leaves them as they are.
+        on_step: told of every step.
+
+    Returns:
+        The result; `None` if another process is at it. An unexpected error is a result too, so that the others go on.
+    """
+    with _one_at_a_time:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        quiet()
+        name_modules(cell.study.imports)
+        superseded = threading.Event()
+        lease = lease_of(cell, superseded.set)
+        if not _agreed(lambda: is_free(lease, keep=True)):
+            return None
+
+        def step(number: int) -> None:
+            if superseded.is_set():
+                raise SupersededError
+            on_step(number)
+
+        try:
+            return _train(cell, identity, step)
+        except SupersededError:
+            return None
+        except Exception as error:
+            return _failed(cell, f"{type(error).__name__}: {error}") | {"traceback": traceback.format_exc()}
+        finally:
+            lease.release()
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _train(cell: Cell, identity: dict[str, Any] | None, on_step: Callable[[int], None]) -> dict[str, Any]:
+    def earlier() -> tuple[dict[str, Any] | None, list[str]]:
+        begun = read_json(cell.folder / "settings.json") or {}
+        return cell.result(), [] if identity is None else differences(begun, identity)
+
+    result, changed = _agreed(earlier)
+    if result is not None:
+        ended: dict[str, Any] = result
+        return ended
+    if changed:
+        return _failed(cell, f"Another study has begun it with other settings: {'; '.join(changed)}.")
+    return run_cell(cell, on_step)
 
 
-def _guarded(cell: Cell, on_step: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
-    """The training's result; an unexpected error becomes a result too, so that the other trainings go on."""
-    try:
-        return run_cell(cell, on_step)
-    except Exception as error:
-        return cell.head() | {
-            "status": FAILED,
-            "reason": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-        }
+def _failed(cell: Cell, reason: str) -> dict[str, Any]:
+    return {**cell.head(), "status": FAILED, "reason": reason}
+
+
+def _of_lost(cell: Cell, error: Exception) -> dict[str, Any]:
+    return _failed(
+        cell,
+        f"It lost its worker {LOSSES} times ({type(error).__name__}: {error}). On a small machine the usual cause is "
+        "memory. What it had saved is kept: run the same command again to go on from there, perhaps with fewer "
+        "--workers.",
+    )

@@ -1,0 +1,203 @@
+"""Where the trainings of a study run: in processes of this machine, on a dask cluster, or as jobs of submitit."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from training.errors import SettingsError
+from training.study.settings import StudySettings, usable_cores
+
+#: What `LocalExecutor` of submitit reads. It ignores all other options.
+_SUBMITIT_LOCAL = {"timeout_min", "gpus_per_node", "stderr_to_stdout", "local_setup"}
+
+
+class Job(Protocol):
+    """What `concurrent.futures.Future` and submitit's jobs have in common."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def result(self) -> Any:
+        """What the function returned. Raises if the worker was lost."""
+
+    def cancel(self) -> Any:
+        """Stops it, if the executor can."""
+
+
+@dataclass
+class Executor:
+    """An open executor.
+
+    Args:
+        slots: how many jobs it is given at the same time.
+        submit: starts a job, from the number of its slot, a function and the arguments of the function.
+        threads: of torch in each job; `None` leaves them as they are.
+        here: whether jobs run in this process.
+    """
+
+    slots: int
+    submit: Callable[..., Job]
+    threads: int | None = None
+    here: bool = False
+
+
+@contextmanager
+def open_executor(study: StudySettings, jobs: int) -> Iterator[Executor]:
+    """Starts the executor that a study asks for, and stops it.
+
+    Args:
+        study: its settings.
+        jobs: how many trainings there are.
+
+    Raises:
+        SettingsError: if its package is missing, or for options that it refuses.
+    """
+    with {"local": _local, "dask": _dask, "submitit": _submitit}[study.executor](study, jobs) as executor:
+        yield executor
+
+
+@contextmanager
+def in_this_process() -> Iterator[Executor]:
+    """One job after the other, at once."""
+
+    def submit(slot: int, function: Callable[..., Any], *arguments: Any) -> Job:
+        job: Future[Any] = Future()
+        job.set_result(function(*arguments))
+        return job
+
+    yield Executor(1, submit, here=True)
+
+
+@contextmanager
+def _local(study: StudySettings, jobs: int) -> Iterator[Executor]:
+    """A process for each slot, on a GPU of its own if there are any. A process that was killed is replaced."""
+    if study.executor_options:
+        raise SettingsError("--executor_options are for dask and submitit; the local executor only has --workers.")
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    devices = devices if all(devices) else [str(number) for number in range(torch.cuda.device_count())]
+    slots = study.worker_count(jobs, torch.cuda.device_count())
+    if slots == 1:
+        with in_this_process() as executor:
+            yield executor
+        return
+    context = multiprocessing.get_context("spawn")
+    pools: dict[int, ProcessPoolExecutor] = {}
+
+    def submit(slot: int, function: Callable[..., Any], *arguments: Any) -> Job:
+        try:
+            return pools[slot].submit(function, *arguments)
+        except (KeyError, BrokenProcessPool):
+            device = devices[slot % len(devices)] if devices else None
+            pools[slot] = ProcessPoolExecutor(1, context, _start_worker, (device,))
+            return pools[slot].submit(function, *arguments)
+
+    try:
+        yield Executor(slots, submit, max(1, usable_cores() // slots))
+        for pool in pools.values():
+            pool.shutdown()
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+
+
+def _start_worker(device: str | None) -> None:
+    if device is not None:
+        # Read when CUDA starts. A process that sees several GPUs would train on all of them.
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    # Ctrl-C reaches the whole group of processes; the main one terminates the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
+    """The cluster at `address` (or of `scheduler_file`), or one on this machine that takes all other options."""
+    distributed, dask = _package("distributed"), _package("dask")
+    options = study.executor_options
+    threads, slots = None, study.workers or jobs
+    with ExitStack() as stack:
+        with _refused(study):
+            if {"address", "scheduler_file"} & options.keys():
+                client = stack.enter_context(distributed.Client(**options))
+            else:
+                if "n_workers" in options:
+                    raise ValueError("n_workers is --workers")
+                slots = study.worker_count(jobs, torch.cuda.device_count())
+                threads = max(1, usable_cores() // slots)
+                # A worker that is a daemon could not read data in processes of its own.
+                stack.enter_context(dask.config.set({"distributed.worker.daemon": False}))
+                defaults = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": None}
+                cluster = distributed.LocalCluster(n_workers=slots, **(defaults | options))
+                client = stack.enter_context(distributed.Client(stack.enter_context(cluster)))
+        pool = client.get_executor(pure=False)
+        yield Executor(slots, lambda slot, *call: pool.submit(*call), threads)
+
+
+@contextmanager
+def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
+    """A job for each training: of SLURM where there is one, otherwise on this machine. Logs go to `trainings/jobs`."""
+    submitit = _package("submitit")
+    options = {"timeout_min": 24 * 60, **study.executor_options}
+    with _refused(study):
+        pool = submitit.AutoExecutor(f"{study.output_dir}/trainings/jobs/%j", cluster=options.pop("cluster", None))
+        pool.update_parameters(**options)
+        local = pool.cluster == "local"
+        others = [name for name in options if "_" in name and name.split("_")[0] in {"slurm", "local", "debug"}]
+        ignored = [name for name in others if not name.startswith(f"{pool.cluster}_")]
+        ignored += [name for name in options if local and name not in _SUBMITIT_LOCAL]
+        if ignored:
+            raise ValueError(f"the cluster is {pool.cluster!r}, which ignores {', '.join(dict.fromkeys(ignored))}")
+        if {"nodes", "tasks_per_node"} & options.keys():
+            raise ValueError("a training is one task on one node, which excludes nodes and tasks_per_node")
+    slots = study.worker_count(jobs, torch.cuda.device_count()) if local else study.workers or jobs
+    # As multiprocessing does for its processes.
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        threads = max(1, usable_cores() // slots) if local else None
+        yield Executor(slots, lambda slot, *call: pool.submit(*call), threads)
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if path is None else {"PYTHONPATH": path})
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"The executor needs the package {name!r}, which is not installed: pip install 'hf-posenc[executors]'."
+        ) from error
+
+
+@contextmanager
+def _refused(study: StudySettings) -> Iterator[None]:
+    """Tells what an executor says of its options."""
+    try:
+        yield
+    except (TypeError, ValueError, NameError, AssertionError, RuntimeError, OSError) as error:
+        raise SettingsError(
+            f"--executor {study.executor} with --executor_options {study.executor_options} cannot be started: "
+            f"{type(error).__name__}: {error}"
+        ) from error
