@@ -21,8 +21,9 @@ class GroupedHelp(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, further: str, **settings: Any) -> None:
-        settings = {"usage": "%(prog)s [SETTINGS.yaml] [--option value ...]", "allow_abbrev": False} | settings
-        super().__init__(*args, add_help=False, formatter_class=_Full, **settings)
+        fixed: dict[str, Any] = {"add_help": False, "formatter_class": _Full}
+        usage: dict[str, Any] = {"usage": "%(prog)s [SETTINGS.yaml] [--option value ...]", "allow_abbrev": False}
+        super().__init__(*args, **(usage | settings | fixed))
         self.further = further
         self.add_argument("-h", "--help", action=_ShortHelp, help="print the options in short")
         self.add_argument("--help-all", action="help", help="print every option in full")

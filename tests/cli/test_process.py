@@ -125,5 +125,5 @@ def test_an_unknown_option_is_answered_with_the_nearest(capsys):
         main(["patch", "MODEL", "alibi", "--output", "x", "--layrs", "0"])
     assert caught.value.code == 2
     message = capsys.readouterr().err
-    assert "unrecognized arguments: --layrs 0. Did you mean '--layers'?" in message
+    assert "unrecognized arguments: --layrs 0. Did you mean '--layers'" in message
     assert "hf-posenc patch --help lists the options." in message
