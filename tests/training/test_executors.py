@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from filelock import SoftFileLease
 
 from tests.training.run_cases import REPOSITORY, environment, study_figures, study_words
 from training import compare
+from training.errors import SettingsError
 from training.files import write_json
 from training.study import folder, workers
 from training.study.cells import FINISHED, Cell, study_cells
-from training.study.executors import Executor, in_this_process
+from training.study.executors import Executor, in_this_process, open_executor
 from training.study.folder import LOCK
 from training.study.settings import StudySettings
 
@@ -85,6 +87,16 @@ def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path,
         os.kill(worker, signal.SIGKILL)
         _, said = coordinator.communicate(timeout=300)
     assert coordinator.returncode == 0, said
+    assert study_figures(tmp_path / "out").items() >= straight.items()
+
+
+def test_a_dask_cluster_that_runs_already_is_used(tiny: Words, tmp_path: Path, straight: dict[str, Any]) -> None:
+    installed("dask")
+    from distributed import LocalCluster
+
+    with LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address=None) as cluster:
+        options = {"executor": "dask", "executor_options": f"address={cluster.scheduler_address}"}
+        assert compare.main(tiny(**OPTIONS | options | {"schemes": "none,alibi"})) == 0
     assert study_figures(tmp_path / "out").items() >= straight.items()
 
 
@@ -200,7 +212,6 @@ def test_a_training_that_another_study_began_with_other_settings_is_not_run(tmp_
         ("dask", "address=tcp://127.0.0.1:1,memory_limit=8GB", "Unexpected keyword arguments: ['memory_limit']"),
         ("dask", "memory=8GB", "memory"),
         ("submitit", "memory=8", "Parameter 'memory' need to be prefixed"),
-        ("submitit", "slurm_partitio=gpu,cluster=slurm", "partitio"),
         ("submitit", "mem_gb=8", "the cluster is 'local', which ignores mem_gb"),
         ("submitit", "slurm_partition=gpu", "which ignores slurm_partition"),
         ("submitit", "cluster=debug,nodes=2", "one task on one node"),
@@ -213,6 +224,21 @@ def test_options_that_an_executor_does_not_take(
         installed(executor)
     assert compare.main(tiny(executor=executor, executor_options=options or None)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_slurm_takes_the_options_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("submitit")
+    (tmp_path / "srun").write_text("#!/bin/sh")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    page = (REPOSITORY / "docs/how_to/studies.md").read_text(encoding="utf-8")
+    (options,) = re.findall(r"--executor_options (slurm\S+)", page)
+    study = {"executor": "submitit", "output_dir": str(tmp_path)}
+    with open_executor(StudySettings(**study, executor_options=options), jobs=3) as executor:
+        assert executor.slots == 3
+    misspelt = StudySettings(**study, executor_options=options.replace("partition", "partitio"))
+    with pytest.raises(SettingsError, match="Unknown argument 'partitio'"), open_executor(misspelt, jobs=3):
+        pass
 
 
 def test_a_missing_package_is_told_with_its_extra(tiny: Words, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
