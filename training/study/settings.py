@@ -329,19 +329,16 @@ class StudySettings(TrainingSettings):
     )
     executor: Literal["local", "submitit", "dask"] = Field(
         "local",
-        description="Where the trainings run: 'local' has a process for each worker; 'dask' uses the cluster at the "
-        "'address' of --executor_options, or starts one on this machine; 'submitit' sends jobs to SLURM, or starts "
-        "them on this machine without it.",
+        description="Where the trainings run: 'local' in processes, 'dask' on the cluster at the 'address' of "
+        "--executor_options or on one of this machine, 'submitit' in jobs of SLURM or, without it, of this machine.",
     )
     executor_options: Assignments = Field(
         {},
-        description="Options of dask's Client or LocalCluster, or of submitit's AutoExecutor, such as "
-        "'mem_gb=16,slurm_partition=gpu'.",
+        description="Options of dask's Client or LocalCluster, or of submitit, as in 'mem_gb=16,slurm_partition=gpu'.",
     )
     report_to: Names = Field(
         [],
-        description="Trackers that receive the curve of each training, such as tensorboard, trackio or wandb. Default: "
-        "none.",
+        description="Trackers that receive the curve of each training: tensorboard, trackio, wandb. Default: none.",
     )
     output_dir: str = Field("outputs/compare", description="Where results and checkpoints go.")
     save_models: bool = Field(
@@ -460,8 +457,9 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         default = "" if field.default in (None, "", [], {}) else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("%", "%%")
         boolean: dict[str, Any] = {"nargs": "?", "const": True} if field.annotation is bool else {}
-        group = training if name in TrainingSettings.model_fields else study
-        group.add_argument(*flags, dest=name, help=text, **boolean)
+        (training if name in TrainingSettings.model_fields else study).add_argument(
+            *flags, dest=name, help=text, **boolean
+        )
     parsed, others = parser.parse_known_args(arguments)
     if others:
         raise SettingsError(parser.refusal(others[0].partition("=")[0].lstrip("-"), "the command line"))
