@@ -341,9 +341,7 @@ class StudySettings(TrainingSettings):
         description="Trackers that receive the curve of each training: tensorboard, trackio, wandb. Default: none.",
     )
     output_dir: str = Field("outputs/compare", description="Where results and checkpoints go.")
-    save_models: bool = Field(
-        False, description="Keep each trained model, with its card, under models/, for from_pretrained."
-    )
+    save_models: bool = Field(False, description="Keep each trained model, with its card, in the folder models.")
     #: Whether only the validation losses are wanted, because learning rates are chosen by them.
     _for_rates: bool = PrivateAttr(False)
 
@@ -457,9 +455,8 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         default = "" if field.default in (None, "", [], {}) else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("%", "%%")
         boolean: dict[str, Any] = {"nargs": "?", "const": True} if field.annotation is bool else {}
-        (training if name in TrainingSettings.model_fields else study).add_argument(
-            *flags, dest=name, help=text, **boolean
-        )
+        group = training if name in TrainingSettings.model_fields else study
+        group.add_argument(*flags, dest=name, help=text, **boolean)
     parsed, others = parser.parse_known_args(arguments)
     if others:
         raise SettingsError(parser.refusal(others[0].partition("=")[0].lstrip("-"), "the command line"))
