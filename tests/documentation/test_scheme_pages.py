@@ -125,7 +125,7 @@ def test_a_page_counts_learned_parameters(name: str, count: int, scheme_pages: M
 def test_a_page_shows_where_a_scheme_runs_what_it_costs_and_its_loss() -> None:
     results = site_extension("scheme_results").results
     (row,) = [line for line in results("alibi").splitlines() if "plug-in" in line]
-    assert [cell.strip() for cell in row.strip("|").split("|")] == ["no", "yes", "yes", "yes, not in T5", "plug-in", "no"]
+    assert row == "| no | yes | yes | yes, not in T5 | plug-in | no |"
     price = json.loads((ROOT / "docs" / "results" / "price_decaying" / "results.json").read_text())["cells"]
     (alibi,) = [row for row in price["model train 4096"]["rows"] if row["subject"] == "alibi"]
     assert f"| {alibi['ratio']['median']:.3f} " in results("alibi")
