@@ -20,11 +20,17 @@ TARGET_HELP = "; ".join(f"{target.name}: {target.summary}" for target in TARGETS
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Prints where a model takes in position."""
+    """Prints where a model takes in position, and for a patched one a line on what is in force."""
     import hf_posenc
     from hf_posenc.loading import load_model
 
-    print(hf_posenc.inspect_model(load_model(options.model, config_only=options.config_only)))
+    model = load_model(options.model, config_only=options.config_only)
+    inspection = hf_posenc.inspect_model(model)
+    print(inspection)
+    if inspection.in_force is not None:
+        from hf_posenc.cli.summary import summary
+
+        print(summary(model, inspection, _loaded_processor(options.model, model)[0]))
     return 0
 
 
@@ -141,18 +147,24 @@ def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, s
     It gets the length of the model, if it had the native one or the one `before`. Returned with it are the word for it,
     and where there is none, a line for the user that says why.
     """
+    from hf_posenc.patching.place.context_length import update_tokenizer_length
+
+    processor, kind, problem = _loaded_processor(name, model)
+    update_tokenizer_length(processor, model, before)
+    return processor, kind, problem and f"The model is saved without a {kind}: {problem}"
+
+
+def _loaded_processor(name: str, model: Any) -> tuple[Any, str, str]:
+    """The tokenizer or processor, the word for it, and why there is none."""
     from hf_posenc.export.models import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
-    from hf_posenc.patching.place.context_length import update_tokenizer_length
     from hf_posenc.patching.place.model_checks import unwrapped
 
     load, kind = (load_processor, "processor") if other_modalities(unwrapped(model)) else (load_tokenizer, "tokenizer")
     try:
-        processor = load(name)
+        return load(name), kind, ""
     except UsageError as error:
-        return None, kind, f"The model is saved without a {kind}: {error}"
-    update_tokenizer_length(processor, model, before)
-    return processor, kind, ""
+        return None, kind, str(error)
 
 
 def plot(options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.carriers import carry
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.models import model_to_export, refuse_unsuited
-from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files_in
+from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files_in, serving_commands
 from hf_posenc.export.targets import OF_TRANSFORMERS, find_target
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.preserve import evaluation_mode
@@ -159,8 +159,9 @@ def export_model(
         card, manifest = draft / "README.md", draft / MANIFEST
         names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]
         files = tuple(sorted({*names, card.name, manifest.name}))
-        report = ExportReport(place, target.name, parts.label, form.carrier, checks, files)
-        export_card(inner, report, export.usage(form), repository).save(card)
+        usage = export.usage(form)
+        report = ExportReport(place, target.name, parts.label, form.carrier, checks, files, serving_commands(usage))
+        export_card(inner, report, usage, repository).save(card)
         manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         # Another process may have written there since the first look.
         _check_folder(place, overwrite, draft.name)

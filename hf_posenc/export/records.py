@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hf_posenc.report.tables import format_table
 
 #: Name of the file that says what an export is: the fields of its `ExportReport`.
 MANIFEST = "export.json"
+_SERVERS = ("llama-server ", "vllm serve ", "transformers serve ", "text-embeddings-router ")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ExportReport:
         carrier: what carries the scheme in the target.
         checks: measured differences.
         files: names of the files of the export, relative to `folder`.
+        serving: shell commands that start a server with it; `{folder}` stands for its folder or hub id.
     """
 
     folder: Path
@@ -65,6 +68,7 @@ class ExportReport:
     carrier: str
     checks: tuple[Check, ...]
     files: tuple[str, ...]
+    serving: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the folder and the places of the checks, as JSON values."""
@@ -76,7 +80,13 @@ class ExportReport:
 
     def __str__(self) -> str:
         head = f"{self.scheme} for {self.target}: {self.carrier}, in {self.folder}"
-        return f"{head}\n\n{checks_table(self.checks)}"
+        commands = [command.replace("{folder}", shlex.quote(str(self.folder))) for command in self.serving]
+        return "\n\n".join((f"{head}\n\n{checks_table(self.checks)}", *(f"Serve it: {line}" for line in commands)))
+
+
+def serving_commands(usage: str) -> tuple[str, ...]:
+    """The lines of a usage that start a server."""
+    return tuple(line for line in usage.splitlines() if line.startswith(_SERVERS))
 
 
 def files_in(manifest: Path) -> set[str]:

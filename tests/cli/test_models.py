@@ -11,6 +11,7 @@ import torch
 
 from hf_posenc.cli import main
 from hf_posenc.loading import load_model
+from tests.integrations.subject import llama, tokenizer
 
 from .conftest import save_tokenizer
 from .running import logits, refused
@@ -31,6 +32,25 @@ class TestInspect:
         assert main(["inspect", str(tmp_path), "--config-only"]) == 0
         assert "position_embeddings" in capsys.readouterr().out
         assert "cannot load" in refused(capsys, "inspect", str(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("scheme", "tokens", "line"),
+        [
+            ("alibi", 64, "in force: alibi for 64 tokens; config, generation config and tokenizer agree; vLLM runs it "
+             "with the plug-in; llama.cpp runs an export to gguf (the architecture 'refact'"),
+            ({"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 64}}, 64,
+             "in force: rope(yarn x4) for 256 tokens; the tokenizer cuts texts at 64 tokens"),
+            ("kerple", 64, "vLLM does not run it (it adds a bias to the logits"),
+        ],
+        ids=["alibi", "yarn", "kerple"],
+    )  # fmt: skip
+    def test_one_line_says_what_is_in_force(self, capsys, tmp_path, scheme, tokens, line):
+        llama(scheme).save_pretrained(tmp_path)
+        words = tokenizer()
+        words.model_max_length = tokens
+        words.save_pretrained(tmp_path)
+        assert main(["inspect", str(tmp_path)]) == 0
+        assert line in capsys.readouterr().out.splitlines()[-1]
 
     @pytest.mark.parametrize(
         ("name", "sentence"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +161,23 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "bert-rope": (bert, "rope"),
     "bert-t5": (one_type_bert, "t5"),
 }
+
+
+@pytest.mark.parametrize("scheme", [PRopeConfig(fraction=0.5), RopeConfig(attention_scaling=1.3)], ids=str)
+def test_vllm_finds_the_attention_factor_at_any_length(scheme: SchemeConfig, tmp_path: Path) -> None:
+    model = hf_posenc.patch_model(llama(), scheme)
+    hf_posenc.extend_context(model, length=4 * model.config.max_position_embeddings)
+    report = hf_posenc.export_model(model, tmp_path / "stock")
+    assert report.serving == ("vllm serve {folder}", "transformers serve {folder}")
+    config = json.loads((tmp_path / "stock" / "config.json").read_text())
+    found = config["rope_parameters"]
+    # vLLM's Phi3LongRoPEScaledRotaryEmbedding does not read `attention_factor`.
+    ratio = config["max_position_embeddings"] / found["original_max_position_embeddings"]
+    computed = (
+        1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(found["original_max_position_embeddings"]))
+    )
+    assert found.get("short_mscale", computed) == found.get("long_mscale", computed) == found["attention_factor"]
+
 
 PART = RopeConfig(rotary_dim=4, scaling=LinearScaling(factor=4.0))
 CLAMP = {"scheme": "position_clamp", "maximum": 60}

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from hf_posenc import export_model
 from tests.integrations.subject import llama, tokenizer
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from tests.serving.chats import chat, expected, server  # noqa: E402
+from tests.serving.chats import chat, client, expected, free_port, server, wait_for  # noqa: E402
 
 CHATS = [[{"role": "user", "content": text}] for text in ("w5 w9 w12", "w7 w7 w8 w30 w31 w6", "w20")]
 
@@ -34,6 +38,30 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         llama(scheme).save_pretrained(root / name)
         tokenizer().save_pretrained(root / name)
     return {name: root / name for name in schemes}
+
+
+def test_the_printed_line_serves_an_export_without_the_plugin(tmp_path: Path) -> None:
+    model = llama("p_rope")
+    report = export_model(model, tmp_path / "an export", tokenizer=tokenizer())
+    (line,) = [line for line in str(report).splitlines() if line.startswith("Serve it: transformers serve ")]
+    port = free_port()
+    words = [
+        *shlex.split(line.removeprefix("Serve it: ")),
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    words[0] = str(Path(sys.executable).with_name(words[0]))
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(f"http://127.0.0.1:{port}", 120)
+            found = chat(client(port), tmp_path / "an export", CHATS[0])
+        finally:
+            process.terminate()
+    assert found.split() == expected(model, tokenizer(), CHATS[0]).split()
 
 
 def loaded(folder: Path) -> Any:

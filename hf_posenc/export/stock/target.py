@@ -26,6 +26,8 @@ from hf_posenc.schemes.needs import BIASES, Need
 #: Maximum difference at which two models count as equal, in float32; relative for outputs larger than 1.
 TOLERANCE = 1e-5
 _DECODED = 16
+#: Encoders that text-embeddings-inference runs, by its documentation; RoBERTa is not among them by that name.
+_EMBEDDED = ("bert", "camembert", "xlm-roberta", "mpnet", "modernbert")
 #: The model's own class comes first, because it is the one that other programs know.
 CARRIERS = (
     Carrier("its own config", own_class),
@@ -103,9 +105,16 @@ class StockExport(Export[StockForm]):
         return loaded
 
     def usage(self, form: StockForm) -> str:
-        """The class that loads it."""
+        """The class that loads it, and the servers that run it."""
         name = form.model_class.__name__
-        return f'```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained("{{folder}}")\n```'
+        code = f'```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained("{{folder}}")\n```'
+        commands: tuple[str, ...] = ()
+        if form.config.get_text_config() is form.config:
+            if form.model_class.can_generate() and not form.config.is_encoder_decoder:
+                commands = ("vllm serve {folder}", "transformers serve {folder}")
+            elif form.config.model_type in _EMBEDDED:
+                commands = ("text-embeddings-router --model-id {folder}",)
+        return "\n\n".join((code, *(f"```bash\n{command}\n```" for command in commands)))
 
 
 def _difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, stop: int) -> float:
