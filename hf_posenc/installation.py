@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from hf_posenc.errors import MissingPackageError
+from hf_posenc.version import REPOSITORY
 
 #: Modules that only some functions need, by the extra that installs them (pyproject.toml).
 EXTRAS = {
@@ -16,9 +17,15 @@ EXTRAS = {
     "gguf": ("gguf", "xllamacpp"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "executorch": ("executorch",),
+    "executors": ("dask", "distributed", "submitit"),
 }
 #: What every training script imports.
 TRAINING = ("accelerate", "datasets", "jinja2", "matplotlib", "pandas", "pydantic", "scipy")
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra. The name alone could be that of another package on PyPI, where this one is not yet."""
+    return f"pip install 'hf-posenc[{extra}] @ git+{REPOSITORY}'"
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
@@ -39,9 +46,7 @@ def require(purpose: str, *modules: str) -> None:
     names = missing(modules)
     if names:
         extra = next(extra for extra, known in EXTRAS.items() if set(names) <= set(known))
-        raise MissingPackageError(
-            f"{purpose}: not installed: {', '.join(names)}. Run: pip install 'hf-posenc[{extra}]'"
-        )
+        raise MissingPackageError(f"{purpose}: not installed: {', '.join(names)}. Run: {install_command(extra)}")
 
 
 def scripts_folder() -> Path:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import hf_posenc
 from hf_posenc.errors import UsageError
-from hf_posenc.installation import TRAINING, located, require, scripts_folder
+from hf_posenc.installation import TRAINING, install_command, located, require, scripts_folder
 from hf_posenc.version import REPOSITORY
 
 #: Verbs that stand for third-party programs: the command, and how it is installed.
 PROGRAMS = {
     "serve": (["transformers", "serve"], "pip install 'transformers[serving]'"),
-    "lm-eval": (["lm-eval"], "pip install 'hf-posenc[eval]'"),
+    "lm-eval": (["lm-eval"], install_command("eval")),
 }
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from hf_posenc.export.carriers import proposal
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.targets import find_target
+from hf_posenc.installation import install_command
 from hf_posenc.patching.engines import engine_problem, unsupported_kind
 from hf_posenc.patching.inspection import Inspection
 from hf_posenc.patching.place.context_length import context_length
@@ -55,6 +56,6 @@ def _engines(model: PreTrainedModel) -> list[str]:
         return lines
     target = find_target("gguf")
     if target.missing_packages():
-        return [*lines, "llama.cpp is not known without pip install 'hf-posenc[gguf]'"]
+        return [*lines, f"whether llama.cpp runs an export is known after {install_command('gguf')}"]
     carrier = proposal(target, ModelParts(model))
     return [*lines, f"llama.cpp runs an export to gguf ({carrier})" if carrier else "llama.cpp does not run it"]

