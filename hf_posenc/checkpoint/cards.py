@@ -28,7 +28,9 @@ from hf_posenc.version import REPOSITORY, installed
 TAGS = ("hf_posenc", "position-encoding")
 #: The section about the scheme between comments, by which a save finds it again.
 _END = "<!-- hf_posenc: end of this section -->"
-MARKED = re.compile(rf"<!-- hf_posenc: [^>]* Tags: (?P<tags>[^>]*) -->.*?{_END}", re.DOTALL)
+_BEGIN = "<!-- hf_posenc: [^>]* Tags: (?P<tags>[^>]*) -->"
+#: If the end of a section was removed by hand, the text behind it is not part of the next section.
+MARKED = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
 
 
 def model_card(
@@ -230,7 +232,7 @@ def programs_section(model: PreTrainedModel, name: str, adapter: bool = False) -
             f"`hf-posenc serve {name}`: a server with the API of OpenAI.",
             f"`vllm serve {name}`, if `hf_posenc` is installed beside vLLM."
             if not kind and not problem
-            else f"vLLM does not run it: {kind or problem}.",
+            else f"vLLM does not run it: {problem or kind}.",
         ]
     lines.append(
         f"llama.cpp (`--to gguf`), ONNX Runtime (`--to onnx`), ExecuTorch (`--to executorch`) and programs that read "

@@ -22,7 +22,8 @@ from hf_posenc.patching.place.encoding import encodings
 NAME = "README.md"
 #: A sentence in the cards that transformers uploads with every model that has none.
 _OF_TRANSFORMERS = "This model card has been automatically generated"
-_METADATA = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-).*\n)*", re.MULTILINE)
 
 
 def has_section(folder: Path) -> bool:
@@ -88,19 +89,29 @@ def _tags_of(found: re.Match[str]) -> list[str]:
 
 
 def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
-    """Changes the tags in the metadata of a card. Metadata that is not YAML is left as it is."""
+    """Changes the tags in the metadata of a card, and nothing else in it.
+
+    Metadata in which they cannot be replaced is left as it is, such as metadata that is not YAML.
+    """
     found = _METADATA.match(text)
+    metadata = found[1] if found else ""
     try:
-        fields = yaml.safe_load(found[1]) if found else {}
-    except yaml.YAMLError:
+        fields = yaml.safe_load(metadata) or {}
+        tags = fields.get("tags") or []
+        before = tags if isinstance(tags, list) else [tags]
+        removed = set(remove) - set(add)
+        after = list(dict.fromkeys([*(tag for tag in before if tag not in removed), *add]))
+        if after == before:
+            return text
+        line = yaml.safe_dump({"tags": after}, allow_unicode=True, width=float("inf")) if after else ""
+        old = _TAGS.search(metadata)
+        start, end = old.span() if old else (len(metadata), len(metadata))
+        metadata = f"{metadata[:start]}{line}{metadata[end:]}"
+        fields = {name: value for name, value in fields.items() if name != "tags"} | ({"tags": after} if after else {})
+        if yaml.safe_load(metadata) not in (fields, None):
+            return text
+    except (yaml.YAMLError, AttributeError, TypeError):
         return text
-    if not isinstance(fields, dict):
-        return text
-    tags = fields.get("tags") or []
-    before = tags if isinstance(tags, list) else [tags]
-    removed = set(remove) - set(add)
-    after = list(dict.fromkeys([*(tag for tag in before if tag not in removed), *add]))
-    if after == before:
-        return text
-    metadata = yaml.safe_dump({**fields, "tags": after}, sort_keys=False, allow_unicode=True, width=float("inf"))
-    return f"---\n{metadata}---\n{text[found.end() :] if found else chr(10) + text.lstrip()}"
+    if found:
+        return f"{text[: found.start(1)]}{metadata}{text[found.end(1) :]}" if metadata else text[found.end() :].lstrip()
+    return f"---\n{metadata}---\n\n{text.lstrip()}"

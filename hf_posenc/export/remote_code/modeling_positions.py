@@ -430,13 +430,13 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
 
 def with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, dtype: torch.dtype) -> Tensor:
     """A mask that adds the bias, `(batch or 1, heads, queries, keys)`. `mask` is boolean (True: seen) or is added."""
-    smallest, (queries, keys) = torch.finfo(dtype).min, bias.shape[-2:]
+    smallest, (queries, keys) = max(torch.finfo(dtype).min, torch.finfo(bias.dtype).min), bias.shape[-2:]
     if mask is None and is_causal and queries > 1:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)
     if mask is None:
         merged = bias
     elif mask.dtype == torch.bool:
-        merged = torch.where(mask, bias, smallest)
+        merged = bias.masked_fill(~mask, smallest)
     else:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         merged = (mask.float() + bias).masked_fill(hidden, smallest)
