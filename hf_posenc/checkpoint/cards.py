@@ -111,7 +111,7 @@ def marked_section(model: nn.Module, inner: PreTrainedModel, name: str, base: st
     """
     encoding = current_encoding(inner)
     assert encoding is not None
-    class_name, adapter = type(inner).__name__, hasattr(model, "peft_config") and model is not inner
+    class_name, adapter = type(inner).__name__, is_adapter(model, inner)
     base = base or hub_name(inner) or "the base model"
     loading = adapter_loading(name, class_name, base) if adapter else loading_section(name, class_name)
     length = "" if encoding.lengths is None else f" Context: {encoding.lengths}."
@@ -128,6 +128,12 @@ def marked_section(model: nn.Module, inner: PreTrainedModel, name: str, base: st
             _END,
         )
     )
+
+
+def is_adapter(model: nn.Module, inner: PreTrainedModel) -> bool:
+    """Whether a save of a model around a patched one, or of the patched one itself, writes an adapter only."""
+    inside = getattr(inner, "_hf_peft_config_loaded", False)
+    return bool(inside) if model is inner else hasattr(model, "peft_config")
 
 
 def card_data(

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint.cards import MARKED, card_tags, marked_section, model_card
+from hf_posenc.checkpoint.cards import MARKED, card_tags, is_adapter, marked_section, model_card
 from hf_posenc.checkpoint.position_files import replace_file
 from hf_posenc.patching.place.encoding import encodings
 
@@ -62,7 +62,8 @@ def _card(model: Any, before: str | None, name: str) -> str | None:
     if inner is None:
         return before if found is None else _tagged(_replaced(before or "", ""), remove=_tags_of(found))
     tags = [*card_tags(inner), *(inner.model_tags or [])]
-    if isinstance(model, PreTrainedModel) and (before is None or is_of_transformers(before)):
+    whole = isinstance(model, PreTrainedModel) and not is_adapter(model, inner)
+    if whole and (before is None or is_of_transformers(before)):
         earlier = [] if before is None else ModelCard(before, ignore_metadata_errors=True).data.get("tags") or []
         return _tagged(str(model_card(model, model_id=name)), add=[*earlier, *tags])
     section = marked_section(model, inner, name)

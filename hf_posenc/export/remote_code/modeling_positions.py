@@ -343,6 +343,8 @@ class Positions(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Passes the rotation of a call and the bias of its pairs of tokens to `attend`."""
         hidden_states = args[0] if args else kwargs["hidden_states"]
+        if "token_positions" not in kwargs:
+            raise NotImplementedError("The layers of this model do not pass the positions of tokens to their attention")
         positions = kwargs.pop("token_positions").to(hidden_states.device)
         phases = bias = None
         if self.rotates_heads:
