@@ -28,7 +28,9 @@ from hf_posenc.version import REPOSITORY, installed
 TAGS = ("hf_posenc", "position-encoding")
 #: The section about the scheme between comments, by which a save finds it again.
 _END = "<!-- hf_posenc: end of this section -->"
-MARKED = re.compile(rf"<!-- hf_posenc: [^>]* Tags: (?P<tags>[^>]*) -->.*?{_END}", re.DOTALL)
+_BEGIN = "<!-- hf_posenc: [^>]* Tags: (?P<tags>[^>]*) -->"
+#: If the end of a section was removed by hand, the text behind it is not part of the next section.
+MARKED = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
 
 
 def model_card(
@@ -109,7 +111,7 @@ def marked_section(model: nn.Module, inner: PreTrainedModel, name: str, base: st
     """
     encoding = current_encoding(inner)
     assert encoding is not None
-    class_name, adapter = type(inner).__name__, hasattr(model, "peft_config") and model is not inner
+    class_name, adapter = type(inner).__name__, is_adapter(model, inner)
     base = base or hub_name(inner) or "the base model"
     loading = adapter_loading(name, class_name, base) if adapter else loading_section(name, class_name)
     length = "" if encoding.lengths is None else f" Context: {encoding.lengths}."
@@ -126,6 +128,12 @@ def marked_section(model: nn.Module, inner: PreTrainedModel, name: str, base: st
             _END,
         )
     )
+
+
+def is_adapter(model: nn.Module, inner: PreTrainedModel) -> bool:
+    """Whether a save of a model around a patched one, or of the patched one itself, writes an adapter only."""
+    inside = getattr(inner, "_hf_peft_config_loaded", False)
+    return bool(inside) if model is inner else hasattr(model, "peft_config")
 
 
 def card_data(
@@ -230,7 +238,7 @@ def programs_section(model: PreTrainedModel, name: str, adapter: bool = False) -
             f"`hf-posenc serve {name}`: a server with the API of OpenAI.",
             f"`vllm serve {name}`, if `hf_posenc` is installed beside vLLM."
             if not kind and not problem
-            else f"vLLM does not run it: {kind or problem}.",
+            else f"vLLM does not run it: {problem or kind}.",
         ]
     lines.append(
         f"llama.cpp (`--to gguf`), ONNX Runtime (`--to onnx`), ExecuTorch (`--to executorch`) and programs that read "

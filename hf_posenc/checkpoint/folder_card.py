@@ -15,14 +15,15 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint.cards import MARKED, card_tags, marked_section, model_card
+from hf_posenc.checkpoint.cards import MARKED, card_tags, is_adapter, marked_section, model_card
 from hf_posenc.checkpoint.position_files import replace_file
 from hf_posenc.patching.place.encoding import encodings
 
 NAME = "README.md"
 #: A sentence in the cards that transformers uploads with every model that has none.
 _OF_TRANSFORMERS = "This model card has been automatically generated"
-_METADATA = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-).*\n)*", re.MULTILINE)
 
 
 def has_section(folder: Path) -> bool:
@@ -61,7 +62,8 @@ def _card(model: Any, before: str | None, name: str) -> str | None:
     if inner is None:
         return before if found is None else _tagged(_replaced(before or "", ""), remove=_tags_of(found))
     tags = [*card_tags(inner), *(inner.model_tags or [])]
-    if isinstance(model, PreTrainedModel) and (before is None or is_of_transformers(before)):
+    whole = isinstance(model, PreTrainedModel) and not is_adapter(model, inner)
+    if whole and (before is None or is_of_transformers(before)):
         earlier = [] if before is None else ModelCard(before, ignore_metadata_errors=True).data.get("tags") or []
         return _tagged(str(model_card(model, model_id=name)), add=[*earlier, *tags])
     section = marked_section(model, inner, name)
@@ -88,19 +90,29 @@ def _tags_of(found: re.Match[str]) -> list[str]:
 
 
 def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
-    """Changes the tags in the metadata of a card. Metadata that is not YAML is left as it is."""
+    """Changes the tags in the metadata of a card, and nothing else in it.
+
+    Metadata in which they cannot be replaced is left as it is, such as metadata that is not YAML.
+    """
     found = _METADATA.match(text)
+    metadata = found[1] if found else ""
     try:
-        fields = yaml.safe_load(found[1]) if found else {}
-    except yaml.YAMLError:
+        fields = yaml.safe_load(metadata) or {}
+        tags = fields.get("tags") or []
+        before = tags if isinstance(tags, list) else [tags]
+        removed = set(remove) - set(add)
+        after = list(dict.fromkeys([*(tag for tag in before if tag not in removed), *add]))
+        if after == before:
+            return text
+        line = yaml.safe_dump({"tags": after}, allow_unicode=True, width=float("inf")) if after else ""
+        old = _TAGS.search(metadata)
+        start, end = old.span() if old else (len(metadata), len(metadata))
+        metadata = f"{metadata[:start]}{line}{metadata[end:]}"
+        fields = {name: value for name, value in fields.items() if name != "tags"} | ({"tags": after} if after else {})
+        if yaml.safe_load(metadata) not in (fields, None):
+            return text
+    except (yaml.YAMLError, AttributeError, TypeError):
         return text
-    if not isinstance(fields, dict):
-        return text
-    tags = fields.get("tags") or []
-    before = tags if isinstance(tags, list) else [tags]
-    removed = set(remove) - set(add)
-    after = list(dict.fromkeys([*(tag for tag in before if tag not in removed), *add]))
-    if after == before:
-        return text
-    metadata = yaml.safe_dump({**fields, "tags": after}, sort_keys=False, allow_unicode=True, width=float("inf"))
-    return f"---\n{metadata}---\n{text[found.end() :] if found else chr(10) + text.lstrip()}"
+    if found:
+        return f"{text[: found.start(1)]}{metadata}{text[found.end(1) :]}" if metadata else text[found.end() :].lstrip()
+    return f"---\n{metadata}---\n\n{text.lstrip()}"

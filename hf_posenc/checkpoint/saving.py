@@ -44,7 +44,10 @@ def save_pretrained(call: Call) -> Any:
     if getattr(model, "_hf_peft_config_loaded", False):
         # For adapters inside a transformers model, only the adapter is saved.
         with scheme_saved_with_adapters(model, [Path(folder)], main, call["state_dict"]):
-            return call.run()
+            result = call.run()
+        if main:
+            write_card(model, Path(folder))
+        return result
     if entry is None:
         if not is_patched(folder, {}) and not has_section(Path(folder)):
             return call.run()

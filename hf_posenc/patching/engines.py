@@ -16,8 +16,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def unsupported_kind(config: Any) -> str:
     """What kind of model the plug-ins do not support, as a subject of a sentence; empty for one that they do."""
-    if config.get_text_config() is not config:
-        return f"A {config.model_type!r} model has parts for images or sound"
+    try:
+        is_composite = config.get_text_config() is not config
+    except ValueError:  # It has several configs of text.
+        is_composite = True
+    if is_composite:
+        return f"A {config.model_type!r} model has several parts, such as for images or sound"
     if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
         return f"This {config.model_type!r} model is a mixture of experts"
     return ""

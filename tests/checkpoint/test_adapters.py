@@ -363,6 +363,7 @@ class TestTrainedBase:
                 if "lora_B" in name:
                     nn.init.normal_(parameter, std=0.3)
         model.save_pretrained(tmp_path)
+        assert "PeftModel.from_pretrained(base" in (tmp_path / "README.md").read_text()
         assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == SENTENCE
         assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 

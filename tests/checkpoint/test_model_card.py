@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 from huggingface_hub import EvalResult, ModelCard
-from transformers import LlamaForCausalLM
+from transformers import (
+    EncodecConfig,
+    LlamaForCausalLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    MusicgenForConditionalGeneration,
+    T5Config,
+)
 
 import hf_posenc
 from hf_posenc import PositionEncodingError, patch_model, unpatch_model
@@ -135,13 +142,56 @@ def test_a_save_writes_one_section_and_keeps_the_text_around_it(llama: Any, tmp_
     assert "tags:\n- mine\n" in text
 
 
-@pytest.mark.parametrize("text", ["no metadata", "---\n: {\n---\n", "---\n- a list\n---\n", ""])
-def test_any_readme_gets_the_section(llama: Any, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["no metadata\n", "---\n: {\n---\n", "---\n- a list\n---\n", "", "---\ntags:\n- a: b\n---\n", "---\ntags: 5\n"],
+)
+def test_any_readme_gets_the_section_and_loses_it_again(llama: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "README.md").write_text(text)
     llama.save_pretrained(tmp_path)
     written = (tmp_path / "README.md").read_text()
     assert text in written
     assert written.count("is `rope(theta=500)`") == 1
+    unpatch_model(llama).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("before", "tags", "after"),
+    [
+        ("language: no\nversion: 1.10  # as text\n", "", ""),
+        ("license: mit\n", "tags: [a,\n  b]  # mine\n", "tags:\n- a\n- b\n"),
+        ("license: mit\r\n", "tags:\n- a\n", "tags:\n- a\n"),
+    ],
+)
+def test_only_the_tags_of_metadata_change(llama: Any, tmp_path: Path, before: str, tags: str, after: str) -> None:
+    readme = tmp_path / "README.md"
+    start, end = f"\ufeff---\n{before}".encode(), b"# a comment\nauthor: me\n---\nText.\n"
+    readme.write_bytes(start + tags.encode() + end)
+    llama.save_pretrained(tmp_path)
+    assert b"- position-encoding\n" in readme.read_bytes()
+    unpatch_model(llama).save_pretrained(tmp_path)
+    assert readme.read_bytes() == start + after.encode() + end
+
+
+def test_text_behind_half_a_section_is_kept(llama: Any, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    llama.save_pretrained(tmp_path)
+    text = readme.read_text()
+    readme.write_text(f"{text[: text.index('### Load it')]}\n## Limits\n\nIt is tiny.\n")
+    for _ in range(2):
+        llama.save_pretrained(tmp_path)
+        assert "## Limits\n\nIt is tiny." in readme.read_text()
+
+
+def test_a_model_with_several_text_configs_is_saved(tmp_path: Path) -> None:
+    text = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    decoder = MusicgenDecoderConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, num_codebooks=4
+    )
+    config = MusicgenConfig(text_encoder=text, audio_encoder=EncodecConfig(), decoder=decoder)
+    patch_model(MusicgenForConditionalGeneration(config), "alibi").save_pretrained(tmp_path)
+    assert "vLLM does not run it" in (tmp_path / "README.md").read_text()
 
 
 def test_only_the_main_process_writes_it_and_a_failed_save_keeps_it(

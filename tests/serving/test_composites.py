@@ -22,7 +22,7 @@ def test_a_composite_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UnsupportedError, match="this model has parts for images or sound"):
         sites_for_engine(model, VLLM)
     if name != "whisper":
-        with pytest.raises(UnsupportedError, match="parts for images or sound, which the plug-in"):
+        with pytest.raises(UnsupportedError, match="several parts, such as for images or sound, which the plug-in"):
             refuse_settings("vLLM", model.config, processes=1)
 
 

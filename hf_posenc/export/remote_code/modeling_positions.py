@@ -343,6 +343,8 @@ class Positions(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Passes the rotation of a call and the bias of its pairs of tokens to `attend`."""
         hidden_states = args[0] if args else kwargs["hidden_states"]
+        if "token_positions" not in kwargs:
+            raise NotImplementedError("The layers of this model do not pass the positions of tokens to their attention")
         positions = kwargs.pop("token_positions").to(hidden_states.device)
         phases = bias = None
         if self.rotates_heads:
@@ -430,13 +432,13 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
 
 def with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, dtype: torch.dtype) -> Tensor:
     """A mask that adds the bias, `(batch or 1, heads, queries, keys)`. `mask` is boolean (True: seen) or is added."""
-    smallest, (queries, keys) = torch.finfo(dtype).min, bias.shape[-2:]
+    smallest, (queries, keys) = max(torch.finfo(dtype).min, torch.finfo(bias.dtype).min), bias.shape[-2:]
     if mask is None and is_causal and queries > 1:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)
     if mask is None:
         merged = bias
     elif mask.dtype == torch.bool:
-        merged = torch.where(mask, bias, smallest)
+        merged = bias.masked_fill(~mask, smallest)
     else:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         merged = (mask.float() + bias).masked_fill(hidden, smallest)
