@@ -24,6 +24,7 @@ from training.argument_files import parse_arguments
 from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments
 from training.data.blocking import packed_batches
 from training.data.rows import load_rows
+from training.errors import SettingsError
 from training.one_run import (
     build_trainer,
     evaluate,
@@ -85,6 +86,8 @@ def train(
     # Options: what cannot work is refused before anything is written.
     set_up(arguments, lora=lora.lora)
     healing.check_objective(causal)
+    if causal and data.mlm_probability != DataArguments.mlm_probability:
+        raise SettingsError("--mlm_probability is for masked language models, which run_mlm.py trains.")
     healing.check_start(scheme, model_options)
     check_scheme(scheme)
 

@@ -21,11 +21,12 @@ from transformers import (
 )
 
 from hf_posenc import PositionEncodingError, patch_model, recipes
-from hf_posenc.cli.catalogue import parse_layers, parse_options, parse_scheme
+from hf_posenc.cli.catalogue import parse_layers
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.installation import require
 from hf_posenc.loading import missing_folder
 from hf_posenc.schemes.registry import as_scheme
+from hf_posenc.schemes.written import parse_options, parse_scheme
 from training.argument_files import parse_structured
 from training.arguments import LoraArguments, ModelArguments, SchemeArguments, WeightsArguments
 from training.data.packing import PackedRows

@@ -112,7 +112,9 @@ def marked_section(model: nn.Module, inner: PreTrainedModel, name: str, base: st
     encoding = current_encoding(inner)
     assert encoding is not None
     class_name, adapter = type(inner).__name__, is_adapter(model, inner)
-    base = base or hub_name(inner) or "the base model"
+    adapters: Any = getattr(model, "peft_config", {}) if adapter else {}
+    stated = (one.base_model_name_or_path for one in adapters.values())
+    base = base or hub_name(inner) or next(filter(None, stated), None) or "the base model"
     loading = adapter_loading(name, class_name, base) if adapter else loading_section(name, class_name)
     length = "" if encoding.lengths is None else f" Context: {encoding.lengths}."
     return "\n\n".join(

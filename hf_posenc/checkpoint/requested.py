@@ -27,7 +27,7 @@ def with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
         build: returns the model, or a tuple that begins with it, for the call without this argument.
 
     Raises:
-        UnknownNameError, ValueError, TypeError: as `patch_model`, for what is not a scheme before anything is loaded.
+        UnknownNameError, ValueError, TypeError, UsageError: for what is not a scheme, before anything is loaded.
         UnsupportedError: as `patch_model`, and if the folder is an adapter that was trained with another scheme.
     """
     names = [name for name in (ATTRIBUTE, SET_ASIDE) if name in call.kwargs]
@@ -59,15 +59,19 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
     """The scheme that a value of the argument asks for, and the other arguments of `patch_model` in it.
 
     Raises:
-        UnknownNameError, ValueError, TypeError: for what is not a scheme.
+        UnknownNameError, ValueError, TypeError, UsageError: for what is not a scheme.
     """
     from hf_posenc.schemes import as_scheme
+    from hf_posenc.schemes.written import parse_scheme
 
+    if isinstance(requested, str) and ":" in requested:
+        return parse_scheme(requested), {}
     try:
         scheme, places = _split(requested)
         return as_scheme(scheme), places
     except UnknownNameError as error:
-        error.add_note(f"Beside the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
+        if isinstance(requested, Mapping):
+            error.add_note(f"Beside the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
         raise
 
 

@@ -183,8 +183,8 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _schemes(words: list[str]) -> list[Any]:
     """The schemes as configs, `"native"` as it is."""
-    from hf_posenc.cli.catalogue import parse_scheme
     from hf_posenc.schemes import get_scheme, list_schemes
+    from hf_posenc.schemes.written import parse_scheme
 
     # A comma after a colon stands between options.
     names = [name for word in words for name in ([word] if ":" in word else word.split(",")) if name]

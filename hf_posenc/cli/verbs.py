@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.atomic_folder import clear_drafts
-from hf_posenc.cli.catalogue import parse_layers, parse_options, parse_scheme
+from hf_posenc.cli.catalogue import parse_layers
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.export.targets import TARGETS
 from hf_posenc.report.tables import format_table
+from hf_posenc.schemes.written import parse_options, parse_scheme
 
 #: The targets of `export`, for its help.
 TARGET_HELP = "; ".join(f"{target.name}: {target.summary}" for target in TARGETS) + " (default: stock)"

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_posenc import AlibiConfig, UnknownNameError, UnsupportedError, patch_model
+from hf_posenc.errors import UsageError
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.checkpoint.checkpoint_cases import write_stock_llama
@@ -29,6 +30,7 @@ from tests.models import tiny
 #: What is asked for, and the call of `patch_model` that does the same.
 REQUESTS: dict[str, tuple[Any, tuple[Any, dict[str, Any]]]] = {
     "a name": ("alibi", ("alibi", {})),
+    "a name with options": ("rope:theta=500000", ("rope", {"theta": 5e5})),
     "a dictionary": ({"scheme": "rope", "theta": 5e5}, ("rope", {"theta": 5e5})),
     "a config": (AlibiConfig(learnable=True), (AlibiConfig(learnable=True), {})),
     "several": (["rope", "alibi"], (["rope", "alibi"], {})),
@@ -162,6 +164,8 @@ def test_none_is_no_request(folders: dict[str, Path]) -> None:
     ("request_", "error", "words"),
     [
         ("alibbi", UnknownNameError, "Did you mean 'alibi'"),
+        ("rope:thetta=1", UnknownNameError, "Did you mean 'theta'"),
+        ("rope:theta=-1", UsageError, "theta"),
         ({"scheme": "rope", "thetta": 1.0}, UnknownNameError, "Did you mean 'theta'"),
         ({"scheme": "alibi", "layers": [5]}, ValueError, "layers with self-attention are"),
         ({"scheme": "alibi", "part": "vision"}, UnknownNameError, "vision"),

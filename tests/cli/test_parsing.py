@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_posenc.cli.catalogue import parse_layers, parse_options, parse_scheme, parse_value
+from hf_posenc.cli.catalogue import parse_layers
 from hf_posenc.errors import UsageError
 from hf_posenc.loading import auto_class
 from hf_posenc.schemes import (
@@ -12,6 +12,7 @@ from hf_posenc.schemes import (
     RopeConfig,
     YarnScaling,
 )
+from hf_posenc.schemes.written import parse_options, parse_scheme, parse_value
 
 
 class TestOptions:

@@ -343,7 +343,7 @@ REFUSED: list[tuple[Any, str]] = [
         (partial(llama, None, name), f"{name} has no language model head.*causal language modelling")
         for name in ("GPT2Model", "LlamaModel")
     ),
-    (lambda: gpt2("t5"), f"mpt: llama.cpp has {_NO_BIAS}T5Bias"),
+    (lambda: gpt2("t5"), f"mpt: ALiBi is {_NO_BIAS}T5Bias"),
     (lambda: gpt2("xpos"), "XposMap is more than a rotation"),
     (lambda: gpt2("resonance"), "gptneox: the frequencies do not decrease by a constant factor"),
     (lambda: gpt2(["alibi", "rope"]), "and llama.cpp has no such"),

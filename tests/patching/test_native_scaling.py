@@ -18,11 +18,11 @@ from hf_posenc import (
     native_scheme,
     patch_model,
 )
-from hf_posenc.cli.catalogue import parse_scheme
 from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.recipes import SchemePhases
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.written import parse_scheme
 from tests.models import tiny
 
 YARN = YarnScaling(factor=4.0, original_max_positions=32)

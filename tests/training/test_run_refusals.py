@@ -50,6 +50,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"optim": "adamw_bnb_8bit"}, "bitsandbytes"),
     "modules for LoRA": ({"lora": "true", "lora_target_modules": "nothing"}, "--lora_target_modules nothing"),
     "LoRA options alone": ({"lora_r": 4}, "--lora_r is given without --lora"),
+    "masks of a causal model": ({"mlm_probability": 0.3}, "which run_mlm.py trains"),
+    "configuration of local text": ({"dataset_config_name": "en"}, "is for a dataset on the hub"),
     "streaming everything": ({"streaming": "true"}, "--max_train_samples"),
     "an output folder that is a file": ({"output_dir": __file__}, "is a file; a folder is expected"),
     "a config that is not there": (

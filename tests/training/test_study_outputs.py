@@ -305,7 +305,10 @@ def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
     short = [1.0, 1.1, 1.2]
     text = seen(compared((short, [1.0, 1.12, 1.21]), (short, [2.0, 2.1, 2.3]), (short, [0.9, 1.6, 1.1])))["causal"]
     assert "On texts of 64 tokens, 4 times as long, `rope` kept its loss (a rise of at most 0.05 nats)" in text
-    assert "the loss rose by more for `alibi` (from 1.100 to 2.133); for `none` the seeds do not tell." in text
+    assert (
+        "the loss rose by more for `alibi` (from 1.100 to 2.133); for `none` the seeds do not tell whether it rose."
+        in text
+    )
     ignorant = seen(compared(([3.1], [3.1]), ([1.0], [1.0]), seeds=1))["causal"]
     assert (
         "`rope` (3.100) learned little more than how often each token occurs, which alone gives a loss of 3.125."

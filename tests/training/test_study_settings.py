@@ -252,7 +252,7 @@ def test_a_study_that_cannot_be_read_says_why(tmp_path, text, message):
 
 def test_identity_holds_what_changes_a_result_and_nothing_else():
     def identity(**options):
-        return study_cells(StudySettings(schemes="none", tasks="causal", **options))[0].identity({"corpus": "d"})
+        return study_cells(StudySettings(schemes="none", tasks="masked", **options))[0].identity({"corpus": "d"})
 
     assert identity(workers=7, output_dir="x", checkpoint_every=3, name="y") == identity()
     for change in ({"learning_rate": 1.0}, {"train_length": 16}, {"mlm_probability": 0.3}, {"tokenizer_name": "t"}):

@@ -51,6 +51,8 @@ def load_named_dataset(
     path = packaged_folder() if name is None else Path(name)
     try:
         if path.exists():
+            if config_name is not None:
+                raise SettingsError(f"--dataset_config_name is for a dataset on the hub, and {path.name} is local.")
             dataset = _load_local(path, split, sample_by)
             source = f"Python package {DEFAULT_PACKAGE}" if name is None else path.name
             return first_rows(dataset, first), source

@@ -203,7 +203,15 @@ def study_cells(study: StudySettings) -> list[Cell]:
         for label in study.labels_of(name):
             for seed in study.seeds if options.seeds is None else options.seeds:
                 add(task, label, seed)
+    _refuse_unused(study, [cell.task for cell in cells.values()])
     return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
+
+
+def _refuse_unused(study: StudySettings, tasks: list[StudyTask]) -> None:
+    """Refuses a setting that no task of the study reads."""
+    for name in sorted(study.model_fields_set):
+        if all(name in task.unused or (name == "mlm_probability" and task.name != MASKED) for task in tasks):
+            raise SettingsError(f"--{name} is given, and no task of this study ({', '.join(study.tasks)}) uses it.")
 
 
 def _task(study: StudySettings, name: str, options: TaskOptions) -> StudyTask:

@@ -22,9 +22,9 @@ from pydantic import (
 )
 from transformers import TrainingArguments
 
-from hf_posenc.cli.catalogue import parse_options
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import name_modules
+from hf_posenc.schemes.written import parse_options
 from training.argument_files import parse_structured, read_mapping
 from training.arguments import LoraArguments
 from training.errors import SettingsError

@@ -173,7 +173,7 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
         more = "by more" if kept else f"by more than {KEPT} nats"
         told.append(f"the loss rose {more} for {_quoted(list(lost))}{others} ({change})")
     if open_:
-        told.append(f"for {_quoted(open_)} the seeds do not tell")
+        told.append(f"for {_quoted(open_)} the seeds do not tell whether it rose")
     if told:
         yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
 

@@ -72,7 +72,8 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     if backend is None:
         raise UnsupportedError(
             f"{type(tokenizer).__name__} has no tokenizer.json, which the vocabulary is read from. Load it with "
-            "AutoTokenizer.from_pretrained (a fast tokenizer)."
+            "AutoTokenizer.from_pretrained (a fast tokenizer). A tokenizer of bytes, such as ByT5's, has no such file: "
+            "llama.cpp cannot run the model."
         )
     entries = _entries(tokenizer, size)
     texts = _texts(tokenizer)

@@ -1,0 +1,70 @@
+"""A scheme with its options in one string: `"rope:theta=5e5,layout=half"`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from hf_posenc.errors import UnknownNameError, UsageError
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.registry import get_scheme
+from hf_posenc.schemes.validation import is_text
+
+
+def parse_value(text: str) -> Any:
+    """Parses a number, a truth value, `None` or JSON; anything else is the text itself.
+
+    >>> [parse_value(text) for text in ("5e5", "500_000", "True", "none", "[1, 2]", "half")]
+    [500000.0, 500000, True, None, [1, 2], 'half']
+    """
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for parse in (int, float, json.loads):
+        try:
+            return parse(text)
+        except ValueError:
+            continue
+    if text[:1] in ("{", "["):
+        raise UsageError(f"{text!r} looks like JSON but is not. In a shell, put it in single quotes.")
+    return text
+
+
+def parse_options(pairs: Iterable[str], texts: Collection[str] = ()) -> dict[str, Any]:
+    """Parses `["theta=5e5", "layout=interleaved"]` to a dictionary; the values of options in `texts` are always text.
+
+    Raises:
+        UsageError: for a word without `=`, or an option given twice.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"An option is written name=value, got {pair!r}.")
+        if name in options:
+            raise UsageError(f"The option {name!r} is given twice.")
+        options[name] = value if name in texts else parse_value(value)
+    return options
+
+
+def parse_scheme(text: str, pairs: Iterable[str] = ()) -> SchemeConfig:
+    """Parses `"rope:theta=5e5,layout=half"`, and further options, to a config.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or option.
+        UsageError: for a value out of range.
+    """
+    name, _, inline = text.partition(":")
+    config_class = get_scheme(name)
+    texts = [field.name for field in dataclasses.fields(config_class) if is_text(field)]
+    # A comma in front of `name=` stands between options; others are within a value, which may be JSON.
+    words = re.split(r",(?=\w+=)", inline) if inline else []
+    try:
+        return config_class.from_options(parse_options([*words, *pairs], texts))
+    except UnknownNameError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"Scheme {name!r}: {error}") from error
