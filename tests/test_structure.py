@@ -89,6 +89,6 @@ def test_a_call_takes_no_longer_way(counted: dict[str, list[int]], path: str) ->
 
 def test_the_library_is_no_larger() -> None:
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")]
-    assert sum(lines) <= 52_466
+    assert sum(lines) <= 52_471
     assert max(lines) <= 500
     assert len(lines) <= 322

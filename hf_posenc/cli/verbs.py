@@ -14,7 +14,6 @@ from hf_posenc.cli.catalogue import parse_layers
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.export.targets import TARGETS
 from hf_posenc.report.tables import format_table
-from hf_posenc.schemes.written import parse_options, parse_scheme
 
 #: The targets of `export`, for its help.
 TARGET_HELP = "; ".join(f"{target.name}: {target.summary}" for target in TARGETS) + " (default: stock)"
@@ -37,6 +36,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 def patch(options: argparse.Namespace) -> int:
     """Replaces the position encoding of a checkpoint."""
+    from hf_posenc.schemes.written import parse_scheme
+
     output = _free_folder(options)
     config = parse_scheme(options.scheme, options.option)
     layers = None if options.layers is None else parse_layers(options.layers)
@@ -87,6 +88,8 @@ def patch(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Writes a checkpoint in a form that needs no `hf_posenc`."""
+    from hf_posenc.schemes.written import parse_options
+
     output = _free_folder(options)
     given = parse_options(options.option)
 
@@ -170,6 +173,8 @@ def _loaded_processor(name: str, model: Any) -> tuple[Any, str, str]:
 
 def plot(options: argparse.Namespace) -> int:
     """Writes the figures of a scheme and prints their paths; `--list` prints which kinds apply."""
+    from hf_posenc.schemes.written import parse_scheme
+
     config = parse_scheme(options.scheme, options.option)
     output = Path(options.output)
     if output.exists() and not output.is_dir():

@@ -196,7 +196,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"onnx, onnxruntime, onnxscript. Run: pip install 'hf-posenc\[onnx\]'"):
+    with pytest.raises(UsageError, match=r"onnx, onnxruntime, onnxscript. Run: pip install 'hf-posenc\[onnx\] @ git"):
         export_model(visible(BERT), tmp_path / "out", to="onnx")
 
 
