@@ -18,7 +18,7 @@ if __package__ in (None, ""):
 
 from transformers import TrainingArguments
 
-from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
+from hf_posenc.patching.place.lengths import context_length, update_tokenizer_length
 from hf_posenc.recipes import frozen_teacher
 from training.argument_files import parse_arguments
 from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments

@@ -33,7 +33,7 @@ from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.loading import load_tokenizer
 from hf_posenc.metrics.evaluation import config_in_force
 from hf_posenc.metrics.language_modeling.token_losses import token_losses, token_stream
-from hf_posenc.patching.place.context_length import update_tokenizer_length
+from hf_posenc.patching.place.lengths import update_tokenizer_length
 from hf_posenc.recipes import SpectrumCandidate, SpectrumSearch, search_spectrum
 from hf_posenc.report.tables import format_table
 from training.errors import SettingsError

@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.targets import Target
-from hf_posenc.patching.anatomy.anatomy import model_parts
-from hf_posenc.patching.anatomy.parts import TEXT, default_part
+from hf_posenc.patching.anatomy.anatomy import TEXT, default_part, is_part, model_parts, refuse_remote_code
 from hf_posenc.patching.place.encoding import current_encoding, parts_named, refuse_changed
-from hf_posenc.patching.place.model_checks import is_part, refuse_remote_code
 
 #: How to get the embeddings of an encoder-decoder.
 _ENCODER = (

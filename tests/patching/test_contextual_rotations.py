@@ -26,7 +26,7 @@ from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.place.continuous_batching import page_width
+from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
 from tests.matrix import running as matrix
 from tests.matrix.running import tokens

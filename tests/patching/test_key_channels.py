@@ -12,8 +12,8 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions
 from hf_posenc.attention.key_channels import append_features, num_channels, split_features
-from hf_posenc.patching.anatomy.parts import TEXT
-from hf_posenc.patching.place.continuous_batching import page_width
+from hf_posenc.patching.anatomy.anatomy import TEXT
+from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.features import joined, separated
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias

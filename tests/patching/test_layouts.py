@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hf_posenc import inspect_model, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.anatomy import kinds
+from hf_posenc.patching.anatomy import sites
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.layouts import Grid, Series, Text
 from tests.architectures.population import pair_named
@@ -29,7 +29,7 @@ class Steps(Text):
 
 
 def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "_KINDS", [Steps, *kinds._KINDS])
+    monkeypatch.setattr(sites, "_KINDS", [Steps, *sites._KINDS])
     model = tiny("LlamaForCausalLM").eval()
     assert inspect_model(model).stacks[0].left_alone == [f"layers.0.self_attn: {REASON}"]
     assert native_scheme(model).name == "rope"

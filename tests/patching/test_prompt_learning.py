@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import UnsupportedError
-from hf_posenc.patching.call.cache_notes import cache_argument
+from hf_posenc.patching.call.cache import cache_argument
 from tests.matrix.running import distance, patched, tokens
 from tests.versions import torch_since
 

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from transformers import PrinterCallback, TrainingArguments
 
 from hf_posenc import PositionEncodingError, SequenceLengthError
-from hf_posenc.patching.place.context_length import update_tokenizer_length
+from hf_posenc.patching.place.lengths import update_tokenizer_length
 from training.checkpoints import latest_complete_checkpoint
 from training.data.order import RowsByEpoch
 from training.errors import SettingsError

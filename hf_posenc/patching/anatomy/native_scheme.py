@@ -17,14 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import rebind
-from hf_posenc.patching.anatomy.layer_context import build_context
+from hf_posenc.patching.anatomy.formulas import (
+    check_fixed_tables,
+    describes,
+    frequencies_by_axis,
+    phases_of,
+    spectra_of,
+)
 from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
-from hf_posenc.patching.anatomy.rotary_spectra import describes, frequencies_by_axis, phases_of, spectra_of
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.anatomy.tables import check_fixed_tables
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
+from hf_posenc.patching.forwards import rebind
 from hf_posenc.schemes import (
     ComposedConfig,
     MRopeConfig,
@@ -39,7 +43,7 @@ from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+    from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
 #: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
 _TOLERANCE = 1e-5

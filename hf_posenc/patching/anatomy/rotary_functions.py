@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import unknown_seam
+from hf_posenc.patching.forwards import unknown_seam
 
 Layout = Literal["half", "half_reversed", "interleaved"]
 

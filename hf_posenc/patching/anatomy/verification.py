@@ -16,23 +16,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.patching.anatomy.short_runs import (
+    ORDER,
     NotRunnableError,
+    TokenOrder,
     attended_twice,
     distance,
     embedded,
+    has_convolution,
+    in_both_orders,
     run_briefly,
     seen_briefly,
+    sees_all,
 )
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.anatomy.token_order import ORDER, TokenOrder, has_convolution, in_both_orders, sees_all
+from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+    from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
 #: Number of tokens of which two are exchanged, and of those whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.call.cache_notes import self_attention_cache
-from hf_posenc.patching.call.cached_positions import CachedPositions, record, recorded
+from hf_posenc.patching.call.cache import (
+    GENERATION,
+    CachedPositions,
+    counted_tokens,
+    record,
+    recorded,
+    self_attention_cache,
+)
+from hf_posenc.patching.call.cache_checks import NEGATIVE, negative_positions
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.generation_call import GENERATION
-from hf_posenc.patching.call.length_checks import NEGATIVE, negative_positions
-from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import Positions, assert_in_graph, exporting, traced
 
 #: Number of query-key pairs compared at a time.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import parameters_of
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.forwards import parameters_of
 
 PREFIX = "paged|"
 #: The argument by which the calls of continuous batching are told.

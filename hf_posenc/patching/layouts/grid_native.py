@@ -18,23 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.architectures.silencers import zero_bias_of
-from hf_posenc.patching.anatomy.forward_code import names_used
-from hf_posenc.patching.anatomy.layer_context import build_context, native_pairing
+from hf_posenc.patching.anatomy.architectures.declaration import zero_bias_of
+from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack
-from hf_posenc.patching.anatomy.tables import OwnedTable, vectors_of
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack, build_context, native_pairing
 from hf_posenc.patching.call.grid_state import in_raster
-from hf_posenc.patching.call.placed_forward import ZeroOutput, forward_on_instance, unrotated
 from hf_posenc.patching.call.scores_attention import ScoresAttention
+from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
 from hf_posenc.schemes import LearnedConfig, RopeConfig, RopeNdConfig, SinusoidalConfig, SwinConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+    from hf_posenc.patching.anatomy.sites import TemporaryChanges
     from hf_posenc.patching.layouts.grid import Grid
 
 

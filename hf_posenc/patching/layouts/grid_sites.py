@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
-from hf_posenc.patching.anatomy.tables import OwnedTable
+from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.call.cache_checks import check_cache
 from hf_posenc.patching.call.grid_state import GridState, pixels_among
-from hf_posenc.patching.call.length_checks import check_cache
-from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.call.view import Viewed
+from hf_posenc.patching.forwards import PlacedForward, Viewed, forward_parameters, names_used
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 #: An argument without which a module refuses pictures of another size than its table has.

@@ -13,7 +13,7 @@ import math
 import operator
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,15 +21,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
-from hf_posenc.patching.anatomy.forward_code import leads_to, registered_function
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
-from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
-from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
+from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
-from hf_posenc.patching.place.journal import Journal, remove_hook
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import StackEncoding
+    from hf_posenc.patching.place.record import Journal
 
 #: The field of a config that names its attention function.
 _BACKEND = "_attn_implementation_internal"

@@ -15,21 +15,16 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.fingerprint import samples
+from hf_posenc.patching.anatomy.anatomy import Anatomy, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.call.cache_scheme import refuse_in_stock
-from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
-from hf_posenc.patching.call.recomputation import unwrap_checkpointing
-from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry, remember
-from hf_posenc.patching.place.continuous_batching import (
-    CheckedContinuousBatching,
-    drop_kept_pages,
-    refuse_running_batches,
-)
+from hf_posenc.patching.anatomy.weights import samples
+from hf_posenc.patching.call.cache_checks import refuse_in_stock
+from hf_posenc.patching.call.runtime import unwrap_checkpointing
+from hf_posenc.patching.forwards import refuse_foreign_forward
+from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry, mark_names, remember
 from hf_posenc.patching.place.encoding import (
-    PartParameters,
     PositionEncoding,
+    StackEncoding,
     build_encoding,
     current_encoding,
     encodings,
@@ -37,15 +32,22 @@ from hf_posenc.patching.place.encoding import (
     parameter_count,
     parts_named,
 )
-from hf_posenc.patching.place.generation import CheckedGenerate
-from hf_posenc.patching.place.head_shards import split_heads
-from hf_posenc.patching.place.install import PatchReport, StackReport, install_stack
-from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.generation import (
+    CheckedContinuousBatching,
+    CheckedGenerate,
+    drop_kept_pages,
+    refuse_running_batches,
+)
+from hf_posenc.patching.place.install import (
+    PartParameters,
+    PatchReport,
+    StackReport,
+    install_stack,
+    refuse_late_parameters,
+    split_heads,
+)
 from hf_posenc.patching.place.lengths import initialize_lengths
-from hf_posenc.patching.place.model_checks import refuse_late_parameters, refuse_remote_code, unwrapped
-from hf_posenc.patching.place.record import OwnConfig
-from hf_posenc.patching.place.scheme_name import mark_names
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.record import Journal, OwnConfig
 from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts

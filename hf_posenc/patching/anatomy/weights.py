@@ -1,7 +1,10 @@
-"""Fingerprint of the weights that a scheme was trained on: a few values of many tensors.
+"""The weights of a model: where they are, and samples that identify those that a scheme was trained on.
 
-The same base model is accepted in another dtype, or quantised (its unquantised tensors are compared: embeddings and
-norms). Another checkpoint with the same shapes is refused, even if it was fine-tuned from the same model.
+Weights may be offloaded to the CPU or to disk by accelerate, or be on another device than the input.
+
+A fingerprint consists of a few values of many tensors. The same base model is accepted in another dtype, or quantised
+(its unquantised tensors are compared: embeddings and norms). Another checkpoint with the same shapes is refused, even
+if it was fine-tuned from the same model.
 
 - Compared: the parameters of the base model, including native tables and biases that a scheme disables.
 - Not compared: heads and poolers (stock code initialises them at random if a checkpoint lacks them), and the parameters
@@ -14,10 +17,12 @@ were taken before (`SchemeRecord.base_weights`). Only weights that are trained o
 from __future__ import annotations
 
 import base64
+import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,14 +31,78 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE
 
+Module = TypeVar("Module", bound=nn.Module)
+#: What accelerate's hooks set on a module.
+_HOOKED = ("_hf_hook", "_old_forward", "forward")
+
+
+class onload_weights:
+    """Loads the offloaded weights of a part to its execution device inside a `with` block.
+
+    accelerate's hooks do this around `forward` only, and a patched model calls other methods of a part too.
+
+    Args:
+        part: the part whose methods are called in the block.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        # Most parts have no submodules, and iterating over `modules()` in every layer slows decoding down.
+        modules = part.modules() if part._modules else (part,)
+        self.hooked = [module for module in modules if "_hf_hook" in module.__dict__]
+
+    def __enter__(self) -> None:
+        for module in self.hooked:
+            module.__dict__["_hf_hook"].pre_forward(module)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for module in self.hooked:
+            module.__dict__["_hf_hook"].post_forward(module, None)
+
+
+def copied_to(part: Module, device: torch.device) -> Module:
+    """A copy of a part that computes with copies of its weights on `device`.
+
+    Gradients flow back through the copies. A copy does not outlive the forward call for which it is made, because the
+    weights may change after it.
+    """
+    with onload_weights(part):
+        return _copied(part, device)
+
+
+def _copied(module: Module, device: torch.device) -> Module:
+    made = copy.copy(module)
+    state: dict[str, Any] = dict(module.__dict__)
+    made.__dict__ = state
+    if "_hf_hook" in state:
+        for name in _HOOKED:
+            state.pop(name, None)
+    if getattr(state.get("forward"), "__self__", None) is module:
+        # accelerate leaves it behind when it removes a hook.
+        del state["forward"]
+    for kind in ("_parameters", "_buffers"):
+        state[kind] = {name: None if weight is None else weight.to(device) for name, weight in state[kind].items()}
+    state["_modules"] = {name: None if one is None else _copied(one, device) for name, one in module._modules.items()}
+    return made
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """The device of a module; for weights offloaded by accelerate, the device on which they are executed."""
+    for one in module.modules():
+        device = getattr(one.__dict__.get("_hf_hook"), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
 #: Children of modules that are not compared.
 _LEFT_OUT = (ATTRIBUTE, "pooler")
 _MATRICES, _VECTORS, _VALUES = 64, 32, 8
 #: Merging an adapter and taking it out again leaves a rounding in float32, relative to the largest sampled value.
 _ROUNDING = 2.0**-19
-
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-
 Fingerprint = dict[str, dict[str, Any]]
 
 
