@@ -242,15 +242,7 @@ def forward_on_instance(module: nn.Module) -> Any:
 
 
 def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
-    """Refuses a module whose forward was replaced by another library, because a scheme would bypass it.
-
-    Args:
-        module: the module.
-        path: its path in the model, for the message.
-
-    Raises:
-        UnsupportedError: if its forward was replaced.
-    """
+    """Refuses a module whose forward was replaced by another library, because a scheme would bypass it."""
     found = forward_on_instance(module)
     if found is not None and not isinstance(found, PlacedForward):
         name = f"{path} ({type(module).__name__})" if path else f"This {type(module).__name__}"
@@ -283,10 +275,6 @@ def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
 
     Its class has the name of the module's class, because transformers finds the outputs that a model can record by that
     name.
-
-    Args:
-        module: the module.
-        replaced: properties and methods of the view's class.
     """
     kind: Any = type(module)
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -318,12 +306,7 @@ class Viewed:
 
 
 class WithoutTable(Viewed):
-    """A stack that adds the rows of a buffer, as a view that adds zeros at any position. The buffer stays as it is.
-
-    Args:
-        module: the stack.
-        name: of the buffer.
-    """
+    """A stack that adds the rows of a buffer, as a view that adds zeros at any position. The buffer stays as it is."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module

@@ -247,12 +247,7 @@ def patched_sites(encoding: PositionEncoding) -> list[AttentionSite]:
 
 
 def engine_problem(model: Any, engine: Environment) -> str:
-    """Why an engine cannot run the scheme of a patched model, as a clause about the scheme; empty if it can.
-
-    Args:
-        model: a patched model.
-        engine: what the engine lacks.
-    """
+    """Why an engine cannot run the scheme of a patched model, as a clause about the scheme; empty if it can."""
     encoding = current_encoding(model)
     assert encoding is not None
     return _model_problem(encoding) or engine.problem(encoding.needs()) or _cache_problem(encoding)

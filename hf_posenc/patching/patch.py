@@ -292,7 +292,7 @@ def resolve_native(
     if not names_native(config):
         return config
     native = native_scheme()
-    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
+    types = dict(_places(stacks))
     resolved = with_native(config, native, [types.get(layer) for layer in range(max(types) + 1)])
     asked = asked_scalings(config)
     if asked:
@@ -332,12 +332,8 @@ def with_native_options(
     """`config` with the native options of a model that has the same scheme.
 
     Without options, "mrope" in a model with M-RoPE is what the model was trained with. The base and the assignment of
-    pairs to axes are taken over together or not at all. Other schemes are returned unchanged.
-
-    Args:
-        config: the scheme that the caller asks for.
-        stacks: the stacks that get it.
-        native_scheme: determines the native scheme of these stacks.
+    pairs to axes are taken over together or not at all. Other schemes are returned unchanged. The arguments are those
+    of `resolve_native`.
     """
     if not isinstance(config, MRopeConfig) or AXES not in {
         number_of_axes(one.module, None) for stack in stacks for one in stack.rotaries
@@ -375,8 +371,10 @@ def schedule(
         TypeError: for layers that are not given by their indices.
         ValueError: for a layer that the model does not have, or that has no attention.
     """
+    types = dict(_places(stacks))
+    available = sorted(types)
     if isinstance(config, ScheduleConfig):
-        deepest = max(layer for stack in stacks for layer in stack.layers())
+        deepest = available[-1]
         if len(config.layers) > deepest + 1:
             raise ValueError(
                 f"The schedule has {len(config.layers)} layers, but the last layer with attention in this model is "
@@ -386,7 +384,6 @@ def schedule(
         _check_all_occur(config, stacks)
         return config
     chosen = _indices(layers)
-    available = sorted({layer for stack in stacks for layer in stack.layers()})
     unknown = [layer for layer in chosen if layer not in available]
     if unknown or not chosen:
         raise ValueError(
@@ -397,10 +394,14 @@ def schedule(
             "A schedule already defines the scheme of every layer, so `layers` cannot be combined with it."
         )
     assert elsewhere is not None
-    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
     wanted = enumerate(config if layer in chosen else elsewhere for layer in range(available[-1] + 1))
     placed = (one.for_layer(at, types.get(at)) if isinstance(one, LayeredConfig) else one for at, one in wanted)
     return ScheduleConfig(layers=tuple(placed))
+
+
+def _places(stacks: list[Stack]) -> list[tuple[int, str | None]]:
+    """The index and the type of every layer with attention."""
+    return [(attention.layer, attention.layer_type) for stack in stacks for attention in stack.attentions]
 
 
 def _indices(layers: Any) -> list[int]:
@@ -422,11 +423,10 @@ def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Refuses an arrangement with a scheme that no layer would use."""
     if not isinstance(config, LayeredConfig) or isinstance(config, ScheduleConfig):
         return
-    attentions = [attention for stack in stacks for attention in stack.attentions]
-    used = {config.for_layer(attention.layer, attention.layer_type) for attention in attentions}
+    used = {config.for_layer(*place) for place in _places(stacks)}
     for option, scheme in config.children().items():
         if scheme not in used:
-            layers = sorted({attention.layer for attention in attentions})
+            layers = sorted(dict(_places(stacks)))
             raise ValueError(
                 f"{type(config).__name__}.{option} ({scheme.name!r}) would not be used in any layer: the layers with "
                 f"attention are {layers}. Change the layers that get it, or use a ScheduleConfig."
@@ -465,8 +465,7 @@ def warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if a scheme adds the same number to every component, in a model whose norms remove it."""
     configs = [config]
     if isinstance(config, LayeredConfig):
-        attentions = [attention for stack in stacks for attention in stack.attentions]
-        configs = [config.for_layer(attention.layer, attention.layer_type) for attention in attentions]
+        configs = [config.for_layer(*place) for place in _places(stacks)]
     if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
         return
     if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):

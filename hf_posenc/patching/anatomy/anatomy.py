@@ -73,11 +73,7 @@ def default_part(model: PreTrainedModel, parts: list[str]) -> str:
 
 
 def check_part(part: Any, parts: list[str], model: PreTrainedModel) -> str:
-    """Checks the name of a part.
-
-    Raises:
-        UnknownNameError: if the model has no such part; the message lists its parts.
-    """
+    """Checks the name of a part."""
     if part not in parts:
         raise UnknownNameError("part", str(part), parts, owner=type(model).__name__)
     return str(part)
@@ -210,9 +206,6 @@ def _belongs_to(child: PreTrainedModel, owner: StackModules) -> bool:
 class Anatomy:
     """The parts and the stacks of a model as it is now.
 
-    Args:
-        model: the model.
-
     Raises:
         UnsupportedError: if it has no attention layers, or its architecture is not supported.
 
@@ -249,11 +242,7 @@ class Anatomy:
         return default_part(self.model, self.parts)
 
     def part(self, name: str | None) -> str:
-        """The name of a part; `None` stands for the one that is patched by default.
-
-        Raises:
-            UnknownNameError: if the model has no such part.
-        """
+        """The name of a part; `None` stands for the one that is patched by default."""
         return self.main if name is None else check_part(name, self.parts, self.model)
 
     def stacks(self, parts: Collection[str] | None = None) -> list[Stack]:
@@ -276,10 +265,6 @@ class Anatomy:
 
     def verify(self, part: str, changes: TemporaryChanges) -> None:
         """Checks by short runs that discovery was right about a part, once. A model on the meta device is not checked.
-
-        Args:
-            part: the name of the part.
-            changes: changes the model for a run.
 
         Raises:
             UnsupportedError: if a stack is causal and was taken for another, or the other way round, or if positions
@@ -372,11 +357,7 @@ def is_part(model: PreTrainedModel) -> bool:
 
 
 def refuse_remote_code(model: PreTrainedModel) -> None:
-    """Refuses a model that was exported to "remote_code": its file has replaced the positions of the stock class.
-
-    Raises:
-        UnsupportedError: saying what to load instead.
-    """
+    """Refuses a model that was exported to "remote_code": its file has replaced the positions of the stock class."""
     if (parts := getattr(model.config, REMOTE_CODE, None)) is not None:
         raise UnsupportedError(
             f"This {type(model).__name__} runs the code of an export, with the positions {parts['scheme']!r}. They "

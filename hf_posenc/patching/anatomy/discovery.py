@@ -119,11 +119,7 @@ class OwnedTable(NamedModule):
         return weight.reshape(-1, weight.shape[-1])
 
     def in_order_of_tokens(self, others: int) -> Tensor:
-        """The table with the rows of all tokens without a place first, `(rows, hidden)`.
-
-        Args:
-            others: number of tokens without a place.
-        """
+        """The table with the rows of all tokens without a place first, `(rows, hidden)`."""
         weight, behind = self.weight, others - self.prefix_rows
         if behind <= 0:
             return weight

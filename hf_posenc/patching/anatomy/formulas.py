@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.rotary_functions import (
     AXES,
     angles_in,
@@ -191,10 +192,9 @@ def frequencies_by_axis(rotary: nn.Module, layer_type: str | None, layout: str) 
         first, second = (angles[::2], angles[1::2]) if layout == "interleaved" else (angles[:pairs], angles[pairs:])
         rows.append(first if whole else angles)
         if axes != AXES or (whole and not torch.equal(first, second)):
-            raise UnsupportedError(
+            raise undescribed(
                 f"{type(rotary).__name__} rotates with positions on {axes} axes, in a way that no scheme of this "
-                "library describes: 'mrope' has three axes, and one axis for both dimensions of a pair. Any scheme can "
-                "replace it, and unpatch_model restores it."
+                "library describes: 'mrope' has three axes, and one axis for both dimensions of a pair."
             )
     return torch.stack(rows).cpu()
 
@@ -252,9 +252,6 @@ def check_fixed_tables(tables: list[FixedTable], stack: Stack) -> None:
 
     The formula comes from the declaration of the architecture. A run on a few tokens would check only the first rows.
     Tables on the meta device are not checked.
-
-    Raises:
-        UnsupportedError: if a table has other values.
     """
     formula = SinusoidalConfig(layout="concatenated")
     for module, name in tables:
@@ -263,9 +260,8 @@ def check_fixed_tables(tables: list[FixedTable], stack: Stack) -> None:
             if rows.device.type == "meta":
                 continue
             if not reproduces(formula, rows, 0, rounding=torch.finfo(rows.dtype).eps, angle_error=_ANGLE_ERROR):
-                raise UnsupportedError(
+                raise undescribed(
                     f"`{name}` of a {type(module).__name__} in this {type(stack.module).__name__} does not match the "
                     "declaration of its architecture: its rows are not the usual sines and cosines of their positions "
-                    "(base 10000), and no scheme describes it. Any scheme can replace it, and unpatch_model restores "
-                    "it."
+                    "(base 10000), and no scheme describes it."
                 )

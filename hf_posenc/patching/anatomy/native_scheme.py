@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.formulas import (
     check_fixed_tables,
     describes,
@@ -29,14 +30,7 @@ from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.patching.forwards import rebind
-from hf_posenc.schemes import (
-    ComposedConfig,
-    MRopeConfig,
-    NoneConfig,
-    RopeConfig,
-    ScheduleConfig,
-    from_rope_parameters,
-)
+from hf_posenc.schemes import ComposedConfig, MRopeConfig, NoneConfig, RopeConfig, ScheduleConfig, from_rope_parameters
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.mrope import AXES
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -137,9 +131,9 @@ def declared_scheme(stack: Stack) -> SchemeConfig | None:
     if not architecture.mechanism and not architecture.rotary_method:
         return None
     if architecture.native is None:
-        raise UnsupportedError(
+        raise undescribed(
             f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'undeclared'}) is not "
-            "among the schemes of this library. Any scheme can replace it, and unpatch_model restores it."
+            "among the schemes of this library."
         )
     return architecture.native(stack)
 
@@ -158,9 +152,10 @@ def layer_schemes(stack: Stack, vectors: list[SchemeConfig], rotations: Mapping[
 
 def several_tables(stack: Stack, names: list[str]) -> UnsupportedError:
     """The error for a stack with more than one table."""
-    return UnsupportedError(
+    return undescribed(
         f"{type(stack.module).__name__} adds several position tables ({', '.join(names)}), which a single scheme "
-        "cannot describe. Any scheme can replace them, and unpatch_model restores them."
+        "cannot describe.",
+        "them",
     )
 
 
@@ -174,12 +169,11 @@ def composed(parts: list[SchemeConfig]) -> SchemeConfig:
 
 def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping[str, Rotation]) -> SchemeConfig:
     if attention.relative is not None and attention.relative.scheme is None:
-        raise UnsupportedError(
+        raise undescribed(
             f"{attention.path} of this {type(stack.module).__name__} rotates its input before queries and keys are "
-            "projected, so its logits depend on more than distances. No scheme of this library does this. Any scheme "
-            "can replace it, and unpatch_model restores it."
+            "projected, so its logits depend on more than distances. No scheme of this library does this."
         )
-    if attention.relative is not None and attention.relative.scheme is not None:
+    if attention.relative is not None:
         return attention.relative.scheme
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
@@ -253,10 +247,9 @@ def _multimodal_scheme(by_axis: Tensor, parameters: Any, layout: str, stack: Sta
     known = parameters if isinstance(parameters, dict) else {}
     scaled = known.get("rope_type", "default") not in ("default", "mrope")
     if scaled or not torch.equal((by_axis != 0).sum(0), torch.ones_like(axes)):
-        raise UnsupportedError(
+        raise undescribed(
             f"{type(stack.module).__name__} rotates pairs with positions on three axes in a way that no scheme of this "
-            f"library describes (rope_type {known.get('rope_type')!r}). Any scheme can replace it, and unpatch_model "
-            "restores it."
+            f"library describes (rope_type {known.get('rope_type')!r})."
         )
     pairs, theta = len(axes), known.get("rope_theta")
     stated: dict[str, Any] = {"rotary_dim": 2 * pairs, "layout": layout}

@@ -276,11 +276,7 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
 
 
 def grid_pairing(function: Callable[..., Any]) -> Layout:
-    """Same as `pairing` for a function whose phases may be as wide as a head or half as wide.
-
-    Raises:
-        UnsupportedError: as in `pairing`.
-    """
+    """Same as `pairing` for a function whose phases may be as wide as a head or half as wide."""
     try:
         return pairing(function, "full")
     except UnsupportedError:
@@ -367,9 +363,6 @@ def refuse_other_angles(module: nn.Module, angles: Tensor, ids: Tensor, stored: 
         angles: `(length, pairs)` float64.
         ids: `(length,)`, the positions of the angles, from 0 and 1 on.
         stored: the inverse frequencies in the module; `None` if it stores none.
-
-    Raises:
-        UnsupportedError: if some angle is not the product of position and frequency, up to a constant.
     """
     frequencies = angles[1] - angles[0] if stored is None else stored.double()
     grown = angles - angles[0] - ids.unsqueeze(-1) * frequencies

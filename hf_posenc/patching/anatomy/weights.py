@@ -178,12 +178,7 @@ def touched_by_peft(model: nn.Module) -> bool:
 
 
 def changed(before: Mapping[str, Sample], model: PreTrainedModel) -> str | None:
-    """Describes how a model's weights have changed; `None` if no change was found.
-
-    Args:
-        before: the result of `samples`.
-        model: the same model, later.
-    """
+    """Describes how a model's weights have changed; `None` if no change was found."""
     differing, _ = _compare(before, model, {})
     return f"{differing[0]} ({len(differing)} of {len(before)} tensors differ)" if differing else None
 

@@ -193,11 +193,7 @@ class AttentionSite(LogitSite):
             self.rotates_in_place = True
 
     def require_rotation(self, rotated: bool) -> None:
-        """Refuses a call that skipped the rotary function although earlier calls used it.
-
-        Raises:
-            UnsupportedError: unless `rotated`.
-        """
+        """Refuses a call that skipped the rotary function although earlier calls used it."""
         if not rotated:
             raise UnsupportedError(
                 f"{type(self.module).__name__} called its rotary function in earlier calls but not in this one, so its "
@@ -305,11 +301,7 @@ class AttentionSite(LogitSite):
         return state.shared(("key phases", id(query_key_map)), compute, key_length)
 
     def check_rotated(self, call: LayerCall, query: Tensor) -> None:
-        """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time.
-
-        Raises:
-            UnsupportedError: if the module changes queries after the rotation, for example with a norm.
-        """
+        """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time."""
         query_key_map = self.encoding.query_key_map
         again = query_key_map is not None and query_key_map.mapped_again
         if not again or self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():

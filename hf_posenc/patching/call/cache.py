@@ -147,11 +147,7 @@ def cache_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The name of the argument in which a model takes its cache: the one that is annotated as a cache.
-
-    Raises:
-        UnsupportedError: if there is none.
-    """
+    """The name of the argument in which a model takes its cache: the one that is annotated as a cache."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     found = next((one.name for one in parameters if "Cache" in str(one.annotation)), None)
     if found is None:
@@ -233,11 +229,7 @@ class Generation:
         self._differs[differs.device] = differs if known is None else known | differs
 
     def check(self) -> None:
-        """Reads what was compared.
-
-        Raises:
-            UnsupportedError: if a step differs.
-        """
+        """Reads what was compared."""
         if any(map(bool, self._differs.values())):
             raise UnsupportedError(
                 "A call of the model in `generate` had position_ids that are not the count over its mask, or a mask "

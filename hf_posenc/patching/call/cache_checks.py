@@ -77,11 +77,7 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
 
 
 def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
-    """Refuses a cache whose tokens were encoded with another scheme, or by no patched model.
-
-    Raises:
-        UnsupportedError: if the cache holds such tokens.
-    """
+    """Refuses a cache whose tokens were encoded with another scheme, or by no patched model."""
     if traced():
         return
     keeper = self_attention_cache(cache)
@@ -135,11 +131,7 @@ class _RefusedInStock:
             self.cache.update = self.inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the cache if it has been emptied.
-
-        Raises:
-            UnsupportedError: if it holds tokens.
-        """
+        """Updates the cache if it has been emptied."""
         length = int(cached_length(self.cache) or 0)
         if length:
             raise UnsupportedError(
@@ -155,12 +147,7 @@ _FARTHEST = 2**31
 
 
 def check_cache(part: Part, state: ForwardState) -> None:
-    """Refuses packed rows, caches and tokens without a place that a part cannot encode.
-
-    Raises:
-        UnsupportedError: if the part refuses the cache, or if it depends on the length of the sequence and a row holds
-            several documents.
-    """
+    """Refuses packed rows, caches and tokens without a place that a part cannot encode."""
     if isinstance(state, GridTokens):
         state.check_places(part)
         return
@@ -194,11 +181,7 @@ def negative_positions(state: ForwardState, ids: Tensor, first: int = 0) -> Tens
 
 
 def refuse_negative(state: ForwardState, ids: Tensor, offset: int) -> None:
-    """Refuses positions of real tokens for which a table with `offset` rows before position 0 has no row.
-
-    Raises:
-        SequenceLengthError: an `IndexError`, as stock raises.
-    """
+    """Refuses positions of real tokens for which a table with `offset` rows before position 0 has no row."""
     if torch.jit.is_tracing() or ids.is_meta:
         return
     if not torch.compiler.is_compiling() and ids.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -209,11 +192,7 @@ def refuse_negative(state: ForwardState, ids: Tensor, offset: int) -> None:
 
 
 def in_dtype(encoded: Tensor, dtype: torch.dtype) -> Tensor:
-    """Vectors of positions in the dtype of a model.
-
-    Raises:
-        SequenceLengthError: if they do not fit float16.
-    """
+    """Vectors of positions in the dtype of a model."""
     cast = encoded.to(dtype)
     if dtype == torch.float16 and not torch.jit.is_tracing() and not cast.is_meta:
         require(

@@ -309,12 +309,7 @@ class ForwardState:
         return value
 
     def keep(self, name: tuple[Any, ...], value: Any) -> None:
-        """Keeps what one layer made for others, unless there is much of this kind: every layer may have its own.
-
-        Args:
-            name: begins with the kind.
-            value: the value.
-        """
+        """Keeps what one layer made for others, unless there is much of this kind: every layer may have its own."""
         if sum(type(known) is tuple and known[0] == name[0] for known in self.scratch) < MOST_MATRICES:
             self.scratch[name] = value
 

@@ -57,11 +57,7 @@ def regularity(state: ForwardState) -> Regularity:
 
 
 def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int) -> Positions:
-    """The positions of `key_length` keys from slot `first_slot` on, negative at padding.
-
-    Raises:
-        UnsupportedError: if the positions of cached tokens cannot be determined.
-    """
+    """The positions of `key_length` keys from slot `first_slot` on, negative at padding."""
 
     def resolve() -> Positions:
         own = state.positions()
@@ -89,9 +85,6 @@ def all_positions_below(state: ForwardState, end: int) -> bool:
     """Whether the positions of all new tokens are below `end`, so that no visible pair is `end` or more apart.
 
     Computed once for all layers. Always `False` in a compiled or exported graph, which serves all lengths.
-
-    Raises:
-        UnsupportedError: if the positions of cached tokens cannot be determined.
     """
     if traced() or state.positions().ids.is_meta:
         return False

@@ -153,21 +153,13 @@ class LogitSite(PlacedForward):
         self.encoding = encoding
 
     def check_head_count(self, query: Tensor) -> None:
-        """Checks the number of heads if the scheme has values for individual heads.
-
-        Raises:
-            UnsupportedError: if the module computes another number of heads than expected in this process.
-        """
+        """Checks the number of heads if the scheme has values for individual heads."""
         encoding = self.encoding
         if query.shape[1] != encoding.num_heads and (encoding.shard is not None or encoding.has_parameters):
             check_heads(encoding.num_heads, query.shape[1])
 
     def refuse_pooled_keys(self, queries: int, keys: int) -> None:
-        """Refuses attention in which queries and keys are not the same patches.
-
-        Raises:
-            UnsupportedError: if their numbers differ and the scheme has a part in the layers.
-        """
+        """Refuses attention in which queries and keys are not the same patches."""
         if queries != keys and self.encoding.parts:
             subject = f"the scheme of {type(self.module).__name__} ({queries} queries, {keys} keys)"
             POOLED_PATCHES.refuse(self.encoding.needs(), subject)
@@ -295,13 +287,7 @@ class LogitSite(PlacedForward):
         return state.shared(("bias", id(bias)), compute, query_length, key_length)
 
     def _form_of_positions(
-        self,
-        bias: DistanceBias,
-        state: ForwardState,
-        query_length: int,
-        key_length: int,
-        folds: bool,
-        restarts: bool,
+        self, bias: DistanceBias, state: ForwardState, query_length: int, key_length: int, folds: bool, restarts: bool
     ) -> BiasForm:
         """The distance bias when distances between positions differ from those between slots, which is slower.
 
@@ -452,11 +438,7 @@ def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
 
 
 def check_heads(of_scheme: int, of_layer: int) -> None:
-    """Requires the scheme to have as many heads as the layer.
-
-    Raises:
-        UnsupportedError: if it does not.
-    """
+    """Requires the scheme to have as many heads as the layer."""
     if of_scheme != of_layer:
         raise UnsupportedError(
             f"The scheme has separate values for each of {of_scheme} heads, but this layer computes {of_layer} heads. "
@@ -467,11 +449,7 @@ def check_heads(of_scheme: int, of_layer: int) -> None:
 
 
 def refuse_cached_coordinates(part: Part, state: ForwardState, keys: Positions) -> None:
-    """Refuses multi-axis positions for cached keys, because only one axis is recorded.
-
-    Raises:
-        UnsupportedError: if `part` needs the other axes.
-    """
+    """Refuses multi-axis positions for cached keys, because only one axis is recorded."""
     if part.reads_coordinates and state.coordinates is not None and keys.coordinates is None:
         raise UnsupportedError(
             "The tokens of this call have positions on several axes. This layer needs those of the cached keys too, "

@@ -127,10 +127,6 @@ class TableOwner(Viewed, PlacedForward):
 
     The module runs its own forward with another `self`, in which the table has as many rows as any input. CLIP's text
     embeddings and those of its descendants would refuse lengths that only the discarded table limits.
-
-    Args:
-        module: the module.
-        name: the attribute that holds the table.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -346,13 +342,7 @@ class SlotBuffers:
         self.rows_before = rows_before
 
     def reach(self, stack: nn.Module, length: int, *, masks: bool = True) -> None:
-        """Extends every buffer to at least `length` tokens; existing slots keep their values.
-
-        Args:
-            stack: the stack.
-            length: number of tokens.
-            masks: whether to extend masks too.
-        """
+        """Extends every buffer to at least `length` tokens; existing slots keep their values."""
         length += self.rows_before
         if self.shortest is None:
             self.measure(stack)

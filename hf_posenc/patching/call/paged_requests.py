@@ -187,10 +187,6 @@ def _decoding_batch(rows: list[list[int]], device: torch.device) -> Requests:
 def cut(packed: Tensor, rows: slice | Tensor) -> Tensor:
     """Selects some requests from the packed row.
 
-    Args:
-        packed: `(1, all tokens, ...)`.
-        rows: `Requests.queries` or `Requests.keys`.
-
     Returns:
         `(requests, length, ...)`.
     """

@@ -88,9 +88,6 @@ def refuse_replicas() -> Any:
     """Stands in for the method that `nn.DataParallel` uses to copy a stack, and refuses.
 
     The copies would share the instance-level patches of the original, and therefore run with its weights.
-
-    Raises:
-        UnsupportedError: always.
     """
     raise UnsupportedError(
         "This model runs under torch.nn.DataParallel, which copies modules without their instance-level patches. "
@@ -103,12 +100,6 @@ def refuse_unsynchronised(parts: nn.Module) -> None:
 
     It synchronises only the parameters that the model had when it was wrapped. A model cannot tell that it is wrapped,
     so the check is made in the first call.
-
-    Args:
-        parts: the parts of the scheme in one stack.
-
-    Raises:
-        UnsupportedError: if it would not synchronise the gradients of the scheme.
     """
     wrapper = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
     if wrapper is None or not torch.is_grad_enabled():

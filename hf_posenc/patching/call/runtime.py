@@ -61,11 +61,7 @@ _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class Recomputation:
-    """Makes the layers of one stack recompute under the state of their original call.
-
-    Args:
-        states: the states of the calls in progress.
-    """
+    """Makes the layers of one stack recompute under the state of their original call."""
 
     def __init__(self, states: PerThread[ForwardState]) -> None:
         self.states = states
@@ -80,11 +76,7 @@ class Recomputation:
         return self.__dict__ | {"_places": None}
 
     def check(self) -> None:
-        """Refuses to recompute a layer whose forward ran with another scheme, or without one.
-
-        Raises:
-            UnsupportedError: if the scheme has been removed, or has not run before this recomputation.
-        """
+        """Refuses to recompute a layer whose forward ran with another scheme, or without one."""
         if self.removed or (not self.has_run and torch._C._current_graph_task_id() != -1):
             raise UnsupportedError(
                 "A layer is recomputed in the backward pass (gradient checkpointing), but the position encoding of the "
@@ -177,12 +169,7 @@ _TOKENS = ("input_ids", "inputs_embeds", "input", "hidden_states")
 
 
 class StackRuntime:
-    """Holds the `ForwardState` of the call in progress of one stack.
-
-    Args:
-        scheme: the scheme of the stack.
-        stack: the stack.
-    """
+    """Holds the `ForwardState` of the call in progress of one stack."""
 
     def __init__(self, scheme: SchemeConfig, stack: Stack) -> None:
         self.scheme = scheme

@@ -28,11 +28,7 @@ class ScoresAttention(AttentionSite):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        runtime: StackRuntime,
-        encoding: LayerEncoding,
-        bias_arguments: tuple[str, ...] = (),
+        self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, bias_arguments: tuple[str, ...] = ()
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.bias_arguments = bias_arguments
@@ -72,9 +68,7 @@ class ScoresAttention(AttentionSite):
 
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
         mode = ScoresMode(
-            self.encoding.head_dim,
-            pair_map if self.encoding.parts else None,
-            bias if adds_bias else None,
+            self.encoding.head_dim, pair_map if self.encoding.parts else None, bias if adds_bias else None
         )
         function = in_decorators(type(self.module).forward, self._rebind(forward, call))
         cache = cache_of_call(args, kwargs) if self.intercepts_cache_update else None

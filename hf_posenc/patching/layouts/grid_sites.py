@@ -265,10 +265,6 @@ class GridTableSite(Viewed, PlacedForward):
     def vectors(self, name: str, length: int | None = None) -> Tensor:
         """`(batch or 1, prefix rows + patches, hidden)`: what stands in for a table in this call.
 
-        Args:
-            name: the attribute that holds the table.
-            length: number of rows, if the call states it.
-
         Raises:
             UnsupportedError: if the grid of the call is unknown.
         """

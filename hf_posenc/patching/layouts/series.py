@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import StackModules
-from hf_posenc.patching.anatomy.architectures.declaration import FRAMES, SAMPLES, numbers
+from hf_posenc.patching.anatomy.architectures.declaration import FRAMES, SAMPLES, numbers, undescribed
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, OwnedTable, first_int, table_origin
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
@@ -258,20 +258,17 @@ def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None
 def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:
     owner = f"{vectors.path} ({type(vectors.module).__name__}) of this {type(stack.module).__name__}"
     if vectors.kind == "convolution":
-        raise UnsupportedError(
+        raise undescribed(
             f"{owner} computes its positions with a convolution over neighbouring embeddings. They depend on the "
-            "content of the sequence, so no scheme of this library describes them. Any scheme can replace them, and "
-            "unpatch_model restores them."
+            "content of the sequence, so no scheme of this library describes them.",
+            "them",
         )
     with torch.no_grad():
         rows = vectors.module(seq_length=_COMPARED)[0].float()
     formula = sinusoids_like(rows)
     if formula is not None:
         return formula
-    raise UnsupportedError(
-        f"{owner} computes sinusoids that follow no formula of this library. Any scheme can replace them, and "
-        "unpatch_model restores them."
-    )
+    raise undescribed(f"{owner} computes sinusoids that follow no formula of this library.", "them")
 
 
 def starts_with_bins(model: nn.Module) -> bool:

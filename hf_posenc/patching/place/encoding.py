@@ -17,11 +17,10 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack, build_context, with_layout
 from hf_posenc.patching.anatomy.weights import execution_device
-from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.forwards import forward_on_instance
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
+from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -52,9 +51,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class UnfilledTable(NamedTuple):
-    """A table of a scheme that keeps random rows: how many, of how many, and of how many the native table has; and
-    whether the native table was taken over at all.
-    """
+    """How many rows of a scheme's table stay random, of how many; rows of the native table; whether it was adopted."""
 
     random: int
     rows: int
@@ -74,12 +71,7 @@ class StackEncoding(nn.Module):
         UnsupportedError: if the layers of a schedule add different encodings to the embeddings.
     """
 
-    def __init__(
-        self,
-        config: SchemeConfig,
-        stack: Stack,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, config: SchemeConfig, stack: Stack, device: torch.device | None = None) -> None:
         super().__init__()
         self._device = device
         #: The part of the model that the stack belongs to.
@@ -111,14 +103,14 @@ class StackEncoding(nn.Module):
             additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(
                 LayerEncoding(
-                    query_key_map=parts.query_key_map,
-                    logit_bias=parts.logit_bias,
-                    logit_scale=parts.logit_scale,
-                    causal=attention.causal,
-                    num_heads=attention.num_heads,
-                    num_key_value_heads=attention.num_key_value_heads,
-                    head_dim=attention.head_dim,
-                    num_cached_heads=attention.num_cached_heads,
+                    parts.query_key_map,
+                    parts.logit_bias,
+                    parts.logit_scale,
+                    attention.causal,
+                    attention.num_heads,
+                    attention.num_key_value_heads,
+                    attention.head_dim,
+                    attention.num_cached_heads,
                 )
             )
         self._built.clear()
@@ -250,10 +242,7 @@ def _check_parts(config: SchemeConfig, parts: Any) -> None:
 
 @torch.no_grad()
 def _check_bias(bias: DistanceBias) -> None:
-    """Refuses a bias that does not return `(heads, *distance.shape)`, by three distances.
-
-    Without numbers (a model that is built on the meta device) nothing is computed.
-    """
+    """Refuses a bias that does not return `(heads, *distance.shape)`, by three distances. Not on the meta device."""
     distance = torch.arange(-2, 1)
     if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
         return
@@ -313,11 +302,7 @@ class PositionEncoding(AddedModule):
         return self.record.lengths_by_part.get(None)
 
     def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
-        """The parts in use, without duplicates. A part that contains others is listed in their place.
-
-        Args:
-            stacks: names of stacks; all by default.
-        """
+        """The parts in use in some stacks, by default all. One that contains others stands in their place."""
         chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
         found = [part for stack in chosen for part in stack.acting_parts()]
         return list({id(part): part for part in found}.values())
@@ -327,11 +312,7 @@ class PositionEncoding(AddedModule):
         return {need: part for stack in self.stacks.values() for need, part in stack.needs().items()}
 
     def reach(self, stacks: Collection[str] | None = None) -> Reach:
-        """The longest sequence that the scheme can encode, and the length it was made for.
-
-        Args:
-            stacks: names of stacks; all by default.
-        """
+        """The longest sequence that the scheme can encode in some stacks, by default all, and that it was made for."""
         return shortest(part.length_reach for part in self.parts(stacks))
 
     def extra_repr(self) -> str:
@@ -359,23 +340,13 @@ class PositionEncoding(AddedModule):
         key = prefix + MARK
         destination[key] = placed_mark(destination[key], self.__dict__.get("holder", self))
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """Reports weights of another scheme as mismatched keys, which raises an error if loading is strict.
 
         torch does not tell a module whether loading is strict: `strict` is always true here.
         """
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        _, _, missing_keys, unexpected_keys, _ = others
         key, found = prefix + MARK, self.loaded_scheme()
         if key in missing_keys:
             missing_keys.remove(key)
@@ -486,19 +457,12 @@ def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
     return found[0] if found else None
 
 
-def has_patched_layers(model: nn.Module) -> bool:
-    """Whether any attention layer of a model is patched, including layers shared with another model."""
-    placed = [site for encoding in encodings(model) for site in encoding.record.journal.forwards()]
-    shared = [forward_on_instance(module) for module in model.modules()]
-    return any(isinstance(forward, AttentionSite) for forward in (*placed, *shared))
-
-
 def difference(model: PreTrainedModel) -> str:
     """How a model differs from what was placed, or its positions from its config; empty if they agree."""
     entry, found = read_entry(model.config), encodings(model)
     if found:
         return next(filter(None, (encoding.record.agrees(model) for encoding in found)), "")
-    if has_patched_layers(model):
+    if any(map(is_attention_site, model.modules())):
         return (
             "it uses a position encoding that it does not hold itself, because it is a part of a patched model or "
             "shares layers with one. Its files could not be loaded with this encoding. Save or export the model that "
@@ -514,22 +478,14 @@ def difference(model: PreTrainedModel) -> str:
 
 
 def refuse_changed(model: PreTrainedModel) -> None:
-    """Refuses to save or export a model that is not what was placed, or whose positions are not those of its config.
-
-    Raises:
-        UnsupportedError: naming the first difference.
-    """
+    """Refuses to save or export a model that is not what was placed, or whose positions are not those of its config."""
     problem = difference(model)
     if problem:
         raise UnsupportedError(f"This {type(model).__name__} is not saved or exported: {problem}")
 
 
 def named_part(model: PreTrainedModel, part: str | None) -> str:
-    """The name of a part of a model; `None` stands for the one that `patch_model` patches by default.
-
-    Raises:
-        UnknownNameError: if the model has no such part.
-    """
+    """The name of a part of a model; `None` stands for the one that `patch_model` patches by default."""
     return Anatomy(model).part(part)
 
 

@@ -42,13 +42,7 @@ _COUNTING = (
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The arguments of one call of `generate`.
-
-    Args:
-        model: the patched model.
-        encoding: the encoding in force.
-        arguments: the keyword arguments of the call.
-    """
+    """The arguments of one call of `generate`."""
 
     model: PreTrainedModel
     encoding: PositionEncoding
@@ -108,11 +102,7 @@ def refuse_growing_caches(call: GenerateCall) -> None:
 
 
 def refuse_unnoticed_caches(call: GenerateCall) -> None:
-    """Refuses prompt learning by a PEFT that looks for the cache under another name than the model's.
-
-    Raises:
-        UnsupportedError: if PEFT would take every step for the first one.
-    """
+    """Refuses prompt learning by a PEFT that looks for the cache under another name than the model's."""
     prepare: Any = call.model.prepare_inputs_for_generation
     config: Any = getattr(prepare.__self__, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
@@ -175,11 +165,7 @@ class CheckedGenerate(CheckedMethod):
     method = "generate"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the checks, then `generate`.
-
-        Raises:
-            UnsupportedError: if a check refuses the call.
-        """
+        """Runs the checks, then `generate`."""
         if self.in_force:
             call = GenerateCall(self.model, self.encoding, dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
             for check in CHECKS:
@@ -238,12 +224,7 @@ class CheckedContinuousBatching(CheckedMethod):
                 stack.runtime.pages = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts continuous batching.
-
-        Raises:
-            UnsupportedError: if the scheme does not support paged keys, or not with these settings.
-            SequenceLengthError: if prompts and generated tokens together are too long for the scheme.
-        """
+        """Starts continuous batching."""
         if not self.in_force:
             return self.__wrapped__(*args, **kwargs)
         layers = _decoder_layers(self.encoding)
@@ -278,23 +259,14 @@ class CheckedContinuousBatching(CheckedMethod):
 
 
 class PagesCheck:
-    """Checks the pages of a call once, for managers that were created before the scheme was placed.
-
-    Args:
-        encoding: the encoding in force.
-        model: the patched model.
-    """
+    """Checks the pages of a call once, for managers that were created before the scheme was placed."""
 
     def __init__(self, encoding: PositionEncoding, model: Any) -> None:
         self.encoding = encoding
         self.model = model
 
     def check(self, cache: Any) -> None:
-        """Checks the cache of a call. Runs in the manager's thread, which passes errors to the caller of every request.
-
-        Raises:
-            UnsupportedError: if the scheme does not support paged keys, or not these pages.
-        """
+        """Checks the cache of a call in the manager's thread, which passes errors to the caller of every request."""
         if note_of(cache, _CHECKED_FOR) is self:
             return
         refuse_pages(self.encoding, self.model)
@@ -319,11 +291,7 @@ def _needed_width(encoding: PositionEncoding, model: Any) -> int:
 
 
 def refuse_pages(encoding: PositionEncoding, model: Any) -> None:
-    """Refuses a scheme that cannot be computed from paged keys.
-
-    Raises:
-        UnsupportedError: with the reason.
-    """
+    """Refuses a scheme that cannot be computed from paged keys."""
     for site in encoding.record.journal.forwards():
         if isinstance(site, ScoresAttention):
             raise UnsupportedError(
@@ -346,9 +314,6 @@ def refuse_running_batches(model: nn.Module) -> None:
 
     A call in progress would run some layers with the old scheme and some with the new one. Even if the manager is
     paused, its pages still hold keys of the old scheme.
-
-    Raises:
-        UnsupportedError: while such a thread is alive.
     """
     batching: Any = sys.modules.get("transformers.generation.continuous_batching")
     for thread in threading.enumerate() if batching is not None else ():
@@ -388,10 +353,6 @@ def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
 def width_of_pages(cache: Any, head_dim: int) -> int | None:
     """The width of the pages of a cache.
 
-    Args:
-        cache: the cache of a call.
-        head_dim: width of the model's heads.
-
     Returns:
         The width, or `None` if the cache is not of transformers' class.
     """
@@ -407,10 +368,6 @@ class WidePages:
     """Replaces a manager's `_create_batch_processor` to create a cache with wide pages.
 
     Pages are as wide as the heads in the config. Keys are wider with some maps, and with cached features of a bias.
-
-    Args:
-        manager: the manager of continuous batching.
-        width: width of every page.
     """
 
     def __init__(self, manager: Any, width: int) -> None:

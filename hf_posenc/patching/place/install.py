@@ -30,10 +30,7 @@ from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, unrotated
 from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
-from hf_posenc.patching.place.record import (
-    Journal,
-    SchemeRecord,
-)
+from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import StackRecord
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
@@ -113,16 +110,8 @@ class PatchReport:
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
     """Disables the native mechanisms of a stack and installs the parts of the scheme in their place.
 
-    Args:
-        stack: the stack.
-        encoding: the parts of the scheme.
-        record: records every change.
-
     Returns:
         What was replaced and placed.
-
-    Raises:
-        UnsupportedError: if an additive scheme cannot be placed.
     """
     architecture, journal = stack.architecture, record.journal
     encoding.runtime.slots.measure(stack.module)
@@ -210,10 +199,6 @@ class PartParameters:
 
     The base model holds the scheme of all its parts. Code that freezes a part, clips its gradients or gives it to an
     optimizer asks the part for its parameters, and means those of its scheme too.
-
-    Args:
-        module: the part.
-        schemes: the schemes of the stacks in it.
     """
 
     def __init__(self, module: nn.Module, schemes: list[nn.Module]) -> None:
@@ -360,11 +345,6 @@ _FSDP = "torch.distributed.fsdp"
 def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_native: bool) -> None:
     """Gives the adaption prompts of a patched model, which have no positions, the phases of its queries.
 
-    Args:
-        model: the model that gets the prompts.
-        encoding: the scheme in force.
-        is_native: whether it is the native one.
-
     Raises:
         UnsupportedError: if the scheme rotates queries in another way than the stock model.
     """
@@ -380,9 +360,6 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
 
     FSDP2 manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
     each process would initialise its own and train them on its part of the batch only.
-
-    Raises:
-        UnsupportedError: if the scheme has parameters that are not sharded.
     """
     if not _is_sharded(model) or all(hasattr(weight, "device_mesh") for weight in encoding.parameters()):
         return

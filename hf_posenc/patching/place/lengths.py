@@ -99,12 +99,6 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
     This is the length that the user has chosen; otherwise the length that the scheme was made for, if it is longer than
     the native length; otherwise the native length. It never exceeds the longest sequence that the scheme can encode.
     An encoder that reads features beside another part has a length of its own.
-
-    Args:
-        encoding: the encoding in force.
-        model: the model.
-        stacks: its patched stacks.
-        main: the part that the model's length refers to.
     """
     by_part: dict[str | None, list[Stack]] = {}
     for stack in stacks:
@@ -196,11 +190,7 @@ def restore_length(encoding: PositionEncoding, model: PreTrainedModel, before: L
 
 
 def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
-    """Applies the lengths in a config file, which may have been edited by hand.
-
-    Raises:
-        SequenceLengthError: if the scheme cannot encode the length.
-    """
+    """Applies the lengths in a config file, which may have been edited by hand."""
     for part, lengths in [*encoding.record.lengths_by_part.items()]:
         own = {path: length for path, length in stated.items() if path in lengths.names}
         changed = [length for path, length in own.items() if length != native_lengths(model.config).get(path)]
@@ -225,11 +215,7 @@ def _within(reach: Reach, length: int) -> int:
 
 
 def _write(
-    encoding: PositionEncoding,
-    model: PreTrainedModel,
-    lengths: Lengths,
-    length: int | None,
-    part: str | None = None,
+    encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int | None, part: str | None = None
 ) -> None:
     """Writes a length everywhere. The encoding is updated last, so that an interrupted call can be repeated."""
     if length is not None:

@@ -92,11 +92,7 @@ class Journal:
         own.pop(attribute, None)
 
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
-        """Sets an attribute that the module, or its class, has.
-
-        Raises:
-            UnsupportedError: if there is none, because the new attribute would never be used.
-        """
+        """Sets an attribute that the module, or its class, has."""
         if not hasattr(module, attribute):
             raise UnsupportedError(
                 f"{type(module).__name__} has no {attribute!r} to replace. transformers {transformers.__version__} "
@@ -163,11 +159,7 @@ class Journal:
             parameter.requires_grad_(False)
 
     def freeze_all(self, module: nn.Module) -> None:
-        """Freezes all native weights in a module that has no effect under the new scheme.
-
-        Raises:
-            UnsupportedError: if an adapter changes them.
-        """
+        """Freezes all native weights in a module that has no effect under the new scheme."""
         for one in module.modules():
             if type(one).__module__.startswith("peft."):
                 raise UnsupportedError(
@@ -266,11 +258,7 @@ class SchemeRecord:
         return {names.get(id(stack.stack.config), ""): stack for stack in self.stacks.values()}
 
     def agrees(self, model: PreTrainedModel) -> str:
-        """Describes how a model differs from what was placed, and what to do; empty if it does not.
-
-        Args:
-            model: the model, or a model that holds it.
-        """
+        """Describes how a model differs from what was placed, and what to do; empty if it does not."""
         entry = read_entry(model.config)
         if entry is None or not same_scheme(entry, self.scheme):
             placed = f"its position encoding is {described(self.scheme.to_dict())}, but"
@@ -295,9 +283,6 @@ class OwnConfig:
     """Copies of a model's config and generation config, which stand in every module that holds the originals.
 
     A patch writes its entry and lengths into the copies. Other models that were built from the same objects keep them.
-
-    Args:
-        model: a stock model.
 
     Attributes:
         fields: a copy of the complete entry, once it is written.

@@ -89,11 +89,7 @@ class StackRecord:
         self._reset()
 
     def check(self) -> None:
-        """Refuses a call of a stack that is not what was placed.
-
-        Raises:
-            UnsupportedError: naming the first difference.
-        """
+        """Refuses a call of a stack that is not what was placed."""
         if not torch.compiler.is_compiling() and self._is_unchanged():
             return
         problem = answer_of(self.number, "problem")
@@ -102,11 +98,7 @@ class StackRecord:
             raise UnsupportedError(problem)
 
     def refuse_unattended(self) -> None:
-        """Refuses a call in which a patched attention module did not run, in training after many: layers are dropped.
-
-        Raises:
-            UnsupportedError: naming the first such module.
-        """
+        """Refuses a call in which a patched attention module did not run; in training only after many."""
         compiling = torch.compiler.is_compiling()
         if self.stack.training and (compiling or self._missed < _MISSED_IN_TRAINING):
             self._missed += not compiling
@@ -259,12 +251,7 @@ class StackRecord:
 
     @torch.no_grad()
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
-        """Copies the parameters of the layers that are still in a stack into new parts of the same scheme.
-
-        Args:
-            encoding: the new parts.
-            stack: the stack as it is found now.
-        """
+        """Copies the parameters of the layers that are still in a stack into new parts of the same scheme."""
         # From the forwards, because a copy of a layer shares the parts of the original.
         before = {id(module): forward_on_instance(module).encoding for module in self._attentions_in_use()}
         pairs: list[tuple[Any, Any]] = [(self.encoding.additive, encoding.additive)]
@@ -306,19 +293,19 @@ class StackRecord:
             return False
         inside = {id(module) for module in layer.modules()}
         found = [id(module) in inside for module in self._attentions_in_use()]
-        return sorted(found, reverse=True) == found and sum(found) <= sum(map(_is_attention_site, layer.modules()))
+        return sorted(found, reverse=True) == found and sum(found) <= sum(map(is_attention_site, layer.modules()))
 
     def _attentions_in_use(self) -> list[nn.Module]:
         """The patched attention modules in the order of the layers, with repetitions."""
         places = self.stack.named_modules(remove_duplicate=False)
-        found = [(natural_order(path), module) for path, module in places if _is_attention_site(module)]
+        found = [(natural_order(path), module) for path, module in places if is_attention_site(module)]
         return [module for _, module in sorted(found, key=operator.itemgetter(0))]
 
     def _attentions_to_run(self) -> tuple[int, ...]:
         """The ids of those of the layers that the config counts: a model that exits early counts fewer than it has."""
         found, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
-        return tuple(id(module) for module in (found[:depth] if fewer else found) if _is_attention_site(module))
+        return tuple(id(module) for module in (found[:depth] if fewer else found) if is_attention_site(module))
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.
@@ -352,10 +339,6 @@ class StacksInside:
     """A forward pre-hook of a patched model that refuses a call if one of its stacks was exchanged.
 
     The stacks are searched again only if another module is on the way to one of them, such as a wrapper around it.
-
-    Args:
-        model: the model.
-        stacks: its patched stacks.
     """
 
     def __init__(self, model: nn.Module, stacks: list[nn.Module]) -> None:
@@ -384,11 +367,7 @@ class StacksInside:
         return f"This {type(self.model).__name__} is not as it was patched: {lost}" if lost else ""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before each forward.
-
-        Raises:
-            UnsupportedError: naming the stack.
-        """
+        """Called before each forward."""
         if self.way:
             for parent, name, child in self.way:
                 if parent._modules.get(name) is not child:
@@ -470,7 +449,8 @@ def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     return list(found.values())
 
 
-def _is_attention_site(module: nn.Module) -> bool:
+def is_attention_site(module: nn.Module) -> bool:
+    """Whether a module is a patched attention layer, of this model or of one that shares it."""
     return isinstance(forward_on_instance(module), AttentionSite)
 
 

@@ -89,21 +89,14 @@ class Transaction:
         return self._anatomies[id(placed)][1]
 
     def verified_stacks(self, part: str) -> list[Stack]:
-        """The stacks of a part, of which short runs have shown that discovery was right. Patched ones are not run.
-
-        Raises:
-            UnsupportedError: if discovery was wrong.
-        """
+        """The stacks of a part, of which short runs have shown that discovery was right. Patched ones are not run."""
         if self.encoding is None:
             self.anatomy.verify(part, self)
         return self.anatomy.stacks([part])
 
     @ordinary_context()
     def plan(
-        self,
-        config: SchemeConfig,
-        stacks: list[Stack] | None = None,
-        kept: Mapping[str, StackEncoding] | None = None,
+        self, config: SchemeConfig, stacks: list[Stack] | None = None, kept: Mapping[str, StackEncoding] | None = None
     ) -> PositionEncoding:
         """Builds the parts of a scheme, on the devices of their layers. The model is not changed.
 
@@ -199,11 +192,7 @@ class Transaction:
 
     @contextmanager
     def with_scheme(self, config: SchemeConfig, stacks: list[Stack]) -> Iterator[PositionEncoding]:
-        """Context manager in which some stacks of a stock model compute a scheme, and nothing else is changed.
-
-        Raises:
-            UnsupportedError: if the scheme cannot be placed.
-        """
+        """Context manager in which some stacks of a stock model compute a scheme, and nothing else is changed."""
         self.refuse_running()
         encoding = self.plan_alone(config, stacks)
         self._refuse_foreign_forwards(encoding)
@@ -246,11 +235,7 @@ class Transaction:
             yield self.model
 
     def refuse_running(self) -> None:
-        """Refuses to change the encoding while a call or continuous batching runs on the model.
-
-        Raises:
-            UnsupportedError: in that case.
-        """
+        """Refuses to change the encoding while a call or continuous batching runs on the model."""
         refuse_running_batches(self.model)
         for encoding in encodings(self.model):
             if any(stack.runtime.states.in_progress for stack in encoding.stacks.values()):

@@ -6,6 +6,7 @@ generator of the caller is not used.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -103,11 +104,19 @@ def refused_if(applies: Callable[[Any], bool], reason: str) -> Callable[[Any], s
     return lambda config: reason if applies(config) else None
 
 
-def undescribed(reason: str) -> Callable[[Stack], SchemeConfig | None]:
-    """The `native` of a mechanism that no scheme describes."""
+def undescribed(what: str, them: str = "it") -> UnsupportedError:
+    """The error for a native mechanism that no scheme describes."""
+    restored = "it" if them == "it" else "them"
+    return UnsupportedError(f"{what} Any scheme can replace {them}, and unpatch_model restores {restored}.")
+
+
+def no_native(what: str, them: str = "it", *, if_set: str = "") -> Callable[[Stack], SchemeConfig | None]:
+    """The `native` of a mechanism that no scheme describes, and that a module has if an attribute of it is set."""
 
     def native(stack: Stack) -> SchemeConfig | None:
-        raise UnsupportedError(reason)
+        if if_set and not operator.attrgetter(if_set)(stack.module):
+            return None
+        raise undescribed(what, them)
 
     return native
 

@@ -16,10 +16,10 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
     codes,
     cut_patches,
     image_sides,
+    no_native,
     no_vectors,
     numbers,
     refused_if,
-    undescribed,
     words,
     zero_bias,
     zero_vectors,
@@ -217,14 +217,6 @@ def _silence_wavlm(stack: Stack, patches: Journal) -> None:
             patches.freeze_all(module.rel_attn_embed)
 
 
-def _silence_canary(stack: Stack, patches: Journal) -> None:
-    patches.replace(stack.module.pos_emb, "forward", zero_vectors)
-
-
-def _silence_fun_asr(stack: Stack, patches: Journal) -> None:
-    patches.replace(stack.module.position_embeddings, "forward", no_vectors)
-
-
 def _silence_vits(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         if attention.module.window_size:
@@ -237,6 +229,10 @@ def _silence_phi4(stack: Stack, patches: Journal) -> None:
     layer = stack.module.relative_attention_bias_layer
     patches.set_forward(layer, zero_bias)
     patches.freeze_all(layer.bias_values)
+
+
+def _codes_of_streams(tokens: int, streams: int) -> dict[str, Any]:
+    return {"input_ids": codes(tokens, streams), "use_cache": False}
 
 
 #: The declarations by the model types that they are for.
@@ -275,34 +271,34 @@ SOUND: dict[tuple[str, ...], Architecture] = {
     ("vits",): Architecture(
         mechanism="relative keys and values",
         silence=_silence_vits,
-        native=undescribed(
+        native=no_native(
             "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library changes "
-            "values. Any scheme can replace both, and unpatch_model restores them."
+            "values.",
+            "both",
         ),
     ),
     ("phi4_multimodal_audio",): Architecture(
         mechanism="relative bias",
         silence=_silence_phi4,
-        native=undescribed(
+        native=no_native(
             "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. The "
-            "schemes of this library group distances, or compute the bias from the query. Any scheme can replace it, "
-            "and unpatch_model restores it."
+            "schemes of this library group distances, or compute the bias from the query."
         ),
     ),
     ("fun_asr_nano_encoder",): Architecture(
         mechanism="sinusoids of positions",
-        silence=_silence_fun_asr,
-        native=undescribed(
-            "Fun-ASR-Nano adds sinusoids that count frames from 1. No scheme of this library has that origin. Any "
-            "scheme can replace them, and unpatch_model restores them."
+        silence=lambda stack, patches: patches.replace(stack.module.position_embeddings, "forward", no_vectors),
+        native=no_native(
+            "Fun-ASR-Nano adds sinusoids that count frames from 1. No scheme of this library has that origin.", "them"
         ),
     ),
     ("canary_decoder",): Architecture(
         mechanism="sinusoidal table",
-        silence=_silence_canary,
-        native=undescribed(
+        silence=lambda stack, patches: patches.replace(stack.module.pos_emb, "forward", zero_vectors),
+        native=no_native(
             "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
-            "scheme of this library has that scale. Any scheme can replace them, and unpatch_model restores them."
+            "scheme of this library has that scale.",
+            "them",
         ),
     ),
     ("patchtst",): Architecture(
@@ -316,10 +312,10 @@ SOUND: dict[tuple[str, ...], Architecture] = {
         mechanism="gated relative bias",
         attention_classes=("WavLMAttention",),
         silence=_silence_wavlm,
-        native=undescribed(
+        native=no_native(
             "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
-            "further positions with a convolution over neighbouring embeddings. No scheme of this library does this. "
-            "Any scheme can replace both, and unpatch_model restores them."
+            "further positions with a convolution over neighbouring embeddings. No scheme of this library does this.",
+            "both",
         ),
     ),
     ("qwen3_asr_encoder",): Architecture(
@@ -331,17 +327,11 @@ SOUND: dict[tuple[str, ...], Architecture] = {
         "its input."
     ),
     ("csm",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "input_ids": codes(tokens, module.config.num_codebooks),
-            "use_cache": False,
-        }
+        example_inputs=lambda module, tokens: _codes_of_streams(tokens, module.config.num_codebooks)
     ),
     # A word stands before the codes.
     ("kyutai_speech_to_text",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "input_ids": codes(tokens, module.config.num_codebooks + 1),
-            "use_cache": False,
-        }
+        example_inputs=lambda module, tokens: _codes_of_streams(tokens, module.config.num_codebooks + 1)
     ),
     # A text for the encoder, and one code of each channel for the decoder.
     ("dia",): Architecture(

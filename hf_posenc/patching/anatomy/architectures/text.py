@@ -15,8 +15,10 @@ from hf_posenc.patching.anatomy.architectures.declaration import (
     Architecture,
     image_sides,
     no_bias,
+    no_native,
     numbers,
     refused_if,
+    undescribed,
     words,
     zero_bias,
     zero_bias_of,
@@ -40,7 +42,6 @@ from hf_posenc.schemes.refusals import CACHE_OF_OTHERS
 if TYPE_CHECKING:
     from hf_posenc.patching.place.record import Journal
 
-_REPLACEABLE = "Any scheme can replace it, and unpatch_model restores it."
 #: Submodules of an attention module that only its disentangled attention uses.
 _PROJECTIONS = ("pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj")
 
@@ -109,9 +110,7 @@ def _deberta_native(stack: Stack) -> SchemeConfig | None:
         return None
     refusal = _deberta_refusal(module)
     if refusal is not None:
-        raise UnsupportedError(
-            f"The disentangled attention of this {type(stack.module).__name__} {refusal} {_REPLACEABLE}"
-        )
+        raise undescribed(f"The disentangled attention of this {type(stack.module).__name__} {refusal}")
     scheme = _deberta_config(module)
     if not stack.tables:
         return scheme
@@ -223,16 +222,6 @@ def _falcon_key_heads(module: Any) -> int:
     return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
 
 
-def _falcon_native(stack: Stack) -> SchemeConfig | None:
-    if not stack.module.use_alibi:
-        return None
-    raise UnsupportedError(
-        "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) and, "
-        "with eager attention, adds it twice. No scheme describes this. Any scheme can replace it, and unpatch_model "
-        "restores it."
-    )
-
-
 def _silence_inkling(stack: Stack, patches: Journal) -> None:
     """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
     biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
@@ -250,18 +239,10 @@ def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
 def _udop_native(stack: Stack) -> SchemeConfig | None:
     if stack.config.is_decoder:
         return _relative_table(stack)
-    raise UnsupportedError(
+    raise undescribed(
         "The encoder of UDOP adds a bias per distance in the text, and others per horizontal and vertical distance on "
-        "the page. No scheme describes this. Any scheme can replace them, and unpatch_model restores them."
-    )
-
-
-def _layoutlmv3_native(stack: Stack) -> SchemeConfig | None:
-    if not stack.module.encoder.has_relative_attention_bias:
-        return None
-    raise UnsupportedError(
-        "LayoutLMv3 adds learned positions and a relative bias, and counts both again from 0 at the first patch of a "
-        "picture. No scheme describes this. Any scheme can replace it, and unpatch_model restores it."
+        "the page. No scheme describes this.",
+        "them",
     )
 
 
@@ -386,7 +367,11 @@ TEXT: dict[tuple[str, ...], Architecture] = {
     ("falcon",): Architecture(
         mechanism="ALiBi, if configured",
         silence=_silence_falcon,
-        native=_falcon_native,
+        native=no_native(
+            "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) "
+            "and, with eager attention, adds it twice. No scheme describes this.",
+            if_set="use_alibi",
+        ),
         key_value_heads=_falcon_key_heads,
     ),
     ("big_bird",): Architecture(
@@ -417,7 +402,11 @@ TEXT: dict[tuple[str, ...], Architecture] = {
     ("layoutlmv3",): Architecture(
         mechanism="relative bias",
         silence=_silence_layoutlmv3,
-        native=_layoutlmv3_native,
+        native=no_native(
+            "LayoutLMv3 adds learned positions and a relative bias, and counts both again from 0 at the first patch of "
+            "a picture. No scheme describes this.",
+            if_set="encoder.has_relative_attention_bias",
+        ),
         keeps_bias=True,
         kept=("the bias of places on the page",),
     ),
