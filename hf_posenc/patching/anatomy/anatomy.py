@@ -61,24 +61,6 @@ def name_parts(model: PreTrainedModel, stacks: Sequence[StackModules]) -> None:
         stack.part = _shortest_name(key, set(own))
 
 
-def default_part(model: PreTrainedModel, parts: list[str]) -> str:
-    """The part that is patched if none is named: the text part, or else the only one, or the one of the main input."""
-    if TEXT in parts:
-        return TEXT
-    texts = sorted((part for part in parts if part.endswith(f".{TEXT}")), key=len)
-    if texts:
-        return texts[0]
-    main = _modality_of(model)
-    return main if main in parts else parts[0]
-
-
-def check_part(part: Any, parts: list[str], model: PreTrainedModel) -> str:
-    """Checks the name of a part."""
-    if part not in parts:
-        raise UnknownNameError("part", str(part), parts, owner=type(model).__name__)
-    return str(part)
-
-
 def _config_keys(config: PreTrainedConfig) -> dict[int, tuple[str, ...]]:
     """The keys that lead to every sub-config, by the id of the sub-config."""
     found: dict[int, tuple[str, ...]] = {}
@@ -238,12 +220,18 @@ class Anatomy:
 
     @cached_property
     def main(self) -> str:
-        """The part that is patched if none is named."""
-        return default_part(self.model, self.parts)
+        """The part that is patched if none is named: the text part, or the only one, or that of the main input."""
+        texts = sorted((part for part in self.parts if f".{part}".endswith(f".{TEXT}")), key=len)
+        if texts:
+            return texts[0]
+        main = _modality_of(self.model)
+        return main if main in self.parts else self.parts[0]
 
     def part(self, name: str | None) -> str:
         """The name of a part; `None` stands for the one that is patched by default."""
-        return self.main if name is None else check_part(name, self.parts, self.model)
+        if name is not None and name not in self.parts:
+            raise UnknownNameError("part", str(name), self.parts, owner=type(self.model).__name__)
+        return self.main if name is None else str(name)
 
     def stacks(self, parts: Collection[str] | None = None) -> list[Stack]:
         """The stacks of some parts, with their attention layers, tables and rotary modules. Each is read once.
@@ -255,7 +243,7 @@ class Anatomy:
             UnsupportedError: if the architecture of a stack is not supported.
             UnknownNameError: for a part that the model does not have.
         """
-        wanted = [self.main] if parts is None else [check_part(name, self.parts, self.model) for name in parts]
+        wanted = [self.main] if parts is None else [self.part(name) for name in parts]
         owners = [owner for owner in self._owners if owner.part in wanted]
         for owner in owners:
             if owner.path not in self._read:
@@ -292,11 +280,6 @@ class Anatomy:
 def find_stacks(model: PreTrainedModel, parts: Collection[str] | None = None) -> list[Stack]:
     """`Anatomy.stacks` of a model."""
     return Anatomy(model).stacks(parts)
-
-
-def model_parts(model: PreTrainedModel) -> list[str]:
-    """`Anatomy.parts` of a model."""
-    return Anatomy(model).parts
 
 
 def _refuse_declared(model: PreTrainedModel) -> None:

@@ -168,13 +168,13 @@ def composed(parts: list[SchemeConfig]) -> SchemeConfig:
 
 
 def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping[str, Rotation]) -> SchemeConfig:
-    if attention.relative is not None and attention.relative.scheme is None:
+    if attention.relative is not None:
+        if attention.relative.scheme is not None:
+            return attention.relative.scheme
         raise undescribed(
             f"{attention.path} of this {type(stack.module).__name__} rotates its input before queries and keys are "
             "projected, so its logits depend on more than distances. No scheme of this library does this."
         )
-    if attention.relative is not None:
-        return attention.relative.scheme
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()

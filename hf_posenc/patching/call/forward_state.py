@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
@@ -114,8 +115,6 @@ def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
 PartType = TypeVar("PartType", bound=Part)
 #: The number of tokens of a call in which only the modules of the stack know it.
 UNKNOWN = -1
-#: Number of axes of M-RoPE. A model may pass the place in the sequence before them.
-AXES = 3
 
 
 @dataclass

@@ -70,8 +70,8 @@ class InterfaceAttention(AttentionSite):
         module: nn.Module,
         runtime: StackRuntime,
         encoding: LayerEncoding,
-        operand_factors: Callable[[nn.Module], tuple[float, float]] | None = None,
-        native_bias: str = "unknown",
+        operand_factors: Callable[[nn.Module], tuple[float, float]] | None,
+        native_bias: str,
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.operand_factors = None if operand_factors is None else operand_factors(module)

@@ -80,7 +80,8 @@ class LayerEncoding:
         bias, parts = self.logit_bias, (self.query_key_map, self.logit_bias, self.logit_scale)
         #: Those that are not `None`.
         self.parts: list[Part] = [part for part in parts if part is not None]
-        own, shared = feature_counts(bias)
+        pairwise = bias if isinstance(bias, PairwiseBias) else None
+        own, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
         #: Number of heads for which the bias caches features next to the keys.
         self.feature_heads = self.num_key_value_heads if shared else self.num_heads
         #: Number of features of each of them per token.
@@ -88,11 +89,11 @@ class LayerEncoding:
         if shared:
             self.num_features = self.num_heads // self.num_key_value_heads * own + shared
         #: Pairs that are less than this many positions apart have the bias 0.
-        self.zero_within = bias.zero_within if isinstance(bias, PairwiseBias) else 0
+        self.zero_within = 0 if pairwise is None else pairwise.zero_within
         #: Whether the scheme changes keys, or caches something next to them.
         self.has_keys = self.num_features > 0 or self.query_key_map is not None
         #: Whether it combines features of neighbouring tokens.
-        self.needs_oldest_keys = isinstance(bias, PairwiseBias) and bias.needs_oldest_keys
+        self.needs_oldest_keys = pairwise is not None and pairwise.needs_oldest_keys
         #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
         summands = self.summands = () if bias is None else tuple(bias.summands())
         kinds = [isinstance(one, ContextualRotation) for one in summands]
@@ -101,7 +102,7 @@ class LayerEncoding:
         #: Whether it consists of such rotations only.
         self.only_rotates_by_input = any(kinds) and all(kinds)
         #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
-        self.rotation_before_cache = rotation_before_cache(summands) if whole else None
+        self.rotation_before_cache = rotation_before_cache(summands) if whole and any(kinds) else None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         #: Whether the logits change by the same bias in every layer with these parts.

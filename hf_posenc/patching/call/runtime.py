@@ -374,18 +374,21 @@ class StackForward(PlacedForward):
         if position_ids is not None:
             self.runtime.slots.reach_positions(stack, position_ids)
         token_ids = arguments.get("input_ids")
+        changed = cache is not None and not matches_keys(cache)
         if features is not None:
-            return self._of_features(features, offset, position_ids, padding, cache), kwargs
+            given = SeriesState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
+            given.expected = layout.tokens_of(features)
+            return given, kwargs
         state = ForwardState(
-            query_length=query_length,
-            offset=offset,
-            position_ids=position_ids,
-            attention_mask=padding,
-            mask_hides_padding=mask is not None and padding is None,
-            cache_object=cache,
-            cache_changed=cache is not None and not matches_keys(cache),
-            coordinates=coordinates,
-            token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
+            query_length,
+            offset,
+            position_ids,
+            padding,
+            coordinates,
+            token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
+            mask is not None and padding is None,
+            cache,
+            changed,
         )
         if cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             state.memo[KeptValues] = kept_values(cache)
@@ -396,19 +399,6 @@ class StackForward(PlacedForward):
             return state, kwargs
         ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
         return state, kwargs | {"attention_mask": ones}
-
-    def _of_features(
-        self, features: Tensor, offset: int | Tensor | None, position_ids: Any, padding: Any, cache: Any
-    ) -> SeriesState:
-        return SeriesState(
-            UNKNOWN,
-            offset=offset,
-            position_ids=position_ids,
-            attention_mask=padding,
-            cache_object=cache,
-            cache_changed=cache is not None and not matches_keys(cache),
-            expected=self.runtime.layout.tokens_of(features),
-        )
 
     def _split_axes(
         self, position_ids: Tensor | None, cache: Any, offset: int | Tensor | None, padding: Tensor | None

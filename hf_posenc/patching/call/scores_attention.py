@@ -28,7 +28,7 @@ class ScoresAttention(AttentionSite):
     """
 
     def __init__(
-        self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, bias_arguments: tuple[str, ...] = ()
+        self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, bias_arguments: tuple[str, ...]
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.bias_arguments = bias_arguments
