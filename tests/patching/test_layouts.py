@@ -19,13 +19,11 @@ REASON = "the first step reads no positions"
 class Steps(Text):
     """Steps of a model, the first of which keeps its positions."""
 
+    left_alone = (r"^layers\.0\.", REASON)
+
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
         return type(module).__name__.startswith("Llama")
-
-    @classmethod
-    def leaves_alone(cls, path: str) -> str | None:
-        return REASON if path.startswith("layers.0.") else None
 
 
 def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,12 +205,9 @@ def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> st
     named = _CROSS.search(path) or _CROSS.search(type(attention).__name__)
     if named or getattr(attention, "is_cross_attention", False) is True:
         return "cross-attention: its keys belong to another sequence"
-    reason = modules.kind.leaves_alone(path)
-    if reason is not None:
-        return reason
-    left_alone = modules.architecture.left_alone
-    if left_alone is not None and re.search(left_alone[0], path):
-        return left_alone[1]
+    for left_alone in (modules.kind.left_alone, modules.architecture.left_alone):
+        if left_alone is not None and re.search(left_alone[0], path):
+            return left_alone[1]
     part = inner_part(attention, modules.module.config)
     return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
 

@@ -45,6 +45,8 @@ class Layout:
     has_own_length: ClassVar[bool] = False
     #: Whether layers are counted in the order in which modules are defined, and not in that of their paths.
     in_definition_order: ClassVar[bool] = False
+    #: Path of attention that keeps its native positions, as a regular expression, and why.
+    left_alone: ClassVar[tuple[str, str] | None] = None
     #: Numbers of axes that a tensor of its tokens may have.
     token_axes: ClassVar[tuple[int, ...]] = (3,)
     #: The convolution that makes tokens of the input, if it may stand among the layers.
@@ -69,11 +71,6 @@ class Layout:
     def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
         """Whether a `PreTrainedModel` inside a stack belongs to it, and is not a stack of its own."""
         return False
-
-    @classmethod
-    def leaves_alone(cls, path: str) -> str | None:
-        """Why an attention module at some path keeps its native positions; `None` if it is patched."""
-        return None
 
     @classmethod
     def is_causal(cls, attention: nn.Module) -> bool | None:

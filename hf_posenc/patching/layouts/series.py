@@ -33,7 +33,6 @@ FEATURES = ("input_features", "input_values", "past_values", "patch_input", "aud
 _CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
 _FUNCTION = re.compile(r"(^|\.)pos(ition(al)?)?_emb(ed(ding)?s?)?$")
 _PARAMETER = re.compile(r"^pos(ition(al)?)?_(enc(oding)?s?|emb(ed(ding)?s?)?)$")
-_ADAPTER = re.compile(r"(^|\.)adapter\.")
 #: Patches of a time series.
 _PATCHES = 16
 #: Config attributes for the number of features of a frame.
@@ -101,6 +100,7 @@ class Series(Layout):
 
     has_own_length = True
     in_definition_order = True
+    left_alone = (r"(^|\.)adapter\.", "attention of an adapter, which has no positions")
     token_axes = (2, 3)
 
     vectors: list[VectorModule] = field(default_factory=list)
@@ -140,11 +140,6 @@ class Series(Layout):
             for layer in stack.module.modules()
         )
         return series
-
-    @classmethod
-    def leaves_alone(cls, path: str) -> str | None:
-        """Adapters after an encoder have no positions."""
-        return "attention of an adapter, which has no positions" if _ADAPTER.search(path) else None
 
     @classmethod
     def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
