@@ -163,13 +163,10 @@ def _observed_axes(
     return axes
 
 
-def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> tuple[str, int]:
+def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> tuple[Kind, int]:
     """The kind of phases that a rotary module returns, and the number of dimensions of a head that it rotates.
 
     Works on modules on the meta device.
-
-    Returns:
-        `("full" | "half_width" | "complex", rotary_dim)`.
     """
     if not has_inverse_frequencies(module, layer_type):
         kind, angles = angles_in(_first_phases(module, 2))

@@ -56,7 +56,7 @@ def run_briefly(
     constant: bool = False,
     change: Callable[[dict[str, Any], int], dict[str, Any]] = lambda arguments, length: arguments,
 ) -> list[Any]:
-    """Runs stacks on a few tokens, without a trace.
+    """Runs stacks on a few tokens, without a trace. Returns the output of every subject.
 
     Args:
         anatomy: the anatomy of their model.
@@ -64,9 +64,6 @@ def run_briefly(
         length: number of tokens. Images and series have a fixed size instead.
         constant: whether all frames of a series, or all pixels of an image, are equal.
         change: changes the arguments of a run on `length` tokens.
-
-    Returns:
-        The output of every subject.
 
     Raises:
         NotRunnableError: if it is unknown what a subject reads, or it fails.

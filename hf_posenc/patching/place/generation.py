@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import ContinuousBatchingConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
@@ -315,11 +315,10 @@ def refuse_running_batches(model: nn.Module) -> None:
     A call in progress would run some layers with the old scheme and some with the new one. Even if the manager is
     paused, its pages still hold keys of the old scheme.
     """
-    batching: Any = sys.modules.get("transformers.generation.continuous_batching")
-    for thread in threading.enumerate() if batching is not None else ():
+    for thread in threading.enumerate():
         # `_target` is the function that a `threading.Thread` runs. It is deleted when the thread ends.
         manager = getattr(getattr(thread, "_target", None), "__self__", None)
-        if not isinstance(manager, batching.ContinuousBatchingManager):
+        if not isinstance(manager, ContinuousBatchingManager):
             continue
         if model in manager.model.modules() or manager.model in model.modules():
             raise UnsupportedError(
@@ -351,13 +350,7 @@ def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
 
 
 def width_of_pages(cache: Any, head_dim: int) -> int | None:
-    """The width of the pages of a cache.
-
-    Returns:
-        The width, or `None` if the cache is not of transformers' class.
-    """
-    from transformers.generation.continuous_batching import PagedAttentionCache
-
+    """The width of the pages of a cache; `None` if the cache is not of transformers' class."""
     update = vars(cache).get("update")
     if isinstance(update, _PaddedUpdate):
         return update.width

@@ -108,11 +108,7 @@ class PatchReport:
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
-    """Disables the native mechanisms of a stack and installs the parts of the scheme in their place.
-
-    Returns:
-        What was replaced and placed.
-    """
+    """Installs a scheme in place of the native mechanisms of a stack; returns what was replaced and placed."""
     architecture, journal = stack.architecture, record.journal
     encoding.runtime.slots.measure(stack.module)
     report = StackReport(stack.name, stack.part, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])

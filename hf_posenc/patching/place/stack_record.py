@@ -395,11 +395,13 @@ def _way_to(wanted: list[nn.Module], model: nn.Module) -> Iterator[tuple[nn.Modu
     """The children, each after its parent and name, on the way from a model to modules inside it."""
     ids = {*map(id, wanted)}
     for path in [path for path, module in model.named_modules() if path and id(module) in ids]:
-        parent = model
-        for name in path.split("."):
-            child: Any = parent._modules[name]
-            yield parent, name, child
-            parent = child
+        yield from _along(path, model)
+
+
+def _along(path: str, module: Any) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for name in path.split("."):
+        yield module, name, module._modules[name]
+        module = module._modules[name]
 
 
 #: The attributes of a `LayerEncoding` that hold parts.
@@ -440,13 +442,8 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
 
 def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     """A stack, and the modules on the way from it to those at some paths."""
-    found = {id(stack): stack}
-    for path in paths:
-        module: Any = stack
-        for name in path.split(".")[:-1]:
-            module = module._modules[name]
-            found[id(module)] = module
-    return list(found.values())
+    above = (parent for path in paths for parent, _, _ in _along(path, stack))
+    return list({id(module): module for module in (stack, *above)}.values())
 
 
 def is_attention_site(module: nn.Module) -> bool:
