@@ -33,11 +33,7 @@ class Apart:
         self._process.start()
 
     def seconds(self) -> float:
-        """Makes the call once.
-
-        Raises:
-            BenchmarkError: if it fails there.
-        """
+        """Makes the call once."""
         self._ours.send(None)
         answer: float | str = self._ours.recv()
         if isinstance(answer, str):

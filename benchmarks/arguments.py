@@ -20,15 +20,9 @@ from hf_posenc.errors import UsageError
 from hf_posenc.schemes.written import parse_scheme
 
 _QUICK: dict[str, Any] = {
-    "lengths": [512, 1024],
-    "levels": ["attention", "model"],
-    "schemes": ["none", "sinusoidal", "rope", "alibi", "t5"],
-    "peers": ["kernel", "mask"],
-    "rounds": 5,
-    "cell_seconds": 10.0,
-    "budget_minutes": 2.0,
-    "memory_lengths": [],
-}
+    "lengths": [512, 1024], "levels": ["attention", "model"], "peers": ["kernel", "mask"], "memory_lengths": [],
+    "schemes": ["none", "sinusoidal", "rope", "alibi", "t5"], "rounds": 5, "cell_seconds": 10.0, "budget_minutes": 2.0,
+}  # fmt: skip
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
@@ -113,12 +107,7 @@ def parse_with_device(parser: argparse.ArgumentParser, words: Sequence[str] | No
 
 
 def scheme_name(text: str) -> str:
-    """A name on the command line, with options after a colon, or names of schemes that act together, checked.
-
-    Raises:
-        argparse.ArgumentTypeError: with the nearest names, if there is no such scheme or it arranges other ones; for a
-            backend that is not one of `BACKENDS`.
-    """
+    """A name on the command line, with options after a colon, or names of schemes that act together, checked."""
     name, separator, backend = text.partition("@")
     if separator and backend not in BACKENDS:
         raise argparse.ArgumentTypeError(f"the backend {backend!r} is none of {', '.join(BACKENDS)}")

@@ -43,11 +43,7 @@ class Nothing:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        """Torch hands over every operation on a tensor and an instance.
-
-        Raises:
-            NotImplementedError: for any other than `tensor + nothing`.
-        """
+        """Torch hands over every operation on a tensor and an instance."""
         if function not in (torch.Tensor.add, torch.Tensor.__add__):
             raise NotImplementedError(
                 f"The stock code does {function} with a summand that is not there; it was expected to add it."

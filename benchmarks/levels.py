@@ -83,20 +83,12 @@ DECODERS = tuple(name for name, level in LEVELS.items() if level.kind == "llama"
 
 
 def has_smollm2_shape(settings: Mapping[str, Any]) -> bool:
-    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs.
-
-    Args:
-        settings: of the run, JSON-ready.
-    """
+    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs."""
     return settings.get(SMOLLM2_LEVEL, dataclasses.asdict(SMOLLM2)) == dataclasses.asdict(SMOLLM2)
 
 
 def image_side(length: int) -> int:
-    """Pixels along each side of a square image of so many patches.
-
-    Raises:
-        ValueError: for a number that is no square.
-    """
+    """Pixels along each side of a square image of so many patches."""
     side = math.isqrt(length)
     if side**2 != length:
         raise ValueError(

@@ -60,17 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: Namespace, command: str) -> dict[str, Any]:
     """Measures what is missing in `results.json`, which is written after every measurement.
 
-    Args:
-        options: what and where.
-        command: the words that repeat it.
-
     Returns:
         The content of the file: the `machine`, the `settings`, the `commands`, the `cells` (`measure_cell`) and peaks
         of `memory` by name, and which measurements were `not_begun`.
-
-    Raises:
-        BenchmarkError: if earlier results in the folder are of another machine or cannot be read, or the bare model
-            cannot be run.
     """
     deadline = time.monotonic() + 60 * options.budget_minutes
     path = options.output_dir / "results.json"
@@ -118,17 +110,8 @@ def measure_cell(
 ) -> dict[str, Any]:
     """Times all subjects of one cell.
 
-    Args:
-        options: what and where.
-        cell: level, phase and length.
-        earlier: cells that were measured, by name; the next shorter length tells what would take too long.
-        deadline: of `time.monotonic()`; no more rounds are added after it, once there are three.
-
     Returns:
         What `time_subjects` returns, with the `level`, `phase` and `length`, and what was `asked`.
-
-    Raises:
-        BenchmarkError: if the bare model cannot be run.
     """
     level, phase, length = cell
     asked = _asked(options, cell)
@@ -180,11 +163,7 @@ def _earlier(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same(earlier: dict[str, Any], now: dict[str, Any], kind: str, path: Path) -> None:
-    """Refuses results that cannot be compared with those of today.
-
-    Raises:
-        BenchmarkError: naming what differs.
-    """
+    """Refuses results that cannot be compared with those of today."""
     names = sorted(name for name in {*earlier, *now} if earlier.get(name) != now.get(name))
     if names:
         told = "; ".join(f"{name} {earlier.get(name)!r} there, {now.get(name)!r} here" for name in names)

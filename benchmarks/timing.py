@@ -64,22 +64,11 @@ def time_subjects(
 ) -> dict[str, Any]:
     """Times all subjects against each other.
 
-    Args:
-        subjects: with their baselines among them.
-        phase: one of `PHASES`.
-        length: tokens.
-        pace: how long.
-        device: whose work is waited for.
-        deadline: of `time.monotonic()`; no more rounds are added after it, once there are three.
-
     Returns:
         `rounds`, their number; `rows`, one for each subject that was timed (`row_of`), with the calls that one
         measurement is the mean of; `left_out`, the reasons by subject; and `lasting`, the subjects among them whose
         reason holds for longer inputs too. On a GPU a row has `peak_bytes`, by which the peak of a call and of what it
         needs exceeds what was held before.
-
-    Raises:
-        BenchmarkError: if the model that others are measured against fails.
     """
     left_out: dict[str, str] = {}
     lasting: set[str] = set()
@@ -154,12 +143,7 @@ def time_subjects(
 
 
 def row_of(subject: Subject, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Milliseconds of every round, and quartiles of the ratios to other subjects within rounds.
-
-    Args:
-        subject: whose row it is.
-        times: seconds of every round, by subject.
-    """
+    """Milliseconds of every round, and quartiles of the ratios to other subjects within rounds."""
     measured = times[subject.name]
     row: dict[str, Any] = {
         "subject": subject.name,

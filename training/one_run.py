@@ -20,11 +20,10 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_posenc import PositionEncodingError
 from training.arguments import RunArguments, check_trainer_arguments
-from training.checkpoints import SETTINGS_FILE, check_run, checkpoint_settings, latest_complete_checkpoint
+from training.checkpoints import SETTINGS_FILE, check_run, checkpoint_settings, latest_complete_checkpoint, scheme_code
 from training.errors import SettingsError
 from training.files import write_json
-from training.launched import report
-from training.scheme_code import scheme_code
+from training.machine import report
 from training.starting_model import weights_digest
 from training.trainer import SavingError, SchemeTrainer, TrainingError
 
@@ -39,11 +38,6 @@ _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 
 def exit_status(program: str, run: Callable[[], Any], *, resumes: bool = True) -> int:
     """Calls `run`, and prints one message instead of a traceback for errors that a user can fix.
-
-    Args:
-        program: its name, for messages.
-        run: what it does.
-        resumes: whether the same command goes on where an interrupted one stopped.
 
     Returns:
         0, or 1 if the training had to stop, 2 for arguments that cannot work, 130 if interrupted.
@@ -73,11 +67,7 @@ def trains(arguments: TrainingArguments) -> bool:
 
 
 def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
-    """Begins to log, and refuses arguments of the Trainer that cannot work.
-
-    Raises:
-        SettingsError: see `check_trainer_arguments`.
-    """
+    """Begins to log, and refuses arguments of the Trainer that cannot work."""
     set_up_logging(arguments)
     arguments.remove_unused_columns = False  # the collator needs what the model does not take
     check_trainer_arguments(arguments, lora=lora)
@@ -86,11 +76,6 @@ def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
 def run_settings(arguments: TrainingArguments, model: Any, **others: Any) -> dict[str, Any]:
     """What must stay the same for a run to be resumed: `checkpoint_settings`, the weights it starts from, and the code
     of a scheme that is defined outside of this package.
-
-    Args:
-        arguments: of the Trainer.
-        model: as it will be trained.
-        **others: what else decides the curve, as in `checkpoint_settings`.
     """
     settings = checkpoint_settings(arguments, initial_weights=weights_digest(model), **others)
     encoding = getattr(model, "position_encoding", None)
@@ -99,11 +84,7 @@ def run_settings(arguments: TrainingArguments, model: Any, **others: Any) -> dic
 
 
 def starting_point(run: RunArguments, arguments: TrainingArguments, settings: dict[str, Any]) -> Path | None:
-    """The checkpoint to resume from, if the output folder holds one of this run.
-
-    Raises:
-        SettingsError: if the folder holds a run with other settings, or files of something else.
-    """
+    """The checkpoint to resume from, if the output folder holds one of this run."""
     state, folder = PartialState(), Path(str(arguments.output_dir))
     if run.overwrite_output_dir:
         if state.is_main_process and (folder / SETTINGS_FILE).exists():
@@ -118,17 +99,7 @@ def starting_point(run: RunArguments, arguments: TrainingArguments, settings: di
 
 
 def build_trainer(arguments: TrainingArguments, model: Any, settings: dict[str, Any], **options: Any) -> SchemeTrainer:
-    """The trainer of a run, whose settings are written down if it begins here.
-
-    Args:
-        arguments: of the Trainer.
-        model: as it will be trained.
-        settings: of `run_settings`.
-        **options: further arguments of `SchemeTrainer`.
-
-    Raises:
-        SettingsError: if an optimizer, a tracker or the hub cannot be used.
-    """
+    """The trainer of a run, whose settings are written down if it begins here."""
     try:
         SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed
         trainer = SchemeTrainer(model=model, args=arguments, **options)
@@ -145,11 +116,6 @@ def build_trainer(arguments: TrainingArguments, model: Any, settings: dict[str, 
 
 def train_and_save(trainer: SchemeTrainer, checkpoint: Path | None, *, adapter: bool = False) -> dict[str, float]:
     """Trains to the end and saves the model.
-
-    Args:
-        trainer: of the run.
-        checkpoint: where to resume from.
-        adapter: whether only adapters were trained, which have a folder of their own.
 
     Returns:
         The metrics of the training.
@@ -180,11 +146,7 @@ def merge_adapter(trainer: SchemeTrainer) -> None:
 
 
 def finish(trainer: SchemeTrainer, results: dict[str, float]) -> None:
-    """Writes the figures of a run, and pushes its model to the hub.
-
-    Raises:
-        TrainingError: if the model could not be pushed.
-    """
+    """Writes the figures of a run, and pushes its model to the hub."""
     folder = Path(str(trainer.args.output_dir))
     if trainer.is_world_process_zero():
         write_json(folder / "all_results.json", results)

@@ -23,7 +23,7 @@ from hf_posenc.recipes import frozen_teacher
 from training.argument_files import parse_arguments
 from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments
 from training.data.blocking import packed_batches
-from training.data.rows import load_rows
+from training.data.text import load_rows
 from training.errors import SettingsError
 from training.one_run import (
     build_trainer,
@@ -66,22 +66,8 @@ def train(
 ) -> dict[str, float]:
     """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
 
-    Args:
-        model_options: which model, and its tokenizer.
-        scheme: its position encoding.
-        data: which text, and how it is made into rows.
-        lora: whether adapters are trained.
-        run: what to do with an output folder that is not empty.
-        arguments: of the Trainer.
-        healing: how a pretrained model takes the scheme.
-        causal: whether the model learns to predict the next token, rather than masked ones (run_mlm.py).
-
     Returns:
         The content of `all_results.json`.
-
-    Raises:
-        SettingsError: for options that cannot work. All are checked before anything is written.
-        TrainingError: if the training had to stop.
     """
     # Options: what cannot work is refused before anything is written.
     set_up(arguments, lora=lora.lora)

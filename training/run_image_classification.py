@@ -167,10 +167,6 @@ def train(
     Returns:
         The content of `all_results.json`: loss and accuracy at the resolution of training, and `accuracy_at_N` for each
         of `--eval_resolutions` that the model can read.
-
-    Raises:
-        SettingsError: for options that cannot work. All are checked before anything is written.
-        TrainingError: if the training had to stop.
     """
     # Options: what cannot work is refused before anything is written.
     set_up(arguments)
@@ -247,11 +243,7 @@ def train(
 
 
 def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
-    """The pictures to train on, and those to validate on.
-
-    Raises:
-        SettingsError: if they cannot be loaded, or the two have other classes.
-    """
+    """The pictures to train on, and those to validate on."""
 
     def load(split: str) -> Pictures:
         try:
@@ -277,11 +269,7 @@ def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
 
 
 def _stock_model(options: ImageModelArguments, images: ImageArguments, pictures: Pictures, seed: int) -> Any:
-    """The stock classifier of these classes.
-
-    Raises:
-        SettingsError: if it cannot be built, or its head is for other classes.
-    """
+    """The stock classifier of these classes."""
     names = dict(enumerate(pictures.classes))
     classes = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     changes: dict[str, Any] = classes | (SMALL_VIT if options.small else {})

@@ -22,23 +22,13 @@ _LEASE_SECONDS = 30
 
 
 def lease_of(cell: Cell, on_loss: Callable[[], None] = lambda: None) -> SoftFileLease:
-    """What a process holds while it trains a cell. Locks of a shared file system may not reach other nodes.
-
-    Args:
-        cell: which one.
-        on_loss: called if the process was silent for so long that another one took the lease.
-    """
+    """What a process holds while it trains a cell. Locks of a shared file system may not reach other nodes."""
     path, seconds = cell.folder / LOCK, _LEASE_SECONDS
     return SoftFileLease(path, lease_duration=seconds, thread_local=False, on_compromise=lambda _: on_loss())
 
 
 def is_free(lease: SoftFileLease, keep: bool = False) -> bool:
-    """Whether no other process holds a lease.
-
-    Args:
-        lease: the same object each time, because it measures the silence of the holder.
-        keep: whether it is held from now on.
-    """
+    """Whether no other process holds a lease."""
     try:
         lease.acquire(timeout=0)
     except Timeout:
@@ -53,13 +43,6 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
     """Takes an output folder while what all trainings share is written. Waits for another process that does so.
 
     A study uses common names there (`data`, `models`, `results.json`): a folder with anything else in it is refused.
-
-    Args:
-        folder: made if missing.
-        writes: whether this process writes there.
-
-    Raises:
-        SettingsError: for a file, or a folder that does not belong to a study.
     """
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
@@ -81,16 +64,8 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
 def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Compares with what trainings began with, and records it for the new ones once all others fit.
 
-    Args:
-        cells: the trainings.
-        digests: see `Cell.identity`.
-
     Returns:
         What each begins with, by its name.
-
-    Raises:
-        SettingsError: if a setting or the text itself differs from that of a training that has begun, or if a training
-            has ended without the model that is now asked for.
     """
     new: dict[Path, dict[str, Any]] = {}
     identities = {cell.name: cell.identity(digests) for cell in cells}

@@ -41,11 +41,7 @@ _SET = {
 
 
 def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
-    """The class of a task's models, and a digest of pretrained weights; `None` for new ones.
-
-    Raises:
-        SettingsError: for a model that cannot be built, or does not fit the task.
-    """
+    """The class of a task's models, and a digest of pretrained weights; `None` for new ones."""
     if not task.pretrained:
         return type(task.new_model(task.settings, tokenizer, task.lengths[-1])).__name__, None
     model = starting_model(starting_arguments(study), tokenizer, task.causal, seed=0, loader=task.loader)
@@ -53,17 +49,7 @@ def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedToken
 
 
 def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, positions: int) -> Any:
-    """A model with new weights, with the sizes of the study wherever its architecture has a field for them.
-
-    Args:
-        task: what it is trained on, and its architecture.
-        settings: for the sizes.
-        tokenizer: for the vocabulary and the special tokens.
-        positions: of the longest evaluated sequence.
-
-    Raises:
-        SettingsError: if there is no such architecture for the task, or it cannot have these sizes.
-    """
+    """A model with new weights, with the sizes of the study wherever its architecture has a field for them."""
     padding, inner = tokenizer.pad_token_id or 0, 2 * settings.hidden_size
     wanted: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -91,16 +77,7 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
 
 
 def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -> Any:
-    """An image classifier with new weights, with the sizes of the study.
-
-    Args:
-        task: for its architecture.
-        settings: for the sizes.
-        classes: that it tells apart.
-
-    Raises:
-        SettingsError: if there is no such architecture, or it cannot have these sizes.
-    """
+    """An image classifier with new weights, with the sizes of the study."""
     wanted = {"image_size": settings.train_resolution, "patch_size": settings.patch_size}
     needed = ("hidden_size", "num_hidden_layers", "image_size", "patch_size")
     return _built(task, settings, "vit", wanted, needed, classes=classes)
@@ -115,17 +92,7 @@ def _built(
     required: dict[str, Any] | None = None,
     classes: int | None = None,
 ) -> Any:
-    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`.
-
-    Args:
-        task: what it is trained on.
-        settings: for the sizes.
-        by_default: the architecture, if the task names none.
-        wanted: fields that are set where the architecture has them, in addition to the sizes.
-        needed: fields without which models cannot be made small.
-        required: fields that are set in any case.
-        classes: that a classifier tells apart.
-    """
+    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`."""
     model_type, overrides = task.settings.model_type or by_default, task.settings.config_overrides
     stock = _stock_config(model_type)
     wanted |= {
@@ -201,15 +168,6 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
 
     New weights are drawn from the cell's seed before the patch, so that every scheme starts from the same ones. They
     are built for all the positions that are evaluated: a learned table has rows there, which training never reaches.
-
-    Args:
-        cell: which one.
-        data: for the length of the longest sequence, and for the text that a start is fitted on.
-        tokenizer: for the size of the vocabulary.
-
-    Raises:
-        UnsupportedError: if this architecture cannot take the scheme.
-        ValueError: for a swap that cannot be made.
     """
     task, config, swap = cell.task, cell.config, cell.asked.swap
     set_seed(cell.seed)

@@ -17,16 +17,14 @@ from training.checkpoints import latest_complete_checkpoint
 from training.data.order import RowsByEpoch
 from training.errors import SettingsError
 from training.files import write_json
-from training.launched import launched_on_cpu
-from training.processor import processor_name
+from training.machine import launched_on_cpu, processor_name
 from training.starting_model import add_lora
 from training.study.cells import DIVERGED, FINISHED, UNSUPPORTED, Cell
 from training.study.corpus import study_tokenizer
-from training.study.curve import CurveCallback, OnStep, recorded_curve
+from training.study.curve import CurveCallback, OnStep, finish_trackers, recorded_curve
 from training.study.models import Beginning, begin
 from training.study.tasks.embedding import Teacher
 from training.study.tasks.task import CellData
-from training.study.trackers import finish_trackers
 from training.trainer import NonFiniteLossError, SchemeTrainer
 
 #: Rows per forward call of a validation of the small models.
@@ -90,7 +88,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     dog = task.dogs(cell, trained, tokenizer)
     figures = task.read(cell, trained, data, tokenizer, whole=not cell.study.for_rates)
     result |= {task.figures: figures, "dog": dog}
-    if cell.keeps_model:
+    if cell.study.save_models or cell.is_start:
         result["model"] = str(cell.model_folder.relative_to(cell.study_folder))
         if trainer.is_world_process_zero():
             _save(cell, trained, task.processor(cell, tokenizer))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,6 +28,7 @@ from training.argument_files import parse_structured, read_mapping
 from training.arguments import LoraArguments
 from training.errors import SettingsError
 from training.help import GroupedHelp
+from training.machine import usable_cores
 from training.swapping import HealingArguments
 
 #: Arguments of transformers' Trainer that the study sets itself.
@@ -46,11 +46,7 @@ def _parse_names(value: Any) -> Any:
 
 
 def parse_numbers(value: Any) -> Any:
-    """`"1-10,12"` as a list of whole numbers, ascending.
-
-    Raises:
-        ValueError: for what is not a list of whole numbers or ranges.
-    """
+    """`"1-10,12"` as a list of whole numbers, ascending."""
     numbers: set[int] = set()
     for part in ",".join(map(str, value if isinstance(value, list) else [value])).split(","):
         match = re.fullmatch(r"\s*(\d{1,10})(?:-(\d{1,10}))?\s*", part)
@@ -180,11 +176,7 @@ class TrainingSettings(BaseModel):
         return self.model_dump(exclude={"checkpoint_every", *without})
 
     def changed(self, changes: dict[str, Any], where: str) -> TrainingSettings:
-        """A copy of the training settings with other values.
-
-        Raises:
-            SettingsError: for a setting that does not exist, or has a value that it cannot have.
-        """
+        """A copy of the training settings with other values."""
         values = {name: getattr(self, name) for name in TrainingSettings.model_fields}
         return validated(TrainingSettings, values | changes, where)
 
@@ -408,17 +400,8 @@ class StudySettings(TrainingSettings):
         return max(1, min(self.workers or accelerators or usable_cores(), jobs))
 
 
-def usable_cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
-    """A model of settings, refused in the words of the command line.
-
-    Raises:
-        SettingsError: with the first problem, and the nearest name for an unknown one.
-    """
+    """A model of settings, refused in the words of the command line."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -433,11 +416,7 @@ def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
 
 
 def parse_study(arguments: list[str], description: str) -> StudySettings:
-    """The settings of a study: those of a YAML file, if the first word names one, changed by the flags behind it.
-
-    Raises:
-        SettingsError: for a file that cannot be read, or a setting that cannot work.
-    """
+    """The settings of a study: those of a YAML file, if the first word names one, changed by the flags behind it."""
     values: dict[str, Any] = {}
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         values = read_mapping(Path(arguments[0]))
