@@ -39,15 +39,10 @@ class Corpus:
         digest = hashlib.sha256(train.tokens.astype(np.int32).tobytes())
         digest.update(validation.tokens.astype(np.int32).tobytes())
         summary = {
-            "source": source,
-            "train_documents": train.documents,
-            "validation_documents": validation.documents,
-            "train_tokens": len(train),
-            "validation_tokens": len(validation),
-            "tokenizer": type(tokenizer).__name__,
-            "vocabulary": len(tokenizer),
-            "digest": digest.hexdigest()[:16],
-        }
+            "source": source, "train_documents": train.documents, "validation_documents": validation.documents,
+            "train_tokens": len(train), "validation_tokens": len(validation), "tokenizer": type(tokenizer).__name__,
+            "vocabulary": len(tokenizer), "digest": digest.hexdigest()[:16],
+        }  # fmt: skip
         return cls(train, validation, summary)
 
     def save(self, folder: Path) -> None:

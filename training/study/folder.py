@@ -71,23 +71,18 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[st
     identities = {cell.name: cell.identity(digests) for cell in cells}
     starts = {cell.start.name for cell in cells if cell.start is not None and cell.result() is None}
     for cell in cells:
-        path = cell.folder / "settings.json"
-        wanted = identities[cell.name]
+        path, wanted, result = cell.folder / "settings.json", identities[cell.name], cell.result()
         earlier = read_json(path)
-        if earlier is None:
+        changed = [] if earlier is None else differences(earlier, wanted)
+        if earlier is None or (changed and not _has_trained(cell)):
             new[path] = wanted
-        elif not (changed := differences(earlier, wanted)):
-            pass
-        elif not _has_trained(cell):
-            new[path] = wanted
-        else:
+        elif changed:
             raise SettingsError(
                 f"{cell.name} in {cell.study.output_dir} began with other settings: {'; '.join(changed)}. Results of "
                 "different settings cannot stand in one table. Name another --output_dir, go back to the earlier "
                 f"settings to resume, or remove {cell.folder} to train it again."
             )
         needed = cell.study.save_models or cell.name in starts
-        result = cell.result()
         if needed and result and result["status"] == FINISHED and not cell.model_folder.exists():
             raise SettingsError(
                 f"{cell.name} has ended in {cell.study.output_dir}, and its model is not there. Remove {cell.folder} "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
@@ -29,15 +28,10 @@ _NOT_BUILT = (
 )  # fmt: skip
 #: Fields of a config that a study sets, and what sets them.
 _SET = {
-    "hidden_size": "--hidden_size",
-    "num_hidden_layers": "--num_layers",
-    "num_attention_heads": "--num_heads",
-    "model_type": "--model_type",
-    "vocab_size": "the tokenizer",
-    "num_labels": "the pictures",
-    "image_size": "--train_resolution",
-    "patch_size": "--patch_size",
-}
+    "hidden_size": "--hidden_size", "num_hidden_layers": "--num_layers", "num_attention_heads": "--num_heads",
+    "model_type": "--model_type", "vocab_size": "the tokenizer", "num_labels": "the pictures",
+    "image_size": "--train_resolution", "patch_size": "--patch_size",
+}  # fmt: skip
 
 
 def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
@@ -84,17 +78,17 @@ def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -
 
 
 def _built(
-    task: StudyTask,
-    settings: TrainingSettings,
-    by_default: str,
-    wanted: dict[str, Any],
-    needed: tuple[str, ...],
-    required: dict[str, Any] | None = None,
-    classes: int | None = None,
-) -> Any:
+    task: StudyTask, settings: TrainingSettings, by_default: str, wanted: dict[str, Any], needed: tuple[str, ...],
+    required: dict[str, Any] | None = None, classes: int | None = None,
+) -> Any:  # fmt: skip
     """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`."""
     model_type, overrides = task.settings.model_type or by_default, task.settings.config_overrides
-    stock = _stock_config(model_type)
+    if model_type not in CONFIG_MAPPING:
+        raise SettingsError(f"--model_type: {unknown_architecture(model_type)}")
+    try:
+        stock: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    except _NOT_BUILT as error:
+        raise SettingsError(f"--model_type {model_type} has no default config to start from: {error}") from error
     wanted |= {
         "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers,
@@ -105,7 +99,12 @@ def _built(
     lacking = [name for name in needed if not hasattr(stock, name)]
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
-    fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
+    fields = {
+        name: 0.0
+        for name, value in stock.to_dict().items()
+        if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("_pdrop"))
+    }
+    fields |= {name: value for name, value in wanted.items() if hasattr(stock, name)}
     names = stock.attribute_map
     check_overrides(stock, overrides)
     for name in overrides:
@@ -119,10 +118,8 @@ def _built(
             config.num_labels = classes
         model = task.loader.from_config(config)
     except _NOT_BUILT as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise SettingsError(
-            f"--model_type {stock.model_type} cannot be used for the task {task.name!r}: {reason}"
-        ) from error
+        what = f"--model_type {stock.model_type} cannot be used for the task {task.name!r}"
+        raise SettingsError(f"{what}: {type(error).__name__}: {error}") from error
     for name, value in overrides.items():
         built = getattr(config, name)
         if built != value and not (isinstance(built, dict) and built.items() >= value.items()):
@@ -130,32 +127,9 @@ def _built(
     return model
 
 
-def _stock_config(model_type: str) -> PreTrainedConfig:
-    if model_type not in CONFIG_MAPPING:
-        raise SettingsError(f"--model_type: {unknown_architecture(model_type)}")
-    try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
-    except _NOT_BUILT as error:
-        raise SettingsError(f"--model_type {model_type} has no default config to start from: {error}") from error
-    return config
-
-
-def _without_dropout(stock: PreTrainedConfig) -> dict[str, float]:
-    return {
-        name: 0.0
-        for name, value in stock.to_dict().items()
-        if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("_pdrop"))
-    }
-
-
-@dataclass
-class Beginning:
-    """What a training begins with.
-
-    Args:
-        model: with its scheme in place.
-        teacher: the model before the swap, frozen, where the training learns from it.
-        swap: what took over from the old scheme, and how well; `None` for a plain patch.
+class Beginning(NamedTuple):
+    """What a training begins with: the model with its scheme in place; the one before the swap, frozen, where the
+    training learns from it; and what took over from the old scheme, `None` for a plain patch.
     """
 
     model: Any
@@ -188,9 +162,7 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
         return Beginning(model if cell.start is None else unpatch_model(model), teacher)
     if not swap.swaps:
         return Beginning(patch_model(model, config), teacher)
-    sample = None
-    if swap.initialization != "default":
-        length = min(cell.settings.train_length, native_capacity(model) or cell.settings.train_length)
-        sample = task.sample(data, length)
+    length = min(cell.settings.train_length, native_capacity(model) or cell.settings.train_length)
+    sample = None if swap.initialization == "default" else task.sample(data, length)
     # By name, so that options left out can be taken from the old scheme.
     return Beginning(model, teacher, swap.swap(model, config.name, sample, cell.options))
