@@ -24,7 +24,8 @@ class GroupedHelp(argparse.ArgumentParser):
         usage: dict[str, Any] = {"usage": "%(prog)s [SETTINGS.yaml] [--option value ...]", "allow_abbrev": False}
         super().__init__(*args, **(usage | settings | fixed))
         self.further = further
-        self.add_argument("-h", "--help", action=_ShortHelp, nargs=0, help="print the options in short")
+        unstored: dict[str, Any] = {"nargs": 0, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        self.add_argument("-h", "--help", action=_ShortHelp, help="print the options in short", **unstored)
         self.add_argument("--help-all", action="help", help="print every option in full")
 
     def refusal(self, name: str, place: str) -> str:
