@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
+from hf_posenc.errors import warn_user
 from hf_posenc.other_names import TABLE_EXTENSION
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
@@ -233,12 +233,11 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
     placed = [stack for stack in encoding.stacks.values() if stack not in before]
     names = {name for stack in placed for name in stack.runtime.layout.in_raster_order(stack.acting_parts())}
     if names:
-        warnings.warn(
+        warn_user(
             f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "
             f"{scheme_label(encoding.config)!r}, and this model's tokens are patches of images, which are numbered row "
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
-            f"{TWO_DIMENSIONAL}",
-            stacklevel=4,
+            f"{TWO_DIMENSIONAL}"
         )
 
 
@@ -248,19 +247,17 @@ def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -
         remedy = f"For a trained model, make them from its own rows: {TABLE_EXTENSION}."
         if not table.taken:
             remedy = "To keep the table of a trained model, give the scheme the sizes of the model's own, or 'native'."
-        warnings.warn(
+        warn_user(
             f"{table.random} of the {table.rows} rows of the table of {scheme_label(config)!r} are drawn at "
             f"random: the model's own table has {table.native_rows} rows"
-            f"{'' if table.taken else ', which do not fit'}. {remedy}",
-            stacklevel=3,
+            f"{'' if table.taken else ', which do not fit'}. {remedy}"
         )
 
 
 def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:
     if is_length_dependent(encoding) and getattr(transaction.model, "generation_config", None) is not None:
-        warnings.warn(
+        warn_user(
             f"Scheme {scheme_label(encoding.config)!r} depends on the length of the sequence, or on tokens that a "
             "cache does not store, so no cache can be extended. generate() recomputes the whole sequence for every "
-            "token (generation_config.use_cache=False).",
-            stacklevel=4,
+            "token (generation_config.use_cache=False)."
         )

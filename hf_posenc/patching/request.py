@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes, reads_axes
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
@@ -50,11 +49,10 @@ def resolve_native(
         own = {scaling for one in walk(native) if (scaling := getattr(one, "scaling", None)) is not None}
         replaced = own - {getattr(one, "scaling", None) for one in walk(resolved)}
         if replaced:
-            warnings.warn(
+            warn_user(
                 f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
                 "that texts within its length are read differently, too. Its factor and original_max_positions refer "
-                "to the rotation without any scaling.",
-                stacklevel=6,
+                "to the rotation without any scaling."
             )
     return resolved
 
@@ -195,11 +193,10 @@ def warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
         if not own or theta in own:
             continue
         known = " and ".join(f"{value:g}" for value in sorted(own))
-        warnings.warn(
+        warn_user(
             f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}. For a "
             f"trained model, pass theta={max(own):g} to keep its base (swap_scheme does so), or theta={theta:g} if the "
-            "change is intended.",
-            stacklevel=6,
+            "change is intended."
         )
 
 
@@ -220,11 +217,10 @@ def warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
     if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
         return
     if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):
-        warnings.warn(
+        warn_user(
             f"Scheme {config.name!r} adds the same number to every component of a vector, but this model's LayerNorm "
             "subtracts the mean over components, so the positions have no effect, as with 'none'. Pass "
-            "direction='random', 'one_hot' or 'learned' to give them an effect.",
-            stacklevel=6,
+            "direction='random', 'one_hot' or 'learned' to give them an effect."
         )
 
 
@@ -234,11 +230,10 @@ def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
         return
     own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
     if own:
-        warnings.warn(
+        warn_user(
             f"Scheme {scheme_label(own[0])!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
             "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
-            "`axes` raise an error unless a call passes position_ids of several axes.",
-            stacklevel=6,
+            "`axes` raise an error unless a call passes position_ids of several axes."
         )
 
 

@@ -235,3 +235,15 @@ def test_a_model_with_a_request_is_saved_and_loaded(folders: dict[str, Path], tm
     model = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding="alibi")
     model.save_pretrained(tmp_path)
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_a_warning_points_at_the_line_that_asked() -> None:
+    """Both ways to ask are of different depth in this library and in transformers."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="rotates with theta=10000") as caught:
+        patch_model(LlamaForCausalLM(config), "p_rope")
+        AutoModelForCausalLM.from_config(config, position_encoding="p_rope")
+    assert [Path(warning.filename).name for warning in caught] == ["test_requested.py"] * 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.parts import VISION
 from hf_posenc.patching.place.config_entry import is_length
@@ -147,10 +146,9 @@ def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, l
     plain = [part for part in encoding.parts(stacks) if type(part) is RotaryMap and not part.mapped_again]
     known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:
-        warnings.warn(
+        warn_user(
             f"The rotation of {scheme_label(encoding.config)!r} was made for {known} tokens. With {length} tokens, the "
             "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
             "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
-            f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})).",
-            stacklevel=3,
+            f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known}))."
         )
