@@ -18,11 +18,7 @@ from benchmarks.errors import BenchmarkError
 
 
 class Apart:
-    """A call that is made and timed in a process of its own.
-
-    Args:
-        prepare: runs in that process, and returns what is timed and what restores the state from before it.
-    """
+    """A call that is made and timed in a process of its own, which `prepare` returns with what restores the state."""
 
     def __init__(self, prepare: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> None:
         if torch.cuda.is_initialized():

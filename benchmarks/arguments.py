@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +27,8 @@ _QUICK: dict[str, Any] = {
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line; exits with status 2 and a sentence for what cannot work.
-
-    Returns:
-        The options as they are named, with the `setting` and the `pace` that follow from them.
+    """Reads the command line, with the `setting` and the `pace` that follow from it; exits with status 2 and a sentence
+    for what cannot work.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.price",
@@ -142,10 +141,7 @@ length_of = whole_number(16)
 
 def positive(text: str) -> float:
     """A number above 0 on the command line, checked."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")

@@ -63,9 +63,6 @@ class Copied(nn.Module):
     """Replaces a projection: `times` copies of its input, side by side.
 
     Queries, keys and values are tensors of their own, as they are behind real projections, for the price of copying.
-
-    Args:
-        times: how many copies; 3 for a projection to queries, keys and values at once.
     """
 
     def __init__(self, times: int = 1) -> None:

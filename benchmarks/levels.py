@@ -14,10 +14,7 @@ PATCH = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all models. A head has `hidden_size / num_heads` dimensions.
-
-    Without `num_key_value_heads`, keys and values have `num_heads` heads.
-    """
+    """Of all models. Without `num_key_value_heads`, keys and values have `num_heads` heads."""
 
     hidden_size: int = 512
     num_layers: int = 6
@@ -33,15 +30,8 @@ SMOLLM2 = Sizes(576, 30, 9, 1536, 49152, 3)
 
 @dataclass(frozen=True)
 class Level:
-    """What is measured.
-
-    Args:
-        title: in tables.
-        kind: "attention" (one attention call, without projections), "llama", "bert" or "vit", whose lengths are numbers
-            of patches.
-        sizes: of its own; `None` for those of the run.
-        usual: schemes that are measured unless others are named; `None` for all.
-        to_stock: whether tables compare with the stock model as well.
+    """What is measured: "attention" is one attention call without projections, and the lengths of a "vit" are numbers
+    of patches. Without `sizes` it has those of the run, and without `usual` all schemes are measured.
     """
 
     title: str

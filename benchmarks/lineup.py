@@ -35,10 +35,8 @@ BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atten
 def build_lineup(
     level: str, schemes: Sequence[str], peers: Sequence[str], length: int, setting: Setting
 ) -> tuple[list[Subject], dict[str, str]]:
-    """All subjects of a level that serve up to `length` tokens. Models share their weights.
-
-    Returns:
-        The subjects, and the reasons why others are missing, by name.
+    """All subjects of a level that serve up to `length` tokens, and the reasons why others are missing, by name. Models
+    share their weights.
     """
     torch.manual_seed(setting.seed)
     setting, kind = setting.at(level), LEVELS[level].kind

@@ -52,11 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     run: Callable[[str], Mapping[str, float]], names: Sequence[str], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Runs every subject once in each round, in random order.
-
-    Returns:
-        The times by name and phase.
-    """
+    """Runs every subject once in each round, in random order; returns the times by name and phase."""
     generator, again = random.Random(0), f"{names[0]} again"
     times: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in (*names, again)}
     for _ in range(rounds):

@@ -53,11 +53,8 @@ def memory_requests(options: Namespace) -> list[dict[str, Any]]:
 
 
 def peak_memory(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """Measures one call in a fresh process.
-
-    Returns:
-        `before_bytes` the process held before the call, `phase_bytes` by which the peak during it was higher,
-        `total_bytes` the sum, and `seconds` of this one call; or the `reason` why there is none of it.
+    """Measures one call in a fresh process: `before_bytes` held before it, `phase_bytes` by which the peak was higher,
+    `total_bytes` the sum, and its `seconds`; or the `reason` why there is none of it.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:

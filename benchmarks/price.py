@@ -45,11 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         content = measure(options, shlex.join(["python", "-m", "benchmarks.price", *words]))
         write_outputs(content, options.output_dir)
-    except BenchmarkError as error:
-        print(f"price: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"price: {error}. Choose another --output_dir, or make room or permission there.", file=sys.stderr)
+    except (BenchmarkError, OSError) as error:
+        remedy = ". Choose another --output_dir, or make room or permission there."
+        print(f"price: {error}{'' if isinstance(error, BenchmarkError) else remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on with the next cell.", file=sys.stderr)
@@ -58,12 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: Namespace, command: str) -> dict[str, Any]:
-    """Measures what is missing in `results.json`, which is written after every measurement.
-
-    Returns:
-        The content of the file: the `machine`, the `settings`, the `commands`, the `cells` (`measure_cell`) and peaks
-        of `memory` by name, and which measurements were `not_begun`.
-    """
+    """Measures what is missing in `results.json`, which is written after every measurement; returns its content."""
     deadline = time.monotonic() + 60 * options.budget_minutes
     path = options.output_dir / "results.json"
     machine, settings = describe_machine(options.setting.device), asdict(options.setting) | {"batch_size": 1}
@@ -108,11 +101,7 @@ def planned_cells(options: Namespace) -> list[Cell]:
 def measure_cell(
     options: Namespace, cell: Cell, earlier: Mapping[str, dict[str, Any]], deadline: float = math.inf
 ) -> dict[str, Any]:
-    """Times all subjects of one cell.
-
-    Returns:
-        What `time_subjects` returns, with the `level`, `phase` and `length`, and what was `asked`.
-    """
+    """Times all subjects of one cell; see `time_subjects`."""
     level, phase, length = cell
     asked = _asked(options, cell)
     place: dict[str, Any] = {"level": level, "phase": phase, "length": length, "asked": asked}
@@ -140,10 +129,8 @@ def write_outputs(content: dict[str, Any], folder: Path) -> None:
     text = write_tables(content)
     write_text(folder / "table.md", text)
     print(text)
-    drawn = draw_price(price_result(content), folder)
-    print(
-        f"Written to {folder}: results.json, table.md{', price.png, price_dark.png' if drawn else ''}.", file=sys.stderr
-    )
+    drawn = [path.name for path in draw_price(price_result(content), folder)]
+    print(f"Written to {folder}: {', '.join(['results.json', 'table.md', *drawn])}.", file=sys.stderr)
 
 
 def _earlier(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:

@@ -38,13 +38,9 @@ _QUANTITIES = {
     "seconds": ("seconds of this one call, T = {T}", ""),
 }
 _TABLES = (
-    ("milliseconds", "rounds"),
-    ("to_bare",),
-    ("to_stock",),
-    ("peer", "peer_own"),
-    ("peak_bytes", "peak_over_bare"),
+    ("milliseconds", "rounds"), ("to_bare",), ("to_stock",), ("peer", "peer_own"), ("peak_bytes", "peak_over_bare"),
     ("phase_bytes", "phase_over_bare", "total_over_bare", "seconds"),
-)
+)  # fmt: skip
 #: The control of an idle machine stays this near to 1.
 _QUIET = 0.03
 
