@@ -87,8 +87,21 @@ def test_a_call_takes_no_longer_way(counted: dict[str, list[int]], path: str) ->
     assert all(number <= most for number, most in zip(counted[path], BOUNDS[path], strict=True)), counted[path]
 
 
+def lines_of(folder: Path) -> list[int]:
+    return [len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py")]
+
+
 def test_the_library_is_no_larger() -> None:
-    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")]
+    lines = lines_of(PACKAGE)
     assert sum(lines) <= 52_471
     assert max(lines) <= 500
     assert len(lines) <= 322
+
+
+@pytest.mark.parametrize(
+    ("room", "most"), [("training", 5_948), ("study_report", 1_036), ("eval", 316), ("benchmarks", 2_500)]
+)
+def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
+    lines = lines_of(PACKAGE.parent / room)
+    assert sum(lines) <= most
+    assert max(lines) <= 500

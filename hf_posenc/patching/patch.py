@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.other_names import TABLE_EXTENSION
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes, reads_axes
@@ -236,12 +235,11 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
     placed = [stack for stack in encoding.stacks.values() if stack not in before]
     names = {name for stack in placed for name in stack.runtime.layout.in_raster_order(stack.acting_parts())}
     if names:
-        warnings.warn(
+        warn_user(
             f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "
             f"{scheme_label(encoding.config)!r}, and this model's tokens are patches of images, which are numbered row "
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
-            f"{TWO_DIMENSIONAL}",
-            stacklevel=4,
+            f"{TWO_DIMENSIONAL}"
         )
 
 
@@ -251,21 +249,19 @@ def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -
         remedy = f"For a trained model, make them from its own rows: {TABLE_EXTENSION}."
         if not table.taken:
             remedy = "To keep the table of a trained model, give the scheme the sizes of the model's own, or 'native'."
-        warnings.warn(
+        warn_user(
             f"{table.random} of the {table.rows} rows of the table of {scheme_label(config)!r} are drawn at "
             f"random: the model's own table has {table.native_rows} rows"
-            f"{'' if table.taken else ', which do not fit'}. {remedy}",
-            stacklevel=3,
+            f"{'' if table.taken else ', which do not fit'}. {remedy}"
         )
 
 
 def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:
     if is_length_dependent(encoding) and getattr(transaction.model, "generation_config", None) is not None:
-        warnings.warn(
+        warn_user(
             f"Scheme {scheme_label(encoding.config)!r} depends on the length of the sequence, or on tokens that a "
             "cache does not store, so no cache can be extended. generate() recomputes the whole sequence for every "
-            "token (generation_config.use_cache=False).",
-            stacklevel=4,
+            "token (generation_config.use_cache=False)."
         )
 
 
@@ -300,11 +296,10 @@ def resolve_native(
         own = {scaling for one in walk(native) if (scaling := getattr(one, "scaling", None)) is not None}
         replaced = own - {getattr(one, "scaling", None) for one in walk(resolved)}
         if replaced:
-            warnings.warn(
+            warn_user(
                 f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
                 "that texts within its length are read differently, too. Its factor and original_max_positions refer "
-                "to the rotation without any scaling.",
-                stacklevel=6,
+                "to the rotation without any scaling."
             )
     return resolved
 
@@ -445,11 +440,10 @@ def warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
         if not own or theta in own:
             continue
         known = " and ".join(f"{value:g}" for value in sorted(own))
-        warnings.warn(
+        warn_user(
             f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}. For a "
             f"trained model, pass theta={max(own):g} to keep its base (swap_scheme does so), or theta={theta:g} if the "
-            "change is intended.",
-            stacklevel=6,
+            "change is intended."
         )
 
 
@@ -469,11 +463,10 @@ def warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
     if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
         return
     if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):
-        warnings.warn(
+        warn_user(
             f"Scheme {config.name!r} adds the same number to every component of a vector, but this model's LayerNorm "
             "subtracts the mean over components, so the positions have no effect, as with 'none'. Pass "
-            "direction='random', 'one_hot' or 'learned' to give them an effect.",
-            stacklevel=6,
+            "direction='random', 'one_hot' or 'learned' to give them an effect."
         )
 
 
@@ -483,11 +476,10 @@ def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
         return
     own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
     if own:
-        warnings.warn(
+        warn_user(
             f"Scheme {scheme_label(own[0])!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
             "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
-            "`axes` raise an error unless a call passes position_ids of several axes.",
-            stacklevel=6,
+            "`axes` raise an error unless a call passes position_ids of several axes."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.errors import SequenceLengthError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
 from hf_posenc.patching.anatomy.sites import Stack, build_context
 from hf_posenc.patching.place.config_entry import (
@@ -422,10 +421,9 @@ def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, l
     plain = [part for part in encoding.parts(stacks) if type(part) is RotaryMap and not part.mapped_again]
     known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:
-        warnings.warn(
+        warn_user(
             f"The rotation of {scheme_label(encoding.config)!r} was made for {known} tokens. With {length} tokens, the "
             "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
             "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
-            f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})).",
-            stacklevel=3,
+            f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known}))."
         )

@@ -15,7 +15,7 @@ from hf_posenc.metrics.dog import PROBE_TOLERANCE
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import scheme_from_dict
-from training.study.results import MAIN, ResultsError, Run, Study, Task
+from study_report.results import MAIN, ResultsError, Run, Study, Task
 
 CONFIDENCE = 0.95
 #: A distance of the two dogs up to this one is rounding of float32.
@@ -35,11 +35,7 @@ _MEASURED = {
 
 
 def study_records(study: Study) -> dict[str, Result]:
-    """One result per task that has runs, in the order of the study.
-
-    Raises:
-        ResultsError: for figures that do not fit together.
-    """
+    """One result per task that has runs, in the order of the study."""
     return {name: _result(study, name) for name in study.tasks if study.of(name)}
 
 

