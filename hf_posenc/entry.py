@@ -14,8 +14,11 @@ from hf_posenc.version import REPOSITORY
 INSTALL = f"pip install git+{REPOSITORY}"
 #: Start of the `model_type` of a patched model in `config.json`.
 MODEL_TYPE = "hf_posenc"
-#: The whole `model_type`. Programs without this package quote it in their error, so it says what to do.
-STORED_MODEL_TYPE = f"{MODEL_TYPE} ({INSTALL}, then import it before loading)"
+#: The whole `model_type`. Programs without this package quote it in their error, and transformers then advises to
+#: update transformers. So it says what to do instead.
+STORED_MODEL_TYPE = (
+    f"{MODEL_TYPE} ({INSTALL}, then import hf_posenc before loading this model; updating Transformers does not help)"
+)
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
 #: The attribute of a config whose model runs the code of an export to "remote_code".

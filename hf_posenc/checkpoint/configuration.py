@@ -8,7 +8,6 @@ from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
 from hf_posenc.patching.place.config_entry import (
     ARCHITECTURE_PREFIX,
-    FILES_KEY,
     NAMES,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
@@ -88,7 +87,6 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
     architectures = [] if disk.get("architectures") is None else disk["architectures"]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise damaged(source, f"architectures {shown(architectures)}", "a list of names of model classes")
-    disk = {name: value for name, value in disk.items() if name != FILES_KEY}
     return without_sentence(disk) | {
         "model_type": base_model_type,
         "architectures": [name.removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None,

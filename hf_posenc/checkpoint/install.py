@@ -36,7 +36,6 @@ def install() -> None:
         {
             "PreTrainedConfig.get_config_dict": _get_config_dict,
             "PreTrainedConfig.__post_init__": _config_post_init,
-            "get_configuration_file": _get_configuration_file,
         },
     )
     wrap(
@@ -92,12 +91,6 @@ def _get_config_dict(call: Call) -> Any:
         # The reader of the config would write it over the entry.
         unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {SET_ASIDE: unused[ATTRIBUTE]}
     return config, unused
-
-
-def _get_configuration_file(call: Call) -> Any:
-    """The config of a patched model lists a file that stops processes without this package."""
-    names = call["configuration_files"]
-    return "config.json" if any(MODEL_TYPE in str(name) for name in names) else call.run()
 
 
 def _config_post_init(call: Call) -> Any:
