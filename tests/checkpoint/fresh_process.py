@@ -95,9 +95,7 @@ def refuse(folder: Path) -> dict[str, str]:
     routes: Routes = {
         "AutoConfig": lambda: transformers.AutoConfig.from_pretrained(folder),
         "concrete": lambda: concrete.from_pretrained(folder),
-        "config class": lambda: concrete.from_pretrained(
-            folder, config=concrete.config_class.from_pretrained(folder)
-        ),
+        "config class": lambda: concrete.from_pretrained(folder, config=concrete.config_class.from_pretrained(folder)),
     }
     if (folder / "sharded").is_dir():
         base_class = transformers.MODEL_MAPPING[concrete.config_class]
