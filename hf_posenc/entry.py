@@ -30,6 +30,8 @@ MARK = "_extra_state"
 #: The attribute of a PEFT config in memory that holds the scheme of its adapter. It is no field of the dataclass, so it
 #: is not saved and not included in `to_dict`.
 ADAPTER_SCHEME = "_hf_posenc_scheme"
+#: The config of a PEFT adapter in its folder.
+ADAPTER_CONFIG = "adapter_config.json"
 #: Maximum number of bytes of a `config.json` that are read to detect a patched model.
 _LARGEST_CONFIG = 2**24
 #: Arguments that say where `find_file` looks.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, parts_named
@@ -37,11 +36,11 @@ def engine_problem(model: Any, engine: Environment) -> str:
 
     Args:
         model: a patched model.
-        engine: what the engine lacks.
+        engine: one of `hf_posenc.schemes.refusals.ENGINES`.
     """
     encoding = current_encoding(model)
     assert encoding is not None
-    return _model_problem(encoding) or engine.problem(encoding.needs()) or _cache_problem(encoding)
+    return _model_problem(encoding) or next(stack.problems[engine.name] for stack in encoding.stacks.values())
 
 
 def _model_problem(encoding: PositionEncoding) -> str:
@@ -56,13 +55,4 @@ def _model_problem(encoding: PositionEncoding) -> str:
                 f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "
                 "which the engine needs to call its kernels"
             )
-    return ""
-
-
-def _cache_problem(encoding: PositionEncoding) -> str:
-    for part in encoding.parts():
-        try:
-            part.check_cache(1, 2)
-        except UnsupportedError as error:
-            return str(error).rstrip(".")
     return ""

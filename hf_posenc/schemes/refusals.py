@@ -138,6 +138,9 @@ SGLANG = Environment(
     _OTHER_PROGRAM,
 )
 
+#: What runs a patched model with a plug-in.
+ENGINES = (VLLM, SGLANG)
+
 #: All of them. Formats of exports state what they have a place for in `hf_posenc.export`.
 ENVIRONMENTS = (
     GROWING_CACHE,
@@ -157,6 +160,5 @@ ENVIRONMENTS = (
     CACHE_OF_OTHERS,
     POOLED_PATCHES,
     GRADUAL_SWAP,
-    VLLM,
-    SGLANG,
+    *ENGINES,
 )

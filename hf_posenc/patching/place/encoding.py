@@ -191,7 +191,7 @@ class PartParameters:
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
-    return any(GROWING_CACHE.problem(stack.needs()) for stack in growing)
+    return any(stack.problems[GROWING_CACHE.name] for stack in growing)
 
 
 def parameter_count(module: nn.Module) -> int:

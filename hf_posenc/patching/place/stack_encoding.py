@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,14 @@ from hf_posenc.schemes.parts import (
     QueryKeyMap,
     SchemeParts,
 )
-from hf_posenc.schemes.refusals import CAPPED_LOGITS, CONTEXT_PARALLELISM, LATENT_ATTENTION, SHARED_KEYS
+from hf_posenc.schemes.refusals import (
+    CAPPED_LOGITS,
+    CONTEXT_PARALLELISM,
+    ENGINES,
+    GROWING_CACHE,
+    LATENT_ATTENTION,
+    SHARED_KEYS,
+)
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "additive": (AdditiveEncoding,),
@@ -111,7 +118,12 @@ class StackEncoding(nn.Module):
         self._built.clear()
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
-        self.runtime.split_problem = CONTEXT_PARALLELISM.problem(self.needs())
+        needs = self.needs()
+        self.runtime.split_problem = CONTEXT_PARALLELISM.problem(needs)
+        cache_problem = _cache_problem(self.acting_parts())
+        #: By the name of an environment, why it cannot run these parts, as a clause about the scheme; empty if it can.
+        self.problems = {engine.name: engine.problem(needs) or cache_problem for engine in ENGINES}
+        self.problems[GROWING_CACHE.name] = GROWING_CACHE.problem(needs)
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
     def acting_parts(self) -> Iterator[Part]:
@@ -205,6 +217,16 @@ class StackEncoding(nn.Module):
             if same_kind and unfilled.random and type(part).adopt is not Part.adopt and unfilled not in self.unfilled:
                 self.unfilled.append(unfilled)
         return taken
+
+
+def _cache_problem(parts: Iterable[Part]) -> str:
+    """Why a growing cache cannot hold what the parts need, as a clause; empty if it can."""
+    for part in parts:
+        try:
+            part.check_cache(1, 2)
+        except UnsupportedError as error:
+            return str(error).rstrip(".")
+    return ""
 
 
 def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
