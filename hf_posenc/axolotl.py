@@ -17,7 +17,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from torch import nn
 
-from hf_posenc.checkpoint.requested import read_request
+from hf_posenc.checkpoint.loading import read_request
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.patch import patch_model

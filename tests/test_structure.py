@@ -22,13 +22,16 @@ BOUNDS = {
     "forward": (13, 115, 60),
     "further layer": (13, 23, 12),
     "decoding": (11, 136, 67),
+    "save": (14, 580, 60),
+    "from_pretrained": (46, 1200, 570),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
-import json, sys
+import json, sys, tempfile
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from tests.models import tiny
@@ -70,6 +73,10 @@ with torch.no_grad():
     cache = stock[1](ids).past_key_values
     stock[1](ids[:, :1], past_key_values=cache)
     found["decoding"] = count(lambda: stock[1](ids[:, :1], past_key_values=cache))
+    folder = tempfile.mkdtemp()
+    # The first save of a process, which also imports what it needs.
+    found["save"] = count(lambda: stock[1].save_pretrained(folder))
+    found["from_pretrained"] = count(lambda: AutoModelForCausalLM.from_pretrained(folder))
 print(json.dumps(found))
 """
 

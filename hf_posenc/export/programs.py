@@ -81,6 +81,11 @@ def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Te
     return {name: value for name, value in output.items() if isinstance(value, Tensor)}
 
 
+def padded(length: int, *padding: int) -> Tensor:
+    """`(batch, length)`, 1 at real tokens, after so much padding in each row."""
+    return (torch.arange(length) >= torch.tensor(padding or (0,)).unsqueeze(-1)).long()
+
+
 def plain_inputs(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
     """The inputs of a call without a cache, in the order of the programs: random tokens in two texts of a pair."""
     batch, length = mask.shape

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.anatomy.native_scheme import find_native_scheme
 from hf_posenc.patching.anatomy.sites import Stack, native_pairing, native_rotary_dim
 from hf_posenc.patching.call.attention_site import AttentionSite
@@ -250,7 +250,7 @@ def engine_problem(model: Any, engine: Environment) -> str:
     """Why an engine cannot run the scheme of a patched model, as a clause about the scheme; empty if it can."""
     encoding = current_encoding(model)
     assert encoding is not None
-    return _model_problem(encoding) or engine.problem(encoding.needs()) or _cache_problem(encoding)
+    return _model_problem(encoding) or next(stack.problems[engine.name] for stack in encoding.stacks.values())
 
 
 def _model_problem(encoding: PositionEncoding) -> str:
@@ -265,13 +265,4 @@ def _model_problem(encoding: PositionEncoding) -> str:
                 f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "
                 "which the engine needs to call its kernels"
             )
-    return ""
-
-
-def _cache_problem(encoding: PositionEncoding) -> str:
-    for part in encoding.parts():
-        try:
-            part.check_cache(1, 2)
-        except UnsupportedError as error:
-            return str(error).rstrip(".")
     return ""

@@ -5,10 +5,8 @@ config to look up a model (auto classes, pipelines, PEFT, `generate`) therefore 
 dictionary with `format`, `scheme` and other fields that are saved with the scheme.
 
 On disk the config must be unreadable for a process without this package, because stock transformers ignores unknown
-keys and would run the model with its native positions. Four fields of `config.json` ensure this:
+keys and would run the model with its native positions. Three fields of `config.json` ensure this:
 
-- `configuration_files` lists config files for versions of transformers. The one in the list is named after the command
-  that installs this package, which is no version. transformers stops there and quotes it, before any class is chosen;
 - `model_type` is `"hf_posenc"` and an instruction: the auto classes refuse it, and quote it in their error;
 - `transformers_weights` is a sentence: a concrete class such as `LlamaForCausalLM` only warns about an unknown
   `model_type`, but fails to find a weights file of that name, and quotes the name in its error;
@@ -72,12 +70,6 @@ SOURCE_NAMES = (SOURCE_LENGTH,)
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
 #: Fields with such a name that state a length, or that belong to this package.
 _OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
-#: The field with config files by version of transformers, and its value. transformers says "Invalid version: '...'".
-FILES_KEY = "configuration_files"
-COMMAND_FILE = (
-    f"config.{INSTALL} (this model has a position encoding of the package hf_posenc: install it, and import hf_posenc "
-    "before loading).json"
-)
 WEIGHTS_KEY = "transformers_weights"
 _WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"
 WEIGHTS_SENTENCE = (
@@ -315,7 +307,6 @@ def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
     """Converts the dictionary of a config with an entry from its form in memory to that of `config.json`."""
     disk = _with_sentence(memory)
     disk["model_type"] = STORED_MODEL_TYPE
-    disk[FILES_KEY] = [COMMAND_FILE]
     disk["architectures"] = [
         architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
         for architecture in memory.get("architectures") or []

@@ -21,7 +21,7 @@ from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.stack_record import is_attention_site
-from hf_posenc.schemes import LayeredConfig
+from hf_posenc.schemes import LayeredConfig, refusals
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
@@ -36,7 +36,6 @@ from hf_posenc.schemes.parts import (
     SchemeParts,
 )
 from hf_posenc.schemes.reach import Reach, shortest
-from hf_posenc.schemes.refusals import CAPPED_LOGITS, CONTEXT_PARALLELISM, GROWING_CACHE, LATENT_ATTENTION, SHARED_KEYS
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.install import PatchReport
@@ -116,7 +115,9 @@ class StackEncoding(nn.Module):
         self._built.clear()
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
-        self.runtime.split_problem = CONTEXT_PARALLELISM.problem(self.needs())
+        needs = self.needs()
+        self.problems = refusals.generation_problems(needs, self.acting_parts())
+        self.runtime.split_problem = refusals.CONTEXT_PARALLELISM.problem(needs)
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
     def acting_parts(self) -> Iterator[Part]:
@@ -259,11 +260,11 @@ def _environments(stack: Stack, module: nn.Module) -> Iterator[Environment]:
     if stack.architecture.limits is not None:
         yield stack.architecture.limits
     if hasattr(module, "kv_lora_rank"):
-        yield LATENT_ATTENTION
+        yield refusals.LATENT_ATTENTION
     if getattr(module, "attn_logit_softcapping", None):
-        yield CAPPED_LOGITS
+        yield refusals.CAPPED_LOGITS
     if _reads_earlier_keys(module):
-        yield SHARED_KEYS
+        yield refusals.SHARED_KEYS
 
 
 def _reads_earlier_keys(module: nn.Module) -> bool:
@@ -375,7 +376,7 @@ class PositionEncoding(AddedModule):
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
-    return any(GROWING_CACHE.problem(stack.needs()) for stack in growing)
+    return any(stack.problems[refusals.GROWING_CACHE.name] for stack in growing)
 
 
 def parameter_count(module: nn.Module) -> int:
