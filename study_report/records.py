@@ -192,12 +192,11 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
     columns: dict[str, tuple[str, ...]] = {
         "loss": (
             "fraction", "loss at {length}",
-            "Loss: how surprised the model is by a held-out token, in nats, mean over all of a text. Lower is better.",
+            "Loss: the mean negative log-likelihood of the held-out tokens, in nats. Lower is better.",
         ),
         "perplexity": (
             "tenths", "perplexity at {length}",
-            "Perplexity: e to the loss. A model that guesses evenly among n tokens has the perplexity n. "
-            "Lower is better.",
+            "Perplexity: exp(loss). A uniform guess among n tokens has a perplexity of n. Lower is better.",
         ),
         "similarity": ("fraction", "cosine at {length}"),
         "accuracy": ("percent", "{length}"),
@@ -224,9 +223,9 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
         ),
         "dog_distance": (
             "number", f"{dogs}, last layer",
-            "The two dogs: how different the model's vectors for the two occurrences of 'dog' in 'The dog chased "
-            "another dog' are, as a share of their length. At 0 the model cannot tell who chased whom. A causal mask "
-            "alone makes them differ, so they are compared without a mask too, in random attention over the model's "
+            "The two dogs: the distance between the model's vectors for the two occurrences of 'dog' in 'The dog "
+            "chased another dog', relative to their norm. At 0 the model cannot distinguish them. A causal mask alone "
+            "makes them differ, so the distance is also measured without a mask, in random attention over the model's "
             "embeddings.",
         ),
         "dog_probe": ("number", f"{dogs}, no mask"),
@@ -246,8 +245,8 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
             "difference": ("percent_tenths", *columns["difference"][1:]),
             "dog_distance": (
                 "number", f"{dogs}, last layer",
-                "The two dogs: how different the model's vectors of two equal dogs in one picture are, as a share of "
-                "their length. At 0 the model cannot tell which is where.",
+                "The two dogs: the distance between the model's vectors of two equal dogs in one picture, relative to "
+                "their norm. At 0 the model cannot distinguish them.",
             ),
         }  # fmt: skip
     columns |= {f"before_{name}": (columns[name][0], "right after the swap, {length}") for name in list(columns)[:5]}
@@ -304,7 +303,7 @@ def _remarks(task: Task, frame: pd.DataFrame, finished: list[Run]) -> Iterator[s
         parts = ", ".join(f"{task.pictures[f'{part}_pictures']:,}" for part in ("train", "validation", "test"))
         yield f"Pictures to train on, for the curves, and for the accuracy by resolution: {parts}."
     if task.unigram_cross_entropy is not None:
-        yield f"A model that knows token frequencies only has a loss of {task.unigram_cross_entropy:.3f}."
+        yield f"A model that only predicts token frequencies has a loss of {task.unigram_cross_entropy:.3f}."
     if frame.groupby("scheme").seed.nunique().max() > 1:
         yield (
             "Means over the finished seeds, ± half of the 95 % interval of the mean (Student's t over seeds); a number "

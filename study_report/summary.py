@@ -136,9 +136,9 @@ def _best(
     second = [label for label in rest if shown[label] == shown[rest[0]]]
     best, other = values[first[0]][length], values[second[0]][length]
     gaps = [better * (best[seed] - other[seed]) for seed in best if seed in other]
-    judged = "The seeds do not tell which is better."
+    judged = "The seeds do not show which is better."
     if len(gaps) < 2:
-        judged = "With one seed this does not rank them." if gaps else "They have no seed in common to compare."
+        judged = "One seed is not enough to rank them." if gaps else "They have no seed in common to compare."
     elif len(gaps) > 2 and (_interval(gaps).low or 0.0) > 0:
         judged = "The difference is clear."
     yield f"{text}; next came {_quoted(second)} ({shown[second[0]]}). {judged}"
@@ -173,7 +173,7 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
         more = "by more" if kept else f"by more than {KEPT} nats"
         told.append(f"the loss rose {more} for {_quoted(list(lost))}{others} ({change})")
     if open_:
-        told.append(f"for {_quoted(open_)} the seeds do not tell whether it rose")
+        told.append(f"for {_quoted(open_)} the seeds do not show whether it rose")
     if told:
         yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
 
@@ -189,7 +189,7 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
     if not last:
         return
     same = [label for label, value in last.items() if value <= limit]
-    where = "Without the causal mask, which tells tokens apart by itself" if causal else f"In \u201c{SENTENCE}\u201d"
+    where = "Without the causal mask, which also distinguishes tokens" if causal else f"In \u201c{SENTENCE}\u201d"
     if task.pictures is not None:
         where = "In a picture with two equal dogs"
     dogs = f"the two dogs of \u201c{SENTENCE}\u201d" if causal else "the two dogs"
