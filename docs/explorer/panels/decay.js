@@ -37,7 +37,7 @@ const CURVES = {
     look: "Where the line is not a straight diagonal, words are told other positions than their own.",
   },
 };
-const DISTANCE = "key position − query position (tokens)";
+const DISTANCE = "key − query position (tokens)";
 
 /** The mean product of a query with an equal key, in units of its value at distance 0: sum of cosines over the pairs. */
 export function rotationProduct(rotation, query, key) {
