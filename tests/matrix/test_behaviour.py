@@ -54,13 +54,13 @@ def cells(architectures: Iterable[str], turn: int) -> Any:
     """Every pair of a build and a scheme that it can take.
 
     The default run takes a part of them, and `pytest -m slow` the others. Every scheme meets every behaviour in the
-    decoder of `CORE`. Of the other pairs each behaviour takes one in three, and other ones than the next behaviour
+    decoder of `CORE`. Of the other pairs each behaviour takes one in four, and other ones than the next behaviour
     does. So by default each scheme still runs in each build, and each behaviour is seen with each scheme and in each
     build.
 
     Args:
         architectures: the builds.
-        turn: number of the behaviour, which decides where it begins to count to three.
+        turn: number of the behaviour, which decides where it begins to count to four.
     """
     pairs = [
         (architecture, scheme)
@@ -72,7 +72,7 @@ def cells(architectures: Iterable[str], turn: int) -> Any:
 
     def in_turn(pair: tuple[str, str]) -> bool:
         architecture, scheme = pair
-        return architecture == CORE[0] or (builds.index(architecture) + schemes.index(scheme) + turn) % 3 == 0
+        return architecture == CORE[0] or (builds.index(architecture) + schemes.index(scheme) + turn) % 4 == 0
 
     cases = mostly_slow(pairs, in_turn)
     return pytest.mark.parametrize(("architecture", "scheme"), cases, ids=["-".join(pair) for pair in pairs])
