@@ -26,9 +26,7 @@ class Mutation:
 
 _ATTENTION = ("tests/attention",)
 _WINDOWS = ("tests/attention/test_windows.py",)
-_DECODING = ("tests/matrix", "-k", "decod or padd or packed")
 _CACHES = ("tests/patching", "-k", "cache")
-_CHECKPOINTS = ("tests/checkpoint",)
 
 CASES = (
     Mutation(
