@@ -42,6 +42,7 @@ from yaml.representer import Representer, SafeRepresenter
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH
+from hf_posenc.patching.anatomy.sites import AddedModule
 from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
@@ -363,9 +364,9 @@ class SchemeName(str):
     def encoding(self) -> PositionEncoding | None:
         """The encoding in force in the model, if the model still exists and still has this scheme."""
         holder = self.holder
-        encoding = None if holder is None else holder._modules.get(ATTRIBUTE)
-        same = isinstance(encoding, PositionEncoding) and encoding.config.to_dict() == self.entry
-        return encoding if same else None  # type: ignore[return-value]
+        encoding: Any = None if holder is None else holder._modules.get(ATTRIBUTE)
+        added: bool = isinstance(encoding, AddedModule)
+        return encoding if added and encoding.config.to_dict() == self.entry else None
 
     @property
     def holder(self) -> nn.Module | None:
