@@ -17,10 +17,10 @@ from hf_posenc.report.tables import format_table
 _PHASES = {
     "forward": "forward",
     "train": "forward and backward",
-    "decode": "one token behind a cache of T",
+    "decode": "one token after a cache of T",
     "train_compiled": "forward and backward, compiled",
-    "decode_compiled": "one token behind a static cache of T, compiled",
-    "decode_batch16": "a token for each of 16 sequences behind a cache of T",
+    "decode_compiled": "one token after a static cache of T, compiled",
+    "decode_batch16": "a token for each of 16 sequences after a cache of T",
 }
 #: By quantity: the heading of its columns, and what the title of its tables adds to level and phase.
 _QUANTITIES = {
@@ -38,23 +38,15 @@ _QUANTITIES = {
     "seconds": ("seconds of this one call, T = {T}", ""),
 }
 _TABLES = (
-    ("milliseconds", "rounds"),
-    ("to_bare",),
-    ("to_stock",),
-    ("peer", "peer_own"),
-    ("peak_bytes", "peak_over_bare"),
+    ("milliseconds", "rounds"), ("to_bare",), ("to_stock",), ("peer", "peer_own"), ("peak_bytes", "peak_over_bare"),
     ("phase_bytes", "phase_over_bare", "total_over_bare", "seconds"),
-)
+)  # fmt: skip
 #: The control of an idle machine stays this near to 1.
 _QUIET = 0.03
 
 
 def write_tables(content: dict[str, Any]) -> str:
-    """The text of `table.md`.
-
-    Args:
-        content: of `results.json`.
-    """
+    """The text of `table.md`."""
     settings = content["settings"]
     shapes = [f"{name} {settings[name]}" for name in ("sizes", SMOLLM2_LEVEL) if name in settings]
     measured = {cell["level"] for cell in content["cells"].values()}
@@ -65,12 +57,12 @@ def write_tables(content: dict[str, Any]) -> str:
     ]
     introduction = f"""# What position encoding costs
 
-Time over that of the same model with no position at all (`{BARE}`), measured side by side. In every round each subject
-runs once, in random order. A figure is the median over rounds of the ratio within a round, with the first and third
+Times are relative to the same model without positions (`{BARE}`), measured side by side. In every round each subject
+runs once, in random order. A number is the median over rounds of the ratio within a round, with the first and third
 quartile in parentheses. `{CONTROL}` is a second copy of the bare model: its distance from 1 is the noise of this
 machine. `{STOCK}` is the unpatched model with its own positions. An attention call is one layer without projections,
-norms and feed-forward. Attention is sdpa where no `@` names another backend. A row such as
-`alibi+forget_gate` is two schemes that act together.
+norms and feed-forward. The attention backend is sdpa unless `@` names another one. A row such as `alibi+forget_gate`
+combines two schemes.
 
 {machine_line(content["machine"])}; {settings["dtype"]}, batch 1 where no other is named.
 
@@ -81,11 +73,7 @@ Models with random weights: `{"; ".join(shapes)}`."""
 
 
 def figure_tables(content: dict[str, Any]) -> list[str]:
-    """Everything after the introduction; parts may be empty.
-
-    Args:
-        content: of `results.json`.
-    """
+    """Everything after the introduction; parts may be empty."""
     result = price_result(content)
     tables = [
         f"## {view.title}\n\n" + replace(result, views=(replace(view, title=""),)).table(markdown=True)
@@ -95,11 +83,7 @@ def figure_tables(content: dict[str, Any]) -> list[str]:
 
 
 def price_result(content: dict[str, Any]) -> Result:
-    """Every figure of a run as a record: `at` are its level, its phase and the length `T`, and the kind of its subject.
-
-    Args:
-        content: of `results.json`.
-    """
+    """Every figure of a run as a record; `at` are its level, phase, length `T` and the kind of its subject."""
     records = sorted([*_times(content), *_peaks(content)], key=lambda record: record.at["T"])
     measured = {(figure.quantity, figure.at["level"], figure.at["phase"]) for figure in records}
     titles = {name: level.title for name, level in LEVELS.items()}
@@ -191,7 +175,7 @@ def _noise(content: dict[str, Any]) -> str:
         return ""
     distance, ratio, key = max(controls)
     text = f"The second bare model was furthest from 1 in `{key}`: {ratio:.3f}."
-    return text + "\n**The machine was not idle: smaller differences mean nothing here.**" * (distance > _QUIET)
+    return text + "\n**The machine was not idle: smaller differences are noise here.**" * (distance > _QUIET)
 
 
 def _targets(content: dict[str, Any]) -> str:
@@ -210,5 +194,5 @@ def _left_out(content: dict[str, Any]) -> str:
         if "reason" in peak:
             places.setdefault(f"- `{peak['subject']}`: {peak['reason']}", []).append(f"memory of {key}")
     lines = [f"{line} ({', '.join(keys)})" for line, keys in places.items()]
-    lines += [f"- {key}: not begun within the budget" for key in content.get("not_begun", ())]
+    lines += [f"- {key}: not started within the time budget" for key in content.get("not_begun", ())]
     return "## Left out\n\n" + "\n".join(lines) if lines else ""

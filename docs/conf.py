@@ -54,7 +54,13 @@ repository_url = ""
 toc_object_entries_show_parents = "hide"
 
 #: Pages of wide tables.
-WIDE_PAGES = ("reference/architectures", "reference/runtimes", "results/properties", "study/leaderboard")
+WIDE_PAGES = (
+    "reference/architectures",
+    "reference/runtimes",
+    "reference/tools",
+    "results/properties",
+    "study/leaderboard",
+)
 html_theme = "pydata_sphinx_theme"
 html_title = "hf_posenc"
 html_favicon = "_static/favicon.svg"

@@ -11,6 +11,7 @@ from hf_posenc.plots.schemes import Subject
 from hf_posenc.plots.schemes.subject import added_bias, standard_places, visible
 from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 #: Where learned parameters are counted: the sizes of BERT-base and GPT-2 small.
 COUNTED_LAYERS = 12
@@ -29,6 +30,9 @@ def facts(subject: Subject) -> list[str]:
     if isinstance(config, LayeredConfig):
         return ["Acts on what the schemes of its layers act on, and adds no parameters."]
     acts_on = [words for part, words in ACTS_ON.items() if getattr(parts, part) is not None]
+    if isinstance(parts.logit_bias, ContextualRotation):
+        # Its part is a bias, which says how the logits change.
+        acts_on = ["queries and keys"]
     found = [f"Acts on: {', '.join(acts_on) or 'nothing'}.", f"Learned parameters: {_parameters(config)}."]
     if undecayed := _undecayed(subject):
         found.append(f"Trained without weight decay, with `hf_posenc.recipes.parameter_groups`: {undecayed}.")
@@ -38,7 +42,7 @@ def facts(subject: Subject) -> list[str]:
     except ValueError as refusal:
         found.append(f"For causal models only: {refusal}")
     if any(part.length_dependent for part in parts):
-        found.append("The encoding of a token depends on the length of the sequence, which limits the use of a cache.")
+        found.append("The encoding of a token depends on the length of the sequence, so a cache cannot be extended.")
     if isinstance(parts.logit_bias, PairwiseBias):
         found.append(f"The bias depends on {_bias_inputs(subject)}.")
     elif parts.logit_bias is not None:

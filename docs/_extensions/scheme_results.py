@@ -18,7 +18,7 @@ PRICES = (
     ("price", "model train 4096", "training step, 4,096 tokens"),
     ("price_16k", "model train 16384", "training step, 16,384 tokens"),
     ("price", "model forward 1024", "forward pass, 1,024 tokens"),
-    ("price", "model decode 1024", "generated token behind 1,024"),
+    ("price", "model decode 1024", "generated token, 1,024 cached tokens"),
     ("price_vision", "vit train 196", "training step of a small ViT"),
     ("price_narrow_compiled", "narrow train_compiled 32", "training step of a narrow model, compiled"),
     ("price_narrow_compiled", "narrow decode_compiled 32", "generated token of a narrow model, compiled"),
@@ -29,7 +29,10 @@ LEFT_OUT = ("price_decaying", "forget_gate")
 
 def results(name: str) -> str:
     """The tables of a scheme in Markdown; a table without a measurement is left out."""
-    return "\n\n".join(filter(None, (_runtimes(name), _cost(name), _losses(name)))) or "Nothing was measured."
+    return (
+        "\n\n".join(filter(None, (_runtimes(name), _cost(name), _losses(name))))
+        or "Neither runtimes nor costs nor losses were measured for this scheme."
+    )
 
 
 def _runtimes(name: str) -> str:
@@ -47,9 +50,11 @@ def _cost(name: str) -> str:
                 rows[timed] = (f"[{timed}](../../results/{folder}/table.md)", f"{ratio['median']:.3f}", spread)
     if not rows:
         return ""
-    head = ("what was timed", "relative to no positions", "quartiles")
+    head = ("what was timed", "ratio", "quartiles")
     link = "../../repository/benchmarks/README.md"
-    return _table("What it costs in time, on a CPU", "how", link, head, rows.values())
+    return _table(
+        "Time relative to the same model without positions, on a CPU", "how it is measured", link, head, rows.values()
+    )
 
 
 @cache

@@ -37,7 +37,8 @@ def document(records: list[FoundRecord]) -> str:
         _introduction(records),
         _FILTER,
         *(_tables_of_kind(kind, [record for record in records if record["kind"] == kind]) for kind in KINDS),
-        "## Refused with every scheme\n\n`UnsupportedError`; the model is left unchanged.",
+        "## Refused with every scheme",
+        "For these, `patch_model` raises an `UnsupportedError` and does not change the model.",
         _folded(("architecture", "reason"), refused),
         "## Refused in part",
         _folded(("architecture", "schemes", "reason"), _notes(records, "refused")),
@@ -64,10 +65,14 @@ def _introduction(records: list[FoundRecord]) -> str:
 
 {_summary(records)}
 
-In the tables below, `{YES}` means that [every check](#what-is-checked) passes, `{REFUSED}` that `patch_model` raises
-an `UnsupportedError` ([the reasons](#refused-in-part)), and `{NO}` that a check fails. Each column is one scheme of
-its kind. For other schemes see [Limits](limits.md), or try one on your model: `patch_model` changes nothing if it
-refuses."""
+The tables below have a row for each part of each architecture:
+
+- `{YES}`: [every check](#what-is-checked) passes.
+- `{REFUSED}`: `patch_model` raises an `UnsupportedError` ([the reasons](#refused-in-part)).
+- `{NO}`: a check fails.
+
+Each column stands for one kind of scheme. For other schemes see [Limits](limits.md), or try one on your model:
+`patch_model` does not change the model if it raises an error."""
 
 
 def _counts(records: list[FoundRecord]) -> str:
@@ -78,8 +83,9 @@ def _counts(records: list[FoundRecord]) -> str:
     state = Counter(_state(of_type) for of_type in types.values())
     attending = len(types) - state["without"]
     return (
-        f"transformers {transformers.__version__} has **{len(types)} architectures**. {state['without']} of them have "
-        f"no softmax self-attention. Of the other {attending}:\n\n"
+        "This page shows how hf_posenc works with each architecture of transformers. transformers "
+        f"{transformers.__version__} has **{len(types)} architectures**. {state['without']} of them have no softmax "
+        f"self-attention. Of the other {attending}:\n\n"
         f"- **{state['works']} work**: in every part, each scheme passes all checks or is refused with a reason\n"
         f"- {state['fails']} fail a check\n"
         f"- {state['refused']} are refused with every scheme\n"
@@ -206,15 +212,15 @@ mappings of transformers, and for variants that the default config does not show
   outputs depend on the order of tokens. In vision models with one token per patch, shuffling the patches changes the
   outputs.
 - **always**: eager attention gives the outputs of the default attention. `unpatch_model` restores the outputs bit for
-  bit, and leaves no trace on weights, instances, classes, modules or the config.
+  bit, and does not leave changes in weights, instances, classes, modules or the config.
 - **text models and text parts**: decoding with a cache and left padding give the logits of the full, unpadded forward
   pass; in text models, also with a static cache. A patch of the text part leaves all other parts unchanged, bit for
   bit.
 - **vision, audio and time-series parts**: an input of another size runs.
 
-Unless noted, "equal" means to within {SAME_BOUND:g}. In the columns, rope has theta 100 and shaw a maximum distance
-of 4. `rope_nd` and the columns with `(grid)` use rows and columns, and in videos frames too; `rope (raster)` numbers
-the patches row by row. If the stock model fails a check itself, this does not count as a failure: the last column
-names the check.
+Unless noted, "equal" means to within {SAME_BOUND:g}. In the columns, `rope` has a theta of 100, and `shaw` has a
+maximum distance of 4. `rope_nd` and the columns with `(grid)` use rows and columns, and frames in videos.
+`rope (raster)` numbers the patches row by row. If the stock model fails a check itself, this does not count as a
+failure: the last column names the check.
 
-A model type counts if it has a main class of its own. Other names of the same class: {same}."""
+A model type counts as an architecture if it has its own main class. These are other names of the same class: {same}."""

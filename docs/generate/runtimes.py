@@ -43,7 +43,7 @@ class Program:
 
 PROGRAMS = (
     Program("transformers", "stock"),
-    Program("own code", "remote_code"),
+    Program("remote code", "remote_code"),
     Program("ONNX Runtime", "onnx"),
     Program("llama.cpp", "gguf"),
     Program("vLLM", "stock", plug_in="vllm"),
@@ -153,36 +153,37 @@ HEAD = """# Runtimes
 
 <!-- Written by docs/generate/runtimes.py. Edits are lost. -->
 
-Which schemes run in which programs. To export a model, call
-`hf_posenc.export_model(model, "folder", to="stock")` for transformers, `to="onnx"` for ONNX Runtime and `to="gguf"` for
-llama.cpp. vLLM and SGLang load the export for transformers.
+This page shows which schemes run in which programs. To export a model, call
+`hf_posenc.export_model(model, "folder", to="stock")` for transformers, `to="remote_code"` for transformers with
+`trust_remote_code=True`, `to="onnx"` for ONNX Runtime, or `to="gguf"` for llama.cpp. vLLM and SGLang load the export
+for transformers.
 
 <p class="row-filter" data-example="alibi, llama.cpp=yes"></p>
 
 {answers}
 
-- **yes**: the exported model gives the numbers of the patched model in every model that was tried, a tiny Llama, GPT-2,
-  BERT and T5 with random weights. "In BERT" or "not in T5" says where it does and does not. T5's bias runs in llama.cpp
-  as part of a T5, for example.
-- **plug-in**: vLLM or SGLang needs the [plug-in](../how_to/serve_engines.md) of this package, and loads the patched
-  checkpoint itself.
-- **own code**: transformers runs a file of code in the checkpoint, after `trust_remote_code=True`
-  ([how](../how_to/serve.md#share-it-with-its-code), `to="remote_code"`).
-- **no**: `export_model` raises an error that says what is missing and what to do instead. Use
+- **yes**: the export gives the same numbers as the patched model. A tiny Llama, GPT-2, BERT and T5 with random weights
+  were tried. "In BERT" means that it works in this model only, and "not in T5" that it works in the others. For
+  example, llama.cpp runs T5's bias in a T5 and in no other model.
+- **plug-in**: vLLM or SGLang loads the patched checkpoint itself, and needs the
+  [plug-in](../how_to/serve_engines.md) of this package.
+- **remote code**: the checkpoint contains a file of code, which transformers runs with `trust_remote_code=True`
+  ([how](../how_to/serve.md#share-it-with-its-code)).
+- **no**: `export_model` raises an error that says what is missing and what to do instead. You can always use
   [`hf-posenc serve`](../how_to/serve.md), which runs every patched checkpoint in transformers.
 
-vLLM and SGLang were not run for this table. Four schemes were [compared in
-vLLM](../how_to/serve_engines.md#the-same-numbers) on a CPU. SGLang was never run. Compare the numbers of an export in
-your engine before you rely on it.
+vLLM and SGLang were not run for this table: their columns follow from the export and from the checks of the plug-in.
+Four schemes were [compared in vLLM](../how_to/serve_engines.md#the-same-numbers) on a CPU. SGLang was never run.
+Compare the numbers of an export in your engine before you rely on it.
 
 ## Measured differences
 
-Each number is the largest difference between the export, run in that program, and the patched model in transformers.
-It is in float32 and relative to the largest output. *Decoding* means one token at a time, with a cache. Q8_0 and int8
-round the weights to 8 bits, hence their larger differences.
+Each number is the largest difference between the export, run in that program, and the patched model in transformers,
+in float32 and relative to the largest output. *Decoding* means one token at a time, with a cache. The differences for
+Q8_0 and int8 are larger because these formats round the weights to 8 bits.
 
-llama.cpp returns probabilities of the next token, or hidden states for a model without a head, so those are compared.
-Its GELU is an approximation, which explains the differences of GPT-2 and BERT.
+llama.cpp returns probabilities of the next token, or hidden states for a model without a head, so these are compared.
+The differences for GPT-2 and BERT are larger because llama.cpp approximates GELU.
 
 If a cell says *no*, it names what the program lacks:
 
@@ -193,7 +194,7 @@ If a cell says *no*, it names what the program lacks:
 - *scale*: it cannot multiply the attention logits by the scheme's factor.
 - *patch_model*: the scheme cannot be placed in this model at all.
 
-Schemes that no program can run in a model are left out of its table. All reasons, and how each export stores its
+The table of a model leaves out the schemes that no program can run in it. All reasons, and how each export stores its
 scheme, are in [runtimes.json](../results/runtimes.json).
 
 Written by `python docs/generate/runtimes.py` on a CPU, with {versions}.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,35 @@ DATA = ROOT / "docs" / "results" / "tools.json"
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "sentence-transformers", "optimum-quanto", "torchao",
     "bitsandbytes", "hqq", "lm_eval",
+)  # fmt: skip
+#: Tools whose result is no number that a table could compare: how they take a scheme, the test, and the page.
+OTHERS = (
+    ("`from_pretrained`, `AutoModel.from_config`", "the argument `position_encoding=`", "checkpoint/test_requested.py",
+     "patching.md#in-one-argument"),
+    ("pipelines", '`model_kwargs={"position_encoding": ...}`', "checkpoint/test_requested.py",
+     "patching.md#in-one-argument"),
+    ("sentence-transformers", '`model_kwargs={"position_encoding": ...}`', "checkpoint/test_requested.py",
+     "patching.md#in-one-argument"),
+    ("lm-eval", "`--model_args pretrained=FOLDER,position_encoding=...`", "checkpoint/test_requested.py",
+     "evaluations.md#lm-evaluation-harness"),
+    ("TRL in a script", '`model_init_kwargs={"position_encoding": ...}`', "checkpoint/test_requested.py", "trl.md"),
+    ("TRL's commands", "`hf-posenc run trl sft --model_init_kwargs ...`", "integrations/test_trl.py",
+     "train_with_other_tools.md#trls-commands"),
+    ("axolotl", "the plug-in `hf_posenc.axolotl.PositionEncodingPlugin`, and the key `position_encoding`",
+     "integrations/test_axolotl.py", "train_with_other_tools.md#axolotl"),
+    ("`AutoPeftModel`", "the argument `position_encoding=` for the base model", "checkpoint/test_requested.py",
+     "patching.md#in-one-argument"),
+    ("programs without the plug-in", '`export_model(..., to="remote_code")`, loaded with `trust_remote_code=True`',
+     "export/test_remote_code.py", "serve.md#share-it-with-its-code"),
+    ("`evaluate`", '`evaluate.load("eval/position_encoding", "loss")`', "metrics/test_every_evaluation.py",
+     "evaluations.md#modules-for-evaluate"),
+    ("dask", "`compare.py --executor dask`: the trainings of a study on a cluster", "training/test_executors.py",
+     "studies.md#on-a-cluster"),
+    ("submitit (SLURM)", "`compare.py --executor submitit`: one job for each training. SLURM itself was not run",
+     "training/test_executors.py",
+     "studies.md#on-a-cluster"),
+    ("TensorBoard, trackio, wandb", "`--report_to` of the training scripts and of studies",
+     "training/test_executors.py", "studies.md#trackers"),
 )  # fmt: skip
 
 
@@ -83,6 +113,16 @@ def _version(name: str) -> str:
         return "not installed"
 
 
+def _without_scheme(cell: str) -> str:
+    """A reason without the name of the scheme, so that it is listed once for all schemes."""
+    return re.sub(r"the position encoding '\w+'", "a position encoding", cell)
+
+
+def _title(guide: str) -> str:
+    """The heading of a page of docs/how_to."""
+    return (ROOT / "docs" / "how_to" / guide.partition("#")[0]).read_text(encoding="utf-8").split("\n", 1)[0][2:]
+
+
 def page(record: dict[str, Any]) -> str:
     """Returns the page for a record."""
     from hf_posenc.report.tables import markdown_table
@@ -94,8 +134,9 @@ def page(record: dict[str, Any]) -> str:
     equal = sum(cell == EQUAL for cell in every)
     # In the order in which the page shows them.
     cells = [record["cells"][f"{tool.group} / {tool.name}"][name] for tool in TOOLS for name in SCHEMES]
-    reasons = [cell for cell in dict.fromkeys(cells) if cell != EQUAL]
-    shown = {EQUAL: "equal"} | {reason: f"refused ({number})" for number, reason in enumerate(reasons, 1)}
+    reasons = [cell for cell in dict.fromkeys(map(_without_scheme, cells)) if cell != EQUAL]
+    numbers = {reason: number for number, reason in enumerate(reasons, 1)}
+    shown = {cell: "equal" if cell == EQUAL else f"refused ({numbers[_without_scheme(cell)]})" for cell in cells}
     rows: dict[str, list[Any]] = {}
     for tool in TOOLS:
         own = record["cells"][f"{tool.group} / {tool.name}"]
@@ -105,30 +146,40 @@ def page(record: dict[str, Any]) -> str:
     notes = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
     absent = "\n".join(f"- `{name}`: {why}." for name, why in WITHOUT_ROW.items())
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    others = markdown_table(
+        ("tool", "how it gets the scheme", "tested in", "guide"),
+        [(tool, how, f"`tests/{test}`", f"[{_title(guide)}](../how_to/{guide})") for tool, how, test, guide in OTHERS],
+    )
     return f"""# Tools
 
 <!-- Written by docs/generate/tools.py. Edits are lost. -->
 
-Other libraries, used with a patched model. Every row runs a tool on a tiny random Llama (where the row says so, a
-BERT) with each of {len(SCHEMES)} schemes and compares the numbers with those in the last column. A cell has one of two
-values:
+This page lists the libraries that were tested with patched models. First come the tools that take a scheme as an
+argument, or that use a patched model as it is. The tables after that compare numbers: each row runs a tool on a tiny
+random Llama (or a BERT, if the row says so) with {len(SCHEMES)} schemes.
 
-- **equal**: the numbers are the same. float32 outputs agree to 1e-4 of the largest one, generated tokens exactly,
+{others}
+
+For engines and file formats, such as vLLM, SGLang, llama.cpp and ONNX Runtime, see [Runtimes](runtimes.md).
+
+## How to read the tables
+
+A cell compares the numbers of the tool with those in the last column:
+
+- **equal**: the numbers are the same. float32 outputs agree to 1e-4 of the largest one, and generated tokens exactly,
   unless the row says otherwise.
-- **refused**: the call raises an error that gives the reason. The number points to the reason below.
+- **refused**: the call raises an error that gives the reason. The number refers to the [list of reasons](#reasons).
 
-There is no third value: a different number fails the test. Of {len(every)} cells, {equal} are equal and
-{len(every) - equal} are refused.
-
-Written by `python docs/generate/tools.py`. `pytest tests/integrations -m 'slow or not slow'` checks every cell; the
-default test run checks some of them. Both need `pip install '.[tools]'`.
-Versions: {versions}. On a CPU.
-
+Of {len(every)} cells, {equal} are equal and {len(every) - equal} are refused. A different number would fail the test.
 `rope + yarn` is RoPE with YaRN scaling by 4 from 16 tokens. `self_extend` has a window of 4 and groups of 2.
+
+The tables were written by `python docs/generate/tools.py` on a CPU, with {versions}.
+`pytest tests/integrations -m 'slow or not slow'` checks every cell. The default test run checks some of them. Both need
+`pip install '.[tools]'`.
 
 {sections}
 
-PEFT methods without a row:
+PEFT methods that are not in the table:
 
 {absent}
 

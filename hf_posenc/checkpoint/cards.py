@@ -22,9 +22,9 @@ from transformers.modelcard import TASK_MAPPING
 from hf_posenc.checkpoint.atomic_folder import README, replace_file, warn_of_old_card
 from hf_posenc.entry import INSTALL
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.patching.engines import engine_problem, unsupported_kind
+from hf_posenc.patching.anatomy.anatomy import unwrapped
+from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, encodings
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label

@@ -176,7 +176,7 @@ def _from_pretrained(call: Call) -> Any:
 
     from hf_posenc.checkpoint.agreement import check_loaded, check_scheme_fits, files_read, stored_position_weights
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.patching.place.head_shards import split_heads
+    from hf_posenc.patching.place.install import split_heads
 
     built: list[_Built] = []
     subfolder = call.arguments.get("subfolder") or ""
@@ -206,7 +206,7 @@ def _from_pretrained(call: Call) -> Any:
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
     if is_patched(str(model.config._name_or_path), call.arguments):
-        from hf_posenc.patching.place.scheme_name import unmark_names
+        from hf_posenc.patching.place.config_entry import unmark_names
 
         unmark_names(model.position_encoding)
     return (model, info) if call.arguments.get("output_loading_info") else model
@@ -236,9 +236,9 @@ def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str,
 
 def is_scheme_name(source: Any) -> bool:
     """Whether `source` is the name of a model that was patched in memory. Plain strings need no import for this."""
-    if type(source) is str or "hf_posenc.patching.place.scheme_name" not in sys.modules:
+    if type(source) is str or "hf_posenc.patching.place.config_entry" not in sys.modules:
         return False
-    from hf_posenc.patching.place.scheme_name import SchemeName
+    from hf_posenc.patching.place.config_entry import SchemeName
 
     return isinstance(source, SchemeName)
 
@@ -329,7 +329,7 @@ class _Built:
 
     def follow(self, model: Any) -> None:
         """Applies the patch to the new objects, and updates its journal so that it is undone there."""
-        from hf_posenc.patching.anatomy.fingerprint import samples
+        from hf_posenc.patching.anatomy.weights import samples
         from hf_posenc.patching.place.config_entry import write_lengths
         from hf_posenc.patching.place.lengths import record_generation_length
 

@@ -68,7 +68,7 @@ def _make_adaption_prompts(call: Call) -> Any:
     encoding = None if target is None else _encoding(target)
     if encoding is not None:
         from hf_posenc.patching.inspection import native_scheme
-        from hf_posenc.patching.place.model_checks import follow_in_prompts
+        from hf_posenc.patching.place.install import follow_in_prompts
 
         for config in call["configs"].values():
             _prepare(target, config)
@@ -83,7 +83,7 @@ def _get_prompt(call: Call) -> Any:
         return prompt
     target = _transformers_model(call.args[0] if call.args else call["self"])
     if target is not None and _encoding(target) is not None:
-        from hf_posenc.patching.call.cache_scheme import accept_cache
+        from hf_posenc.patching.call.cache_checks import accept_cache
 
         # Learned keys suit the scheme that they are trained with.
         accept_cache(prompt)
@@ -234,7 +234,7 @@ def _prepare(model: Any, config: Any) -> None:
     if not _may_have_scheme(config):
         return
     from hf_posenc.checkpoint.adapter_config import check_scheme, check_targets
-    from hf_posenc.patching.anatomy.fingerprint import samples, touched_by_peft
+    from hf_posenc.patching.anatomy.weights import samples, touched_by_peft
     from hf_posenc.patching.place.encoding import encodings
 
     check_scheme(model, config)

@@ -18,11 +18,11 @@ from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.entry import ADAPTER_CONFIG, find_file
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.fingerprint import changed, difference, fingerprint
+from hf_posenc.patching.anatomy.anatomy import unwrapped
+from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint
 from hf_posenc.patching.patch import place_scheme, unpatch_model
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, refuse_changed
 from hf_posenc.patching.place.lengths import Lengths, choose_length, restore_length
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder, replace_file
 from hf_posenc.checkpoint.configuration import CheckpointError, built_scheme, check_format, damaged, is_length
 from hf_posenc.entry import find_file
-from hf_posenc.patching.anatomy.fingerprint import Fingerprint, check_entry
+from hf_posenc.patching.anatomy.weights import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
 from hf_posenc.version import __version__
 

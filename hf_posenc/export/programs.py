@@ -21,8 +21,8 @@ from hf_posenc.export.carriers import Carrier, Export, Form
 from hf_posenc.export.comparison import difference_at_real_tokens, random_ids
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.records import Check
+from hf_posenc.patching.call.module_sites import EXPORTED_LENGTH
 from hf_posenc.patching.call.runtime import StackForward
-from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
 from hf_posenc.patching.place.config_entry import detach_entry, find_lengths, write_lengths
 from hf_posenc.preserve import attention_implementation
 from hf_posenc.schemes.parts import QueryKeyMap

@@ -18,19 +18,18 @@ from hf_posenc.metrics.forward import is_causal, outputs_of, rounding
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
 from hf_posenc.metrics.statistics import relative_changes, spread
-from hf_posenc.patching.anatomy.anatomy import find_stacks
-from hf_posenc.patching.anatomy.tables import table_origin
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.anatomy.anatomy import find_stacks, unwrapped
+from hf_posenc.patching.anatomy.discovery import table_origin
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
 GAPS = (2, 4, 8, 16, 32, 64, 128)
 SHIFTS = (1, 16, 256)
 _CAUSAL_NOTE = (
-    "The model is causal: its mask shows every token another prefix, so it sees order without positions too. Read each "
-    "number beside that of 'none'."
+    "The model is causal: the mask gives every token a different prefix, so the order has an effect without positions "
+    "too. Compare each number with that of 'none'."
 )
-_ENCODER_NOTE = "The model sees both sides: without positions all but the shifts is 0, up to rounding."
+_ENCODER_NOTE = "The model is bidirectional: without positions all numbers are 0, up to rounding."
 #: By their names; the last is no column of the table.
 _HEADINGS = {
     "repeated": "gap {gap}", "word_role": "word's role", "roles": "roles", "loss": "loss", "shuffled": "shuffled",
@@ -38,10 +37,11 @@ _HEADINGS = {
     "shift": "+{offset}", "left_padding": "left pad", "sees_order": "sees order",
 }  # fmt: skip
 _EXPLANATION = (
-    "gap: distance of the two states of a repeated noun, that many tokens apart. Roles: subject and object exchanged, "
-    "the word's own state and that of the sentence. Loss: that of the last token of a window, in nats. Shuffled: "
-    "change of its output, and rise of its loss, when the tokens before it are shuffled, all or in blocks. +n: change "
-    "of all outputs when n is added to every position, and left pad: when padding stands before the text."
+    "gap n: distance between the states of two equal nouns that are n tokens apart. Word's role, roles: change of the "
+    "state of a noun, and of the sentence, when subject and object are exchanged. Loss: that of the last token of a "
+    "window, in nats. Shuffled, in 8s: change of the output of the last token, and rise of its loss, when the tokens "
+    "before it are shuffled, all together or in blocks of 8. +n: change of all outputs when n is added to every "
+    "position. Left pad: change of all outputs when the text is left-padded."
 )
 
 

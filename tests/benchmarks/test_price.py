@@ -65,7 +65,7 @@ def test_a_cell_with_other_subjects_is_measured_anew_and_the_rest_kept(finished,
 def test_a_run_that_is_out_of_time_names_what_is_missing_and_goes_on(tmp_path):
     content = price.measure(tiny_options(tmp_path, **FEW, budget_minutes=-1.0), "first")
     assert content["not_begun"] == ["model forward 16", "model forward 32"]
-    assert "- model forward 16: not begun within the budget" in write_tables(content)
+    assert "- model forward 16: not started within the time budget" in write_tables(content)
     later = price.measure(tiny_options(tmp_path, **FEW), "first")
     assert (later["not_begun"], len(later["cells"])) == ([], 2)
 
@@ -124,7 +124,7 @@ def test_the_table_has_every_subject_and_every_reason(finished):
     content, _ = finished
     text = write_tables(content)
     for expected in (
-        "## A small Llama, one token behind a cache of T, over bare",
+        "## A small Llama, one token after a cache of T, over bare",
         "| rope       | rotation      |",
         "alibi, mask built once",
         "Length-normalised positions",

@@ -27,8 +27,8 @@ PAGE = ROOT / "docs/results/devices.md"
 PLACEMENTS = {"one": "one device", "split": "split over two", "cpu": "split, a layer on the CPU", "disk": "on disk"}
 _INTRODUCTION = """# Devices
 
-A device for torch that keeps its memory on the CPU and has CUDA's rules runs the models
-([many devices](../how_to/many_devices.md)). The command makes this page:
+This page shows how models run on a simulated device, which keeps its memory on the CPU and has the rules of CUDA
+([many devices](../how_to/many_devices.md)). It is made by the command
 
 ```bash
 python -m tests.devices.report
@@ -36,27 +36,33 @@ python -m tests.devices.report
 
 ## What ran
 
-torch {torch}, transformers {transformers}. A cell has the number of checks that hold and, after the slash, of those
-that fail. The checks are: outputs and gradients equal to the CPU's in Llama, GPT-2, BERT, T5, Llava, ViT and Whisper,
-also with checkpointing; loading, saving and dispatching with a device map of the stock model; the behaviours of
-`tests/matrix` in its architectures; and on one device no wait for the device per layer or token. Before the parts of a
-scheme followed the layers, 1,420 of 1,964 checks of models split over two failed.
+torch {torch}, transformers {transformers}. A cell shows the number of checks that pass and, after the slash, the number
+that fail. These are the checks:
+
+- Outputs and gradients are equal to those on the CPU, in Llama, GPT-2, BERT, T5, Llava, ViT and Whisper, also with
+  gradient checkpointing.
+- Models can be loaded, saved and dispatched with a device map of the stock model.
+- The behaviours of `tests/matrix` hold in its architectures.
+- On one device, no layer and no token waits for the device.
+
+In an earlier version, in which the parts of a scheme were not on the devices of their layers, 1,420 of 1,964 checks of
+models split over two devices failed.
 """
 _KERNELS = """
 ## Kernels
 
-What `scaled_dot_product_attention` runs on CUDA for a Llama with grouped heads, by a simple model
-(`tests/devices/kernels.py`). On an NVIDIA H200 with torch 2.11, it was right for all 416 calls that were compared
-(stock and 26 schemes), except that cuDNN's kernel takes the place of "flash" and "efficient" in bfloat16 there. The
-columns are bfloat16 unless they say float32. "efficient" is the memory-efficient kernel, which takes a bias as a mask,
-and "mask copied" means that its rows are not aligned to 16 bytes. "math" are plain operators. They occur here only
-where the stock model has them too: in float32 without a mask, with grouped heads.
+The table predicts which kernel `scaled_dot_product_attention` uses on CUDA for a Llama with grouped heads
+(`tests/devices/kernels.py`). On an NVIDIA H200 with torch 2.11, the prediction was right for all 416 calls that were
+compared (stock and 26 schemes), except that cuDNN's kernel replaces "flash" and "efficient" in bfloat16 on that GPU.
+The columns are for bfloat16 unless they say float32. "efficient" is the memory-efficient kernel, which accepts a bias
+as a mask. "mask copied" means that the rows of the mask are not aligned to 16 bytes, so it is copied. "math" stands for
+plain operators. They occur only where the stock model uses them too: in float32 without a mask, with grouped heads.
 """
 _GRAPHS = """
 ## Graphs
 
-What `torch.compile` makes of a Llama. All graphs are whole (`fullgraph=True`). Numbers of graphs are those of the stock
-model: one for the first length, and one for all others.
+The table shows the graphs that `torch.compile` makes of a Llama. No graph has a break (`fullgraph=True`). Every scheme
+has as many graphs as the stock model: one for the first length, and one for all others.
 """
 #: Outcomes of a test, by the element that a report has for it.
 _OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "left out"}

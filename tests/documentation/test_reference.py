@@ -141,3 +141,10 @@ def test_the_table_of_environments_is_that_of_the_library() -> None:
     spec.loader.exec_module(limits)
     text = (ROOT / "docs" / "reference" / "limits.md").read_text()
     assert limits.page(text) == text, "run docs/generate/limits.py"
+
+
+def test_the_tests_that_the_page_of_tools_names_exist() -> None:
+    text = (ROOT / "docs" / "reference" / "tools.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
+    assert len(named) >= 5
+    assert {name for name in named if not (ROOT / name).is_file()} == set()

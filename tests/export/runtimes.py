@@ -98,7 +98,7 @@ _ONNX = (
 )
 _Q8 = (("dtype", "q8_0"),)
 _TRANSFORMERS = (Runtime("transformers", "stock", "prefill"), Runtime("transformers, decoding", "stock", "decode"))
-_OWN_CODE = Runtime("transformers, own code", "remote_code", "prefill")
+_OWN_CODE = Runtime("transformers, remote code", "remote_code", "prefill")
 _LLAMA_CPP = (
     Runtime("llama.cpp", "gguf", "prefill", _Q8, "f32"),
     Runtime("llama.cpp, decoding", "gguf", "decode", _Q8, "f32"),

@@ -83,7 +83,7 @@ def test_the_table_names_the_machine_and_every_part(smoke):
         "A smoke run",
         "| forward       | flex_attention |",
         "### Cells that are refused",
-        "### A tiny Llama, a token for each of 16 sequences behind a cache of T, over bare",
+        "### A tiny Llama, a token for each of 16 sequences after a cache of T, over bare",
         "| alibi  |    0 |",
     ):
         assert expected in text

@@ -298,7 +298,7 @@ def test_figures_of_one_style_hold_on_light_and_dark_pages(tmp_path):
 @pytest.mark.parametrize(
     ("config", "enlarged", "note"),
     [
-        (T5Config(), ("weight",), "drawn larger, to show something: `weight`"),
+        (T5Config(), ("weight",), "drawn larger, so that the figure shows an effect: `weight`"),
         # Parameters with values of their own stay as they are.
         (AlibiConfig(learnable=True), (), "before any training (seed 0)"),
         (AlibiConfig(), (), ""),

@@ -10,15 +10,16 @@ from unittest import mock
 import pytest
 from scipy import stats
 
+from docs.study.outputs import main
+from study_report import outputs
+from study_report.figures import draw_figures
+from study_report.outputs import write_outputs
+from study_report.records import study_records
+from study_report.results import ResultsError, check_results
+from study_report.summary import study_summary
 from tests.training.run_cases import REPOSITORY
 from tests.training.study_results import finished, row, study, three_seeds, unfinished
 from training.files import read_json
-from training.study import outputs
-from training.study.figures import draw_figures
-from training.study.outputs import main, write_outputs
-from training.study.records import study_records
-from training.study.results import ResultsError, check_results
-from training.study.summary import study_summary
 
 PUBLISHED = REPOSITORY / "docs" / "results"
 
@@ -45,7 +46,7 @@ def tables(results):
 
 def figures(results):
     """Their names; nothing is rendered, which takes a second for each pair."""
-    with mock.patch("training.study.figures.png_of", return_value=b""):
+    with mock.patch("study_report.figures.png_of", return_value=b""):
         return [figure.name for figure in draw_figures(check_results(results), records(results))]
 
 
@@ -186,7 +187,7 @@ def test_means_stand_with_their_intervals_and_notes_say_what_a_reader_has_to_kno
         "`alibi`: seed 2 diverged: The loss became NaN at step 7.",
         "`t5`: seed 0, 1, 2 unsupported: It <cannot> be.",
         "`rope`: dog test: No dog in this vocabulary.",
-        "token frequencies only has a loss of 3.125",
+        "only predicts token frequencies has a loss of 3.125",
         "python training/compare.py training/studies/tiny.yaml",
         "24 of 28 trainings finished.",
         "minutes of processor time, on",
@@ -205,7 +206,7 @@ def test_another_budget_and_another_start_are_told():
 
 
 def test_the_page_needs_nothing_beside_it_has_everything_and_escapes_it(tmp_path):
-    with mock.patch("training.study.figures.png_of", return_value=b"a picture"):
+    with mock.patch("study_report.figures.png_of", return_value=b"a picture"):
         write_outputs(three_seeds(), tmp_path)
     page = (tmp_path / "report.html").read_text()
     sources = re.findall(r'<img src="([^"]*)"', page)
@@ -280,7 +281,7 @@ def test_with_one_seed_nothing_is_ranked_nor_what_was_trained_otherwise():
     told = compared(([1.0], [1.5]), ([2.0], [2.01]), seeds=1)
     text = seen(told)
     assert "With one seed, a difference between two schemes may be chance" in text[""]
-    assert "the lowest loss was that of `rope` (1.000); next came `alibi` (2.000). With one seed this" in text["causal"]
+    assert "the lowest loss was that of `rope` (1.000); next came `alibi` (2.000). One seed is not enough" in text["causal"]
     assert "clear" not in text["causal"]
     # On another length, or going on from another scheme.
     base, other = told["runs"]
@@ -298,7 +299,7 @@ def test_a_difference_is_clear_only_where_the_interval_over_the_seeds_says_so():
     clear = seen(compared((same, same), ([2.1, 2.31, 2.5], same)))
     assert "`rope` (2.200); next came `alibi` (2.303). The difference is clear." in clear["causal"]
     noisy = seen(compared((same, same), ([2.9, 2.1, 2.0], same)))
-    assert "`rope` (2.200); next came `alibi` (2.333). The seeds do not tell which is better." in noisy["causal"]
+    assert "`rope` (2.200); next came `alibi` (2.333). The seeds do not show which is better." in noisy["causal"]
 
 
 def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
@@ -306,7 +307,7 @@ def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
     text = seen(compared((short, [1.0, 1.12, 1.21]), (short, [2.0, 2.1, 2.3]), (short, [0.9, 1.6, 1.1])))["causal"]
     assert "On texts of 64 tokens, 4 times as long, `rope` kept its loss (a rise of at most 0.05 nats)" in text
     assert (
-        "the loss rose by more for `alibi` (from 1.100 to 2.133); for `none` the seeds do not tell whether it rose."
+        "the loss rose by more for `alibi` (from 1.100 to 2.133); for `none` the seeds do not show whether it rose."
         in text
     )
     ignorant = seen(compared(([3.1], [3.1]), ([1.0], [1.0]), seeds=1))["causal"]
@@ -324,7 +325,7 @@ def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():
     told = study([finished(task, "rope") | dog for task in ("causal", "masked", "copy")])
     told["tasks"]["copy"] |= {"causal": False, "model": "MarianMTModel"}  # its encoder reads the two dogs
     text = seen(told)
-    assert "Without the causal mask, which tells tokens apart by itself, `rope` cannot tell" in text["causal"]
+    assert "Without the causal mask, which also distinguishes tokens, `rope` cannot tell" in text["causal"]
     for task in ("masked", "copy"):
         assert "every scheme tells the two dogs apart." in text[task]
 

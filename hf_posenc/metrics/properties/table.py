@@ -49,8 +49,8 @@ PROPERTIES: dict[str, tuple[Callable[[Specimen], Measurement], str, str]] = {
     "linearity": (linearity, "linear", "residual of one linear map from every position to the one k later"),
     "defined_past_training": (
         defined_past_training, "defined past training length",
-        "largest logit from twice the training length on, over the largest within it; the loss there is a matter of "
-        "training, see `hf-posenc compare`",
+        "largest logit from twice the training length on, over the largest within the training length (not the loss, "
+        "which `hf-posenc compare` measures)",
     ),
     "determinism": (determinism, "deterministic", "largest difference between evaluations, builds and batches"),
     "extensibility": (
@@ -68,8 +68,7 @@ _QUANTITIES = (
 )
 #: Below the table.
 _REMARKS = (
-    "yes or no, and the number that decided it; - where a property does not apply. A property that a scheme lacks is "
-    "not an error.",
+    "A cell has yes or no, and the number that decided it, or - if the property does not apply. No is not an error.",
     f"Setting: {NUM_HEADS} heads of {HEAD_DIM} dimensions, a hidden size of {HIDDEN_SIZE}, a training length of "
     f"{TRAINING_LENGTH}, float32, and random inputs that give logits a variance of 1.",
     "The model is bidirectional where the scheme allows it. A scheme that differs in a causal model has a row for each "

@@ -53,7 +53,7 @@ def mapped_positions(subject: Subject, length: int) -> dict[str, Tensor]:
 
 @figure_kind(
     lambda subject: bool(_maps(subject)),
-    "The position that the inner scheme is given, over the token's own position. A map that is random in training is "
+    "The position that the inner scheme receives, over the token's own position. A map that is random in training is "
     f"drawn twice (seeds {INPUT_SEED} and {INPUT_SEED + 1}).",
 )
 def position_map(subject: Subject) -> Figure:
@@ -90,8 +90,8 @@ def distance_map(subject: Subject) -> Figure:
 
 @figure_kind(
     lambda subject: isinstance(subject.config, LayeredConfig),
-    f"The scheme of every layer. Where it follows the kind of attention, every {_PERIOD}th of {_LAYERS} layers has "
-    "full attention and the others a sliding window.",
+    f"The scheme of every layer. If it depends on the kind of attention, the figure assumes {_LAYERS} layers: every "
+    f"{_PERIOD}th has full attention, and the others have a sliding window.",
 )
 def layers(subject: Subject) -> Figure:
     """Which layer has which scheme."""

@@ -68,9 +68,9 @@ def _row(subject: Subject) -> int:
     lambda subject: (
         "Left: the bias over the distance from query to key"
         f"{'' if subject.context.causal else ' (negative: later keys)'}, seen from position {_row(subject)}"
-        f"{_random_inputs(subject)}. Right: the share of its attention weight that a key keeps, compared with the "
-        "distance that the head favours most, on an axis that grows fourfold from tick to tick. Where a line reaches "
-        "0, the head sees nothing. Heads whose lines would be a tangle are left out."
+        f"{_random_inputs(subject)}. Right: the attention weight that the bias leaves to a key, relative to the "
+        "distance with the largest bias of that head. The axis is logarithmic. Where a line is at 0, the head "
+        "ignores the key. Only the first head is drawn if the lines of the heads cross too often."
     ),
 )
 def bias_distance(subject: Subject) -> Figure:
@@ -99,9 +99,9 @@ def bias_distance(subject: Subject) -> Figure:
 @figure_kind(
     _has_bias,
     lambda subject: (
-        f"One row per query, one column per key, {_MAP} tokens{_random_inputs(subject)}: the share of its attention "
-        "weight that a key keeps, compared with the key that the head favours most. Yellow keys are seen in full, dark "
-        f"ones hardly at all{'; the grey half is hidden by the causal mask' if subject.context.causal else ''}."
+        f"The attention weight that the bias leaves to each key, relative to the key with the largest bias of that "
+        f"head. One row per query, one column per key, {_MAP} tokens{_random_inputs(subject)}. Yellow keys keep their "
+        f"full weight, dark keys hardly any{'. The causal mask hides the grey half' if subject.context.causal else ''}."
     ),
 )
 def bias_map(subject: Subject) -> Figure:
@@ -132,18 +132,18 @@ def _has_decay(subject: Subject) -> bool:
 def _decay_caption(subject: Subject) -> str:
     if _is_added(subject):
         return (
-            "How alike the added vectors of two positions are (their product, per component), over the distance "
-            "between them. A single line: it is the same from every position, or noise."
+            "The similarity of the vectors added at two positions (their product, per component), over the distance "
+            "between them."
         )
     words = (
-        f"The logit of a query at position {_LENGTH - 1} and an equal key, over the distance between them: the line is "
-        f"the mean of {_SAMPLES} random vectors ({_RANDOM}), the band holds 80 % of them"
+        f"The logit of a query at position {_LENGTH - 1} and an equal key, over the distance between them. The line is "
+        f"the mean of {_SAMPLES} random vectors ({_RANDOM}), and the band contains 80 % of them"
     )
     if rotation_frequencies(subject.parts, _LENGTH) is not None:
         words += (
             ". Right: the upper bound that RoFormer derives from these frequencies (arXiv:2104.09864, section 3.4.3)"
         )
-    return f"{words}. A line that falls means that near tokens are preferred."
+    return f"{words}. If a line falls, the scheme favours near tokens."
 
 
 @figure_kind(_has_decay, _decay_caption)
@@ -194,8 +194,8 @@ def _axes_count(subject: Subject) -> int:
 
 @figure_kind(
     lambda subject: _axes_count(subject) > 1,
-    f"Logit of a query in the centre of a grid of {_SIDE} x {_SIDE} tokens (cross) and an equal key at each place, "
-    f"mean of {_SAMPLES} random vectors ({_RANDOM}). Yellow places attract the query most.",
+    f"The logit of a query in the centre of a grid of {_SIDE} x {_SIDE} tokens (cross) and an equal key at each place, "
+    f"as the mean of {_SAMPLES} random vectors ({_RANDOM}). Yellow places have the largest logits.",
 )
 def grid(subject: Subject) -> Figure:
     """How much equal tokens attract each other, over rows and columns."""
@@ -216,7 +216,7 @@ def grid(subject: Subject) -> Figure:
 
 @figure_kind(
     lambda subject: subject.parts.logit_scale is not None,
-    f"The number that all logits of a query are multiplied by, over the place of the query in a text of {_FAR:,} "
+    f"The factor of all logits of a query, over the position of the query in a text of {_FAR:,} "
     "tokens. A larger factor makes attention sharper.",
 )
 def logit_scale(subject: Subject) -> Figure:

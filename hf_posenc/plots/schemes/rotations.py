@@ -60,9 +60,9 @@ def _speed(pair: Tensor) -> float:
 @figure_kind(
     lambda subject: len(turning_pairs(subject)) > 1,
     f"Four pairs of dimensions of one random query (seed {INPUT_SEED}), from the fastest to the slowest, each at "
-    f"{_SHOWN_POSITIONS} positions. The red ring is position 0 and the colours run to the last position. Slow pairs "
-    "are drawn at positions far apart, because they hardly move from one token to the next. Fast pairs tell neighbours "
-    "apart, slow pairs tell far places apart.",
+    f"{_SHOWN_POSITIONS} positions. The red ring marks position 0, and the colours run to the last position. Slow "
+    "pairs are drawn at positions far apart, because they hardly move from one token to the next. Fast pairs "
+    "distinguish neighbours, and slow pairs distinguish distant positions.",
 )
 def rotation(subject: Subject) -> Figure:
     """Pairs of dimensions of one query, turning with position."""
@@ -129,8 +129,8 @@ def _wavelength(frequency: Any) -> Any:
 
 @figure_kind(
     lambda subject: turning_frequencies(subject, _LENGTHS[0]) is not None,
-    "How fast every pair of dimensions turns with position (left axis) and after how many tokens it is back where it "
-    "was (right axis), beside RoPE with the same base where they differ.",
+    "How fast each pair of dimensions turns with position (left axis), and the number of tokens of one full turn "
+    "(right axis). RoPE with the same base is shown for comparison where it differs.",
 )
 def frequencies(subject: Subject) -> Figure:
     """How fast each pair of dimensions turns, before and after scaling."""

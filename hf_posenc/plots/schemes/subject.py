@@ -71,8 +71,8 @@ class Subject:
         if self.enlarged:
             names = ", ".join(f"`{name}`" for name in self.enlarged)
             return (
-                f"The learned values are random (seed {PARAMETER_SEED}); training replaces them. Those that start near "
-                f"zero were drawn larger, to show something: {names}."
+                f"The learned values are random (seed {PARAMETER_SEED}); training replaces them. Values that "
+                f"start near zero were drawn larger, so that the figure shows an effect: {names}."
             )
         if any(True for part in self.parts for _ in part.parameters()):
             return f"The learned values are those before any training (seed {PARAMETER_SEED})."

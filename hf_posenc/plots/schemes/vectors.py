@@ -48,8 +48,8 @@ def _has_vectors(subject: Subject) -> bool:
 @figure_kind(
     _has_vectors,
     lambda subject: (
-        f"One column per position, one row per dimension, for the first {_LENGTH} positions: {_described(subject)}. "
-        "Two positions can be told apart where their columns differ."
+        f"For the first {_LENGTH} positions: {_described(subject)}. There is one column per position and one row per "
+        "dimension. Two positions with different columns can be distinguished."
     ),
 )
 def heat_map(subject: Subject) -> Figure:
@@ -65,8 +65,8 @@ def heat_map(subject: Subject) -> Figure:
 @figure_kind(
     _has_vectors,
     lambda subject: (
-        f"A few dimensions over {_LINE} positions: {_described(subject)}. All panels have the same axes, so that their "
-        "speeds compare."
+        f"A few dimensions over {_LINE} positions: {_described(subject)}. All panels have the same axes, so the "
+        "speeds of the dimensions can be compared."
     ),
 )
 def dimensions(subject: Subject) -> Figure:
@@ -93,8 +93,8 @@ def dimensions(subject: Subject) -> Figure:
     _has_vectors,
     lambda subject: (
         f"One random {'token embedding with the added vector' if subject.parts.additive else 'query after the map'} "
-        f"(standard normal, seed {INPUT_SEED}) at positions {', '.join(map(str, _PLACES))}, and below it what changed "
-        f"since position {_PLACES[0]}. Dimensions that are pale below are the same at every one of these positions."
+        f"(standard normal, seed {INPUT_SEED}) at positions {', '.join(map(str, _PLACES))}, and below each the "
+        f"change since position {_PLACES[0]}. Pale dimensions in the lower strips do not change."
     ),
 )
 def difference(subject: Subject) -> Figure:

@@ -111,7 +111,8 @@ class AlibiConfig(SchemeConfig):
 
     For query i and key j of head h = 1 .. heads::
 
-        bias(i, j) = -slope_h * |j - i|        slope_h = 2 ** (-8h / heads) for a power of two
+        bias(i, j) = -slope_h * |j - i|
+        slope_h    = 2 ** (-8h / heads)        if the number of heads is a power of two
 
     For other head counts it takes the slopes of the next lower power of two, then every other slope of twice that
     number, as in the paper's code. With "asymmetric" (the authors' proposal for encoders), the first `ceil(heads / 2)`

@@ -39,7 +39,7 @@ def page(result: Result) -> str:
 def _sections(result: Result) -> Iterator[str]:
     """The tables with what they need to be read. Those without a record are left out."""
     plan = result.settings["plan"]
-    yield "## What carries each scheme\n\n" + _carriers(result)
+    yield "## How each scheme is stored\n\n" + _carriers(result)
     for section in (_text, _longer, _embeddings, _chats, _times):
         quantities, rows, before, after = section(result, plan)
         longer = "tokens" in rows
@@ -157,12 +157,12 @@ _HEAD = """# Patched models in other programs
 
 <!-- Written by tests/kits/everywhere. Edits are lost. -->
 
-Trained models with another position encoding, run on real text in programs that do not know this package, and compared
-with the same model in transformers with the plugin. All models run in float32, and their weights are those of
+This page compares patched models in programs that do not know this package with the same models in transformers with
+the plugin, on real text. All models run in float32, and their weights are those of
 SmolLM2-135M-*Instruct* and all-MiniLM-L6-v2 from packages.
 
-These were healed (trained after the swap): {healing}.
-That shows that a trained model is carried. It is far too short for a good model.
+These models were trained after the swap (healed): {healing}.
+This is enough to show that a trained model is exported correctly, but far too short for a good model.
 
 ```bash
 {command}
