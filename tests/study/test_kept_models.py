@@ -128,7 +128,7 @@ def test_without_positional_numbers_only_the_whole_model_is_measured(capsys: pyt
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A study with two models of rope, one of alibi, and one that is still being written."""
-    stream = type("Stream", (), {"tokens": lambda self: np.arange(3, 2003, dtype=np.int32) % 250 + 3})()
+    stream = type("Stream", (), {"tokens": np.arange(3, 2003, dtype=np.int32) % 250 + 3})()
     monkeypatch.setattr(kept_models.Corpus, "open_streams", lambda folder: (stream, stream))
     monkeypatch.setattr(kept_models, "TEXTS", 2)
     folder = tmp_path / "study"
