@@ -18,11 +18,7 @@ from benchmarks.errors import BenchmarkError
 
 
 class Apart:
-    """A call that is made and timed in a process of its own.
-
-    Args:
-        prepare: runs in that process, and returns what is timed and what restores the state from before it.
-    """
+    """A call that is made and timed in a process of its own, which `prepare` returns with what restores the state."""
 
     def __init__(self, prepare: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> None:
         if torch.cuda.is_initialized():
@@ -33,11 +29,7 @@ class Apart:
         self._process.start()
 
     def seconds(self) -> float:
-        """Makes the call once.
-
-        Raises:
-            BenchmarkError: if it fails there.
-        """
+        """Makes the call once."""
         self._ours.send(None)
         answer: float | str = self._ours.recv()
         if isinstance(answer, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,22 +21,14 @@ from hf_posenc.errors import UsageError
 from hf_posenc.schemes.written import parse_scheme
 
 _QUICK: dict[str, Any] = {
-    "lengths": [512, 1024],
-    "levels": ["attention", "model"],
-    "schemes": ["none", "sinusoidal", "rope", "alibi", "t5"],
-    "peers": ["kernel", "mask"],
-    "rounds": 5,
-    "cell_seconds": 10.0,
-    "budget_minutes": 2.0,
-    "memory_lengths": [],
-}
+    "lengths": [512, 1024], "levels": ["attention", "model"], "peers": ["kernel", "mask"], "memory_lengths": [],
+    "schemes": ["none", "sinusoidal", "rope", "alibi", "t5"], "rounds": 5, "cell_seconds": 10.0, "budget_minutes": 2.0,
+}  # fmt: skip
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line; exits with status 2 and a sentence for what cannot work.
-
-    Returns:
-        The options as they are named, with the `setting` and the `pace` that follow from them.
+    """Reads the command line, with the `setting` and the `pace` that follow from it; exits with status 2 and a sentence
+    for what cannot work.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.price",
@@ -113,12 +106,7 @@ def parse_with_device(parser: argparse.ArgumentParser, words: Sequence[str] | No
 
 
 def scheme_name(text: str) -> str:
-    """A name on the command line, with options after a colon, or names of schemes that act together, checked.
-
-    Raises:
-        argparse.ArgumentTypeError: with the nearest names, if there is no such scheme or it arranges other ones; for a
-            backend that is not one of `BACKENDS`.
-    """
+    """A name on the command line, with options after a colon, or names of schemes that act together, checked."""
     name, separator, backend = text.partition("@")
     if separator and backend not in BACKENDS:
         raise argparse.ArgumentTypeError(f"the backend {backend!r} is none of {', '.join(BACKENDS)}")
@@ -153,10 +141,7 @@ length_of = whole_number(16)
 
 def positive(text: str) -> float:
     """A number above 0 on the command line, checked."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")

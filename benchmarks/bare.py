@@ -43,11 +43,7 @@ class Nothing:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        """Torch hands over every operation on a tensor and an instance.
-
-        Raises:
-            NotImplementedError: for any other than `tensor + nothing`.
-        """
+        """Torch hands over every operation on a tensor and an instance."""
         if function not in (torch.Tensor.add, torch.Tensor.__add__):
             raise NotImplementedError(
                 f"The stock code does {function} with a summand that is not there; it was expected to add it."
@@ -67,9 +63,6 @@ class Copied(nn.Module):
     """Replaces a projection: `times` copies of its input, side by side.
 
     Queries, keys and values are tensors of their own, as they are behind real projections, for the price of copying.
-
-    Args:
-        times: how many copies; 3 for a projection to queries, keys and values at once.
     """
 
     def __init__(self, times: int = 1) -> None:

@@ -24,14 +24,8 @@ _TICKS = (1, 2, 4, 8, 16, 32, 1.5, 3, 6, 1.2, 0.9, 1.1, 0.8)
 
 
 def draw_price(result: Result, folder: Path) -> list[Path]:
-    """Draws the ratios of time to that of the same model without position, logarithmic, a dot per length.
-
-    Args:
-        result: of `price_result`.
-        folder: where the files go.
-
-    Returns:
-        The files, for light and dark pages; none where there is nothing to draw: a row needs two lengths.
+    """Draws the ratios of time to that of the same model without position, logarithmic, a dot per length, for light and
+    dark pages. There is nothing to draw where no row has two lengths.
     """
     frame = _frame(result)
     if frame.empty or frame.groupby(["level", "phase", "subject"]).size().max() < 2:

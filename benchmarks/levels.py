@@ -14,10 +14,7 @@ PATCH = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all models. A head has `hidden_size / num_heads` dimensions.
-
-    Without `num_key_value_heads`, keys and values have `num_heads` heads.
-    """
+    """Of all models. Without `num_key_value_heads`, keys and values have `num_heads` heads."""
 
     hidden_size: int = 512
     num_layers: int = 6
@@ -33,15 +30,8 @@ SMOLLM2 = Sizes(576, 30, 9, 1536, 49152, 3)
 
 @dataclass(frozen=True)
 class Level:
-    """What is measured.
-
-    Args:
-        title: in tables.
-        kind: "attention" (one attention call, without projections), "llama", "bert" or "vit", whose lengths are numbers
-            of patches.
-        sizes: of its own; `None` for those of the run.
-        usual: schemes that are measured unless others are named; `None` for all.
-        to_stock: whether tables compare with the stock model as well.
+    """What is measured: "attention" is one attention call without projections, and the lengths of a "vit" are numbers
+    of patches. Without `sizes` it has those of the run, and without `usual` all schemes are measured.
     """
 
     title: str
@@ -83,20 +73,12 @@ DECODERS = tuple(name for name, level in LEVELS.items() if level.kind == "llama"
 
 
 def has_smollm2_shape(settings: Mapping[str, Any]) -> bool:
-    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs.
-
-    Args:
-        settings: of the run, JSON-ready.
-    """
+    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs."""
     return settings.get(SMOLLM2_LEVEL, dataclasses.asdict(SMOLLM2)) == dataclasses.asdict(SMOLLM2)
 
 
 def image_side(length: int) -> int:
-    """Pixels along each side of a square image of so many patches.
-
-    Raises:
-        ValueError: for a number that is no square.
-    """
+    """Pixels along each side of a square image of so many patches."""
     side = math.isqrt(length)
     if side**2 != length:
         raise ValueError(

@@ -35,18 +35,8 @@ BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atten
 def build_lineup(
     level: str, schemes: Sequence[str], peers: Sequence[str], length: int, setting: Setting
 ) -> tuple[list[Subject], dict[str, str]]:
-    """All subjects of a level that serve up to `length` tokens. Models share their weights.
-
-    Args:
-        level: one of `LEVELS`.
-        schemes: names of schemes and of `REFERENCES`; `alibi@flex_attention` is a scheme with a backend of its own,
-            `alibi:axes=2` one with options, and `alibi+forget_gate` two that act together.
-        peers: groups of peers, at the level of attention.
-        length: tokens, or patches, of the longest call.
-        setting: of the run.
-
-    Returns:
-        The subjects, and the reasons why others are missing, by name.
+    """All subjects of a level that serve up to `length` tokens, and the reasons why others are missing, by name. Models
+    share their weights.
     """
     torch.manual_seed(setting.seed)
     setting, kind = setting.at(level), LEVELS[level].kind

@@ -52,16 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     run: Callable[[str], Mapping[str, float]], names: Sequence[str], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Runs every subject once in each round, in random order.
-
-    Args:
-        run: runs a subject and returns its time by phase.
-        names: of the subjects. The first runs twice in each round; the ratio of the two is the noise of the machine.
-        rounds: number of rounds.
-
-    Returns:
-        The times by name and phase.
-    """
+    """Runs every subject once in each round, in random order; returns the times by name and phase."""
     generator, again = random.Random(0), f"{names[0]} again"
     times: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in (*names, again)}
     for _ in range(rounds):
@@ -73,13 +64,7 @@ def measure(
 
 
 def timed(file: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
-    """llama.cpp's own times in milliseconds per token, by phase.
-
-    Args:
-        file: of the model.
-        prompt: tokens that are read.
-        steps: number of tokens that are written.
-    """
+    """llama.cpp's own times in milliseconds per token, by phase."""
     (completion,) = complete(file, [prompt], steps, context=len(prompt) + steps, precise=False)
     names = ("prompt_per_token_ms", "predicted_per_token_ms")
     return {phase: completion.timings[name] for phase, name in zip(PHASES, names, strict=True)}

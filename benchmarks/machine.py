@@ -19,7 +19,7 @@ import torch
 
 import hf_posenc
 from benchmarks.errors import BenchmarkError
-from training.processor import processor_name
+from training.machine import processor_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Of the memory that is free, this much is left to the rest of the machine.
@@ -29,11 +29,7 @@ SLOW_SUBNORMALS = 3.0
 
 
 def check_device(device: str) -> None:
-    """Explains what is missing where a device does not exist.
-
-    Raises:
-        BenchmarkError: if torch has no such device here.
-    """
+    """Explains what is missing where a device does not exist."""
     if device == "cuda" and not torch.cuda.is_available():
         why = (
             "this build of torch is for the CPU only; install one with CUDA"
@@ -63,11 +59,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """The processor, the GPU where there is one, and the versions.
-
-    Args:
-        machine: of `describe_machine`.
-    """
+    """The processor, the GPU where there is one, and the versions."""
     processor = f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
     place = f"{machine['gpu']} (CUDA {machine['cuda']}) with {processor}" if "gpu" in machine else processor
     return (
@@ -119,11 +111,7 @@ def reset_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int:
-    """The most that the process has held since `reset_peak`.
-
-    Raises:
-        BenchmarkError: for the memory of a CPU where the system is not Linux.
-    """
+    """The most that the process has held since `reset_peak`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     if sys.platform != "linux":

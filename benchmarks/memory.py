@@ -53,15 +53,8 @@ def memory_requests(options: Namespace) -> list[dict[str, Any]]:
 
 
 def peak_memory(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """Measures one call in a fresh process.
-
-    Args:
-        request: of `memory_requests`.
-        setting: of the run.
-
-    Returns:
-        `before_bytes` the process held before the call, `phase_bytes` by which the peak during it was higher,
-        `total_bytes` the sum, and `seconds` of this one call; or the `reason` why there is none of it.
+    """Measures one call in a fresh process: `before_bytes` held before it, `phase_bytes` by which the peak was higher,
+    `total_bytes` the sum, and its `seconds`; or the `reason` why there is none of it.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
@@ -74,11 +67,7 @@ def peak_memory(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def measure_here(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """What the fresh process does.
-
-    Raises:
-        BenchmarkError: if there is no such subject.
-    """
+    """What the fresh process does."""
     device, phase, length = setting.device, request["phase"], request["length"]
     name, peers = request["subject"], request["peers"]
     subjects, left_out = build_lineup(request["level"], () if peers else (name,), peers, length, setting)

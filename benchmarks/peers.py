@@ -52,11 +52,7 @@ def _peer(name: str, baseline: str, build: Builder, setting: Setting, *modules: 
 
 
 def _pair(
-    code: str,
-    bias: str,
-    build: Callable[[bool, int], Callable[[Tensor], Tensor]],
-    setting: Setting,
-    *modules: nn.Module,
+    code: str, bias: str, build: Callable[[bool, int], Any], setting: Setting, *modules: nn.Module
 ) -> list[Subject]:
     """The same code without position, and with a bias."""
     without = f"{code} without position"
@@ -279,16 +275,9 @@ def _x_transformers(setting: Setting) -> list[Subject]:
 
 
 PEER_GROUPS: dict[str, Callable[[Setting], list[Subject]]] = {
-    "kernel": _kernel,
-    "mask": _masks,
-    "position_bias": _position_bias,
-    "bloom": _bloom,
-    "mpt": _mpt,
-    "t5": _t5,
-    "x_transformers": _x_transformers,
-    "flex": _flex,
-    "flash": _flash,
-}
+    "kernel": _kernel, "mask": _masks, "position_bias": _position_bias, "bloom": _bloom, "mpt": _mpt, "t5": _t5,
+    "x_transformers": _x_transformers, "flex": _flex, "flash": _flash,
+}  # fmt: skip
 #: The package that a group needs, what to call the group, and what to do where it is missing.
 _PACKAGES = {
     "x_transformers": ("x_transformers", "x-transformers", "pip install -c constraints.txt -e '.[bench]'"),

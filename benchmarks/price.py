@@ -45,11 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         content = measure(options, shlex.join(["python", "-m", "benchmarks.price", *words]))
         write_outputs(content, options.output_dir)
-    except BenchmarkError as error:
-        print(f"price: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"price: {error}. Choose another --output_dir, or make room or permission there.", file=sys.stderr)
+    except (BenchmarkError, OSError) as error:
+        remedy = ". Choose another --output_dir, or make room or permission there."
+        print(f"price: {error}{'' if isinstance(error, BenchmarkError) else remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on with the next cell.", file=sys.stderr)
@@ -58,20 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: Namespace, command: str) -> dict[str, Any]:
-    """Measures what is missing in `results.json`, which is written after every measurement.
-
-    Args:
-        options: what and where.
-        command: the words that repeat it.
-
-    Returns:
-        The content of the file: the `machine`, the `settings`, the `commands`, the `cells` (`measure_cell`) and peaks
-        of `memory` by name, and which measurements were `not_begun`.
-
-    Raises:
-        BenchmarkError: if earlier results in the folder are of another machine or cannot be read, or the bare model
-            cannot be run.
-    """
+    """Measures what is missing in `results.json`, which is written after every measurement; returns its content."""
     deadline = time.monotonic() + 60 * options.budget_minutes
     path = options.output_dir / "results.json"
     machine, settings = describe_machine(options.setting.device), asdict(options.setting) | {"batch_size": 1}
@@ -116,20 +101,7 @@ def planned_cells(options: Namespace) -> list[Cell]:
 def measure_cell(
     options: Namespace, cell: Cell, earlier: Mapping[str, dict[str, Any]], deadline: float = math.inf
 ) -> dict[str, Any]:
-    """Times all subjects of one cell.
-
-    Args:
-        options: what and where.
-        cell: level, phase and length.
-        earlier: cells that were measured, by name; the next shorter length tells what would take too long.
-        deadline: of `time.monotonic()`; no more rounds are added after it, once there are three.
-
-    Returns:
-        What `time_subjects` returns, with the `level`, `phase` and `length`, and what was `asked`.
-
-    Raises:
-        BenchmarkError: if the bare model cannot be run.
-    """
+    """Times all subjects of one cell; see `time_subjects`."""
     level, phase, length = cell
     asked = _asked(options, cell)
     place: dict[str, Any] = {"level": level, "phase": phase, "length": length, "asked": asked}
@@ -157,10 +129,8 @@ def write_outputs(content: dict[str, Any], folder: Path) -> None:
     text = write_tables(content)
     write_text(folder / "table.md", text)
     print(text)
-    drawn = draw_price(price_result(content), folder)
-    print(
-        f"Written to {folder}: results.json, table.md{', price.png, price_dark.png' if drawn else ''}.", file=sys.stderr
-    )
+    drawn = [path.name for path in draw_price(price_result(content), folder)]
+    print(f"Written to {folder}: {', '.join(['results.json', 'table.md', *drawn])}.", file=sys.stderr)
 
 
 def _earlier(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
@@ -180,11 +150,7 @@ def _earlier(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same(earlier: dict[str, Any], now: dict[str, Any], kind: str, path: Path) -> None:
-    """Refuses results that cannot be compared with those of today.
-
-    Raises:
-        BenchmarkError: naming what differs.
-    """
+    """Refuses results that cannot be compared with those of today."""
     names = sorted(name for name in {*earlier, *now} if earlier.get(name) != now.get(name))
     if names:
         told = "; ".join(f"{name} {earlier.get(name)!r} there, {now.get(name)!r} here" for name in names)

@@ -41,11 +41,7 @@ from hf_posenc.recipes import swap_scheme
 
 @dataclass(frozen=True)
 class TextSetting(Setting):
-    """A setting whose tokens are those of a text.
-
-    Args:
-        stream: `(tokens,)` int64.
-    """
+    """A setting whose tokens are those of a text, `(tokens,)` int64."""
 
     stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 

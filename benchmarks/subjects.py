@@ -35,15 +35,7 @@ _SEED_TOKENS = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """What all subjects of a run share.
-
-    Args:
-        sizes: of the models.
-        smollm2: the sizes at the level "smollm2".
-        device: "cpu" or "cuda".
-        dtype: of weights and activations, "float32" or "bfloat16".
-        seed: of weights, tokens and the order of the subjects.
-    """
+    """What all subjects of a run share; the seed is that of weights, tokens and the order of the subjects."""
 
     sizes: Sizes = field(default_factory=Sizes)
     smollm2: Sizes = SMOLLM2
@@ -69,12 +61,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a subject that is ready.
-
-    Args:
-        run: what is timed.
-        after: restores the state from before the call; not timed.
-        seconds: makes the call elsewhere and returns its time; `None` for one that is made here.
+    """One call of a subject that is ready: `run` is timed, and `after` restores the state from before it. `seconds`
+    makes a call elsewhere and returns its time; `None` for one that is made here.
     """
 
     run: Callable[[], object]
@@ -89,14 +77,8 @@ class Call:
 
 @dataclass
 class Subject:
-    """Something whose calls are timed.
-
-    Args:
-        name: of the subject.
-        family: "bare", "stock", "peer", or what kind of scheme it is.
-        setting: of the run.
-        baseline: the subject of the same level that it is measured against; its own name for a baseline.
-        around: a context in which it runs.
+    """Something whose calls are timed, in the context `around`, against the subject of the same level that `baseline`
+    names, which may be itself. Its family is "bare", "stock", "peer", or what kind of scheme it is.
     """
 
     name: str
@@ -121,11 +103,7 @@ class Subject:
 
 @dataclass
 class LanguageModel(Subject):
-    """A whole model: forward and training step on `length` tokens, or one token behind a cache of `length`.
-
-    Args:
-        model: with a language modelling head.
-    """
+    """A whole model: forward and training step on `length` tokens, or one token behind a cache of `length`."""
 
     model: Any = None
     _apart: dict[tuple[str, int], Apart] = field(default_factory=dict)
@@ -204,11 +182,7 @@ def _grown(states: Tensor, length: int) -> Tensor:
 
 @dataclass
 class ImageClassifier(Subject):
-    """A whole model of images: forward and training step on one square image of `length` patches.
-
-    Args:
-        model: with a head for classes.
-    """
+    """A whole model of images: forward and training step on one square image of `length` patches."""
 
     model: Any = None
 

@@ -38,23 +38,15 @@ _QUANTITIES = {
     "seconds": ("seconds of this one call, T = {T}", ""),
 }
 _TABLES = (
-    ("milliseconds", "rounds"),
-    ("to_bare",),
-    ("to_stock",),
-    ("peer", "peer_own"),
-    ("peak_bytes", "peak_over_bare"),
+    ("milliseconds", "rounds"), ("to_bare",), ("to_stock",), ("peer", "peer_own"), ("peak_bytes", "peak_over_bare"),
     ("phase_bytes", "phase_over_bare", "total_over_bare", "seconds"),
-)
+)  # fmt: skip
 #: The control of an idle machine stays this near to 1.
 _QUIET = 0.03
 
 
 def write_tables(content: dict[str, Any]) -> str:
-    """The text of `table.md`.
-
-    Args:
-        content: of `results.json`.
-    """
+    """The text of `table.md`."""
     settings = content["settings"]
     shapes = [f"{name} {settings[name]}" for name in ("sizes", SMOLLM2_LEVEL) if name in settings]
     measured = {cell["level"] for cell in content["cells"].values()}
@@ -81,11 +73,7 @@ Models with random weights: `{"; ".join(shapes)}`."""
 
 
 def figure_tables(content: dict[str, Any]) -> list[str]:
-    """Everything after the introduction; parts may be empty.
-
-    Args:
-        content: of `results.json`.
-    """
+    """Everything after the introduction; parts may be empty."""
     result = price_result(content)
     tables = [
         f"## {view.title}\n\n" + replace(result, views=(replace(view, title=""),)).table(markdown=True)
@@ -95,11 +83,7 @@ def figure_tables(content: dict[str, Any]) -> list[str]:
 
 
 def price_result(content: dict[str, Any]) -> Result:
-    """Every figure of a run as a record: `at` are its level, its phase and the length `T`, and the kind of its subject.
-
-    Args:
-        content: of `results.json`.
-    """
+    """Every figure of a run as a record; `at` are its level, phase, length `T` and the kind of its subject."""
     records = sorted([*_times(content), *_peaks(content)], key=lambda record: record.at["T"])
     measured = {(figure.quantity, figure.at["level"], figure.at["phase"]) for figure in records}
     titles = {name: level.title for name, level in LEVELS.items()}

@@ -60,11 +60,7 @@ _ON_CUDA = (
 
 
 def verdicts(content: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """The targets for the device of a run that were measured: in words, what was measured, and whether it is met.
-
-    Args:
-        content: of `results.json`.
-    """
+    """The targets for the device of a run that were measured: in words, what was measured, and whether it is met."""
     return [*_ratios(content), *(() if content["settings"]["device"] == "cuda" else _memory(content))]
 
 

@@ -8,7 +8,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,14 +28,9 @@ _SLOW = 0.5
 
 @dataclass(frozen=True)
 class Pace:
-    """How long is measured.
-
-    Args:
-        rounds: at most.
-        cell_seconds: after so long no more rounds are added, once there are three.
-        subject_seconds: a subject whose three rounds would take longer is left out; a baseline never is.
-        seed: of the order.
-        measurement_seconds: one measurement is the mean of as many calls as fit into this time.
+    """How long is measured: `rounds` at most, and after `cell_seconds` no more than three. A subject whose three rounds
+    would take longer than `subject_seconds` is left out; a baseline never is. One measurement is the mean of as many
+    calls as fit into `measurement_seconds`.
     """
 
     rounds: int = 10
@@ -64,22 +59,9 @@ def time_subjects(
 ) -> dict[str, Any]:
     """Times all subjects against each other.
 
-    Args:
-        subjects: with their baselines among them.
-        phase: one of `PHASES`.
-        length: tokens.
-        pace: how long.
-        device: whose work is waited for.
-        deadline: of `time.monotonic()`; no more rounds are added after it, once there are three.
-
     Returns:
-        `rounds`, their number; `rows`, one for each subject that was timed (`row_of`), with the calls that one
-        measurement is the mean of; `left_out`, the reasons by subject; and `lasting`, the subjects among them whose
-        reason holds for longer inputs too. On a GPU a row has `peak_bytes`, by which the peak of a call and of what it
-        needs exceeds what was held before.
-
-    Raises:
-        BenchmarkError: if the model that others are measured against fails.
+        `rounds`, their number; `rows`, see `row_of`; `left_out`, the reasons by subject; and `lasting`, the subjects
+        among them whose reason holds for longer inputs too. On a GPU a row has `peak_bytes` over what was held before.
     """
     left_out: dict[str, str] = {}
     lasting: set[str] = set()
@@ -112,7 +94,7 @@ def time_subjects(
         compiles = device == "cuda" or call.seconds is not None
         return timed(call, device) if seconds < _SLOW or compiles else seconds
 
-    with within_free_memory(device):
+    with within_free_memory(device), contextlib.ExitStack() as stack:
         for subject in subjects:
             before = resident_bytes(device)
             reset_peak(device)
@@ -132,16 +114,19 @@ def time_subjects(
         order = random.Random(f"{pace.seed} {phase} {length}")
         end = min(time.monotonic() + pace.cell_seconds, deadline)
         rounds = 0
+        # Garbage is collected before a round and not within it.
+        stack.callback(gc.enable)
+        gc.disable()
         while rounds < pace.rounds and (rounds < MIN_ROUNDS or time.monotonic() < end):
+            gc.collect()
             order.shuffle(running)
-            with _without_collector():
-                for subject in list(running):
-                    warm = quick[subject.name] < _SLOW
-                    seconds = attempt(subject, partial(_mean, calls=calls[subject.name], warm=warm, device=device))
-                    if seconds is None:
-                        running.remove(subject)
-                    else:
-                        times[subject.name].append(seconds)
+            for subject in list(running):
+                warm = quick[subject.name] < _SLOW
+                seconds = attempt(subject, partial(_mean, calls=calls[subject.name], warm=warm, device=device))
+                if seconds is None:
+                    running.remove(subject)
+                else:
+                    times[subject.name].append(seconds)
             rounds += 1
     drop_those_without_baseline()
     times = {name: seconds for name, seconds in times.items() if name not in left_out}
@@ -154,19 +139,10 @@ def time_subjects(
 
 
 def row_of(subject: Subject, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Milliseconds of every round, and quartiles of the ratios to other subjects within rounds.
-
-    Args:
-        subject: whose row it is.
-        times: seconds of every round, by subject.
-    """
+    """Milliseconds of every round, and quartiles of the ratios to other subjects within rounds."""
     measured = times[subject.name]
-    row: dict[str, Any] = {
-        "subject": subject.name,
-        "family": subject.family,
-        "baseline": subject.baseline,
-        "milliseconds": round(statistics.median(measured) * 1e3, 4),
-    }
+    row: dict[str, Any] = {"subject": subject.name, "family": subject.family, "baseline": subject.baseline}
+    row["milliseconds"] = round(statistics.median(measured) * 1e3, 4)
     for name, other in (("ratio", subject.baseline), ("to_bare", BARE), ("to_stock", STOCK)):
         if other in times:
             ratios = quartiles(measured, times[other]) | {"of_minima": min(measured) / min(times[other])}
@@ -212,14 +188,3 @@ def timed(call: Call, device: str) -> float:
     seconds = time.perf_counter() - start
     call.after()
     return seconds
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Garbage is collected before a round and not within it."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -9,7 +9,7 @@ import sys
 import launched_script  # noqa: F401  (finds the repository)
 
 from hf_posenc.cli import main
-from training.launched import is_first_process, launched_on_cpu
+from training.machine import is_first_process, launched_on_cpu
 
 
 def command(words: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from accelerate import PartialState
 
 from hf_posenc.cli import main
-from training.launched import is_first_process, launched_on_cpu
+from training.machine import is_first_process, launched_on_cpu
 
 
 def run(script: str) -> None:

@@ -17,11 +17,11 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from torch import nn
 
-from hf_posenc.checkpoint.requested import read_request
+from hf_posenc.checkpoint.loading import read_request
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.patch import patch_model
 from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.model_checks import unwrapped
 
 _FORWARD = "rewrites the code of all attention modules before the model is loaded, so it cannot be patched."
 #: What axolotl does with adapters by default, the value that prevents it, and why.

@@ -14,8 +14,11 @@ from hf_posenc.version import REPOSITORY
 INSTALL = f"pip install git+{REPOSITORY}"
 #: Start of the `model_type` of a patched model in `config.json`.
 MODEL_TYPE = "hf_posenc"
-#: The whole `model_type`. Programs without this package quote it in their error, so it says what to do.
-STORED_MODEL_TYPE = f"{MODEL_TYPE} ({INSTALL}, then import it before loading)"
+#: The whole `model_type`. Programs without this package quote it in their error, and transformers then advises to
+#: update transformers. So it says what to do instead.
+STORED_MODEL_TYPE = (
+    f"{MODEL_TYPE} ({INSTALL}, then import hf_posenc before loading this model; updating Transformers does not help)"
+)
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
 #: The attribute of a config whose model runs the code of an export to "remote_code".
@@ -27,6 +30,8 @@ MARK = "_extra_state"
 #: The attribute of a PEFT config in memory that holds the scheme of its adapter. It is no field of the dataclass, so it
 #: is not saved and not included in `to_dict`.
 ADAPTER_SCHEME = "_hf_posenc_scheme"
+#: The config of a PEFT adapter in its folder.
+ADAPTER_CONFIG = "adapter_config.json"
 #: Maximum number of bytes of a `config.json` that are read to detect a patched model.
 _LARGEST_CONFIG = 2**24
 #: Arguments that say where `find_file` looks.

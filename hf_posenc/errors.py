@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+#: Packages whose lines a warning does not point at; `contextlib` and `functools` call what is wrapped in them.
+_NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "peft", "contextlib", "functools"}
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
 #: More known names than this are not listed in a message that says where they are listed.
@@ -100,3 +104,11 @@ class MissingPackageError(PositionEncodingError, UsageError, ImportError):
 
 class MeasurementError(PositionEncodingError, ValueError):
     """A measurement would be meaningless for the given sentence, swap or tokenizer."""
+
+
+def warn_user(message: str) -> None:
+    """Warns at the line outside of this library and of transformers that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_OF_THE_USER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.entry import ADAPTER_CONFIG
 from hf_posenc.errors import UsageError
 from hf_posenc.installation import require
 
 _ARCHITECTURE_PREFIX = "hf_posenc."
-_ADAPTERS = "adapter_config.json"
 _COMMON_LOADERS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM")
 _VAGUE_LOADERS = ("AutoModelForMultimodalLM", "AutoModelForPreTraining", "AutoModelForTextEncoding")
 
@@ -61,7 +61,7 @@ def refuse_adapters(model: str, remedy: str) -> None:
     Raises:
         UsageError: with the remedy.
     """
-    if Path(model, _ADAPTERS).is_file() and not Path(model, "config.json").is_file():
+    if Path(model, ADAPTER_CONFIG).is_file() and not Path(model, "config.json").is_file():
         raise UsageError(f"{model} holds PEFT adapters and no model. {remedy}.")
 
 
@@ -73,8 +73,10 @@ def load_with_adapters(adapters: str) -> tuple[Any, str]:
     Raises:
         UsageError: if the folder has no adapters, or PEFT is not installed.
     """
-    if not Path(adapters, _ADAPTERS).is_file():
-        raise UsageError(f"{missing_folder(adapters)}{adapters} has no {_ADAPTERS}, so there are no adapters to merge.")
+    if not Path(adapters, ADAPTER_CONFIG).is_file():
+        raise UsageError(
+            f"{missing_folder(adapters)}{adapters} has no {ADAPTER_CONFIG}, so there are no adapters to merge."
+        )
     require(f"{adapters} holds PEFT adapters", "peft")
     from peft import PeftConfig, PeftModel
 

@@ -1,25 +1,42 @@
 """Wraps functions of other packages, once per process. A copy of this package that is imported later takes over.
 
+A function is wrapped when its module is imported. `import hf_posenc` must not load `peft` or `transformers.trainer`,
+which take seconds, but must run code when a program imports them.
+
 Importing this package must not change how the functions are called. A wrapper therefore receives a `Call`, in which it
 finds the arguments by the names that the function gives them, however the caller passed them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.version import with_version
-from hf_posenc.when_imported import when_imported
 
+Hook = Callable[[ModuleType], None]
 _MARK = "_hf_posenc_wraps"
 #: All wrappers by the full names of their functions, also of packages that are not imported.
 WRAPPERS: dict[str, Callable[[Call], Any]] = {}
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Gives a context variable a value in a `with` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 class Call:
@@ -70,6 +87,11 @@ class Call:
             else:
                 bound.arguments[self._keywords] = {**bound.arguments.get(self._keywords, {}), name: value}
         return Call(self.original, self.signature, bound.args, bound.kwargs)
+
+    def without(self, *names: str) -> Call:
+        """The same call without some keywords."""
+        others = {name: value for name, value in self.kwargs.items() if name not in names}
+        return Call(self.original, self.signature, self.args, others)
 
     @property
     def _keywords(self) -> str:
@@ -163,3 +185,63 @@ def _is_of_another_copy(function: Any) -> bool:
     """Whether a function is a wrapper created by an earlier import of this module."""
     module = getattr(function, "__globals__", {})
     return hasattr(function, _MARK) and module.get("__name__") == __name__ and module is not globals()
+
+
+def when_imported(name: str, hook: Hook) -> None:
+    """Calls `hook(module)` whenever the code of a module has run, and at once if the module is loaded.
+
+    The code runs again if the module is reloaded, or imported after its removal from `sys.modules`.
+
+    Args:
+        name: full name of the module, such as "peft.peft_model".
+        hook: called with the module. Its exceptions propagate to the import statement.
+
+    Raises:
+        ImportError: if the module is being imported by the current call stack, so that the hook cannot run after it.
+    """
+    if name in sys.modules:
+        # Waits if another thread is importing it.
+        module = importlib.import_module(name)
+        if getattr(module.__spec__, "_initializing", False):
+            raise ImportError(
+                f"{__package__} was first imported during the import of {name}. Import {__package__} before {name}."
+            )
+        hook(module)
+    _FINDER.hooks.setdefault(name, []).append(hook)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+class _Finder:
+    """Finds modules with the other finders and adds the hooks to their loaders."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, list[Hook]] = {}
+        self._delegating: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.hooks or fullname in self._delegating:
+            return None
+        self._delegating.add(fullname)
+        try:
+            finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
+        finally:
+            self._delegating.discard(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            for hook in self.hooks[fullname]:
+                hook(module)
+
+        # Each module has its own loader for source files, so this does not affect other modules.
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_FINDER = _Finder()

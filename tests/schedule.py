@@ -17,6 +17,7 @@ LONGEST = (
     "tests/explorer/test_page.py",
     "tests/training/test_run_processes.py",
     "tests/explorer/test_formulas.py",
+    "tests/explorer/test_comparison.py",
     "tests/export/test_onnx.py",
     "tests/test_examples.py",
     "tests/distributed/test_tensor_parallel.py",

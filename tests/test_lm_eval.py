@@ -181,5 +181,5 @@ def test_without_the_plugin_lm_eval_stops_and_names_it(folder, local_task, tmp_p
     program = "import runpy; runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"
     finished = run_fresh(program, *words(folder, "local_questions", local_task, tmp_path), folder=tmp_path)
     assert finished.returncode != 0
-    assert f"Invalid version: '{INSTALL} " in finished.stderr
+    assert f"has model type `hf_posenc ({INSTALL}, " in finished.stderr
     assert not list(tmp_path.rglob("results_*.json"))

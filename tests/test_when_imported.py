@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hf_posenc.when_imported import when_imported
+from hf_posenc.wrapping import when_imported
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_importing_the_package_loads_nothing_that_it_may_not_need():
 
 def test_a_module_that_is_being_imported_by_this_thread_cannot_be_followed(tmp_path, monkeypatch):
     (tmp_path / "half_way.py").write_text(
-        "from hf_posenc.when_imported import when_imported\nwhen_imported('half_way', print)\n"
+        "from hf_posenc.wrapping import when_imported\nwhen_imported('half_way', print)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="Import hf_posenc before half_way"):

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 
 from training.errors import SettingsError
 from training.help import GroupedHelp
-from training.launched import launched_on_cpu
+from training.machine import launched_on_cpu
 
 #: Bytes that a file of settings may have. YAML takes seconds for a megabyte.
 LARGEST_SETTINGS = 2**20
@@ -41,11 +41,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_structured(text: str, option: str) -> Any:
-    """Parses JSON or YAML from the command line.
-
-    Raises:
-        SettingsError: for text that is neither.
-    """
+    """Parses JSON or YAML from the command line."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
@@ -58,17 +54,7 @@ def parse_structured(text: str, option: str) -> Any:
 def parse_arguments(
     dataclass_types: Sequence[type], arguments: Sequence[str], description: str | None = None
 ) -> tuple[Any, ...]:
-    """Returns one object per dataclass, from flags, or from a file followed by flags that override it.
-
-    Args:
-        dataclass_types: whose fields are the options.
-        arguments: `["settings.yaml", "--seed", "1"]` or flags alone.
-        description: for `--help`.
-
-    Raises:
-        SettingsError: for a file that cannot be read, or an option that does not exist.
-        SystemExit: with status 2, for a value that an option cannot take.
-    """
+    """Returns one object per dataclass, from flags, or from a file followed by flags that override it."""
     parser = _Parser(dataclass_types, description=description, further=_FURTHER)
     actions = {action.dest: action for action in parser._actions if action.dest != argparse.SUPPRESS}
     # Memory is pinned for copies to an accelerator; without one torch warns at every epoch that it is not.
@@ -98,11 +84,7 @@ def parse_arguments(
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Reads the settings in a YAML or JSON file, by name.
-
-    Raises:
-        SettingsError: for a file that cannot be read, is not text, or holds something other than one mapping.
-    """
+    """Reads the settings in a YAML or JSON file, by name."""
     try:
         if path.stat().st_size > LARGEST_SETTINGS:
             raise SettingsError(f"{path} has {path.stat().st_size} bytes; settings have at most {LARGEST_SETTINGS}.")

@@ -10,7 +10,7 @@ from transformers.hf_argparser import HfArg
 
 from hf_posenc.extensions import name_modules
 from training.errors import SettingsError
-from training.launched import check_met
+from training.machine import check_met
 
 #: Arguments of `Trainer` with only one value that keeps the promises of these scripts, and the reason.
 _FIXED = {
@@ -210,15 +210,7 @@ def require_at_least(arguments: Any, **least: int) -> None:
 
 
 def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False) -> None:
-    """Refuses arguments that these scripts would otherwise ignore, or that would break their promises.
-
-    Args:
-        arguments: of the Trainer.
-        lora: whether adapters are trained.
-
-    Raises:
-        SettingsError: naming the argument and the reason.
-    """
+    """Refuses arguments that these scripts would otherwise ignore, or that would break their promises."""
     check_met(
         arguments.world_size,
         "Give --use_cpu to train on the CPU, or launch as many processes as there are GPUs.",

@@ -1,11 +1,14 @@
-"""Checkpoints that can be resumed from, and the settings that a run began with."""
+"""Checkpoints that can be resumed from, and the settings and the code that a run began with."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import hashlib
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_posenc.schemes.config import SchemeConfig
 from training.errors import SettingsError
 from training.files import read_json, write_json
 
@@ -46,10 +50,6 @@ def incompleteness(checkpoint: Path, world_size: int) -> str | None:
     """Says what a checkpoint lacks to be resumed from; `None` if it is complete.
 
     A process that is killed while it saves leaves some of the files out, or one of them cut off.
-
-    Args:
-        checkpoint: the folder `checkpoint-STEP`.
-        world_size: number of processes; each has random number states of its own.
     """
     if not checkpoint.is_dir():
         return "there is no such folder"
@@ -92,12 +92,7 @@ def record_progress(checkpoint: Path, progress: Mapping[str, Any]) -> None:
 
 
 def latest_complete_checkpoint(output_dir: str | Path, world_size: int = 1) -> Path | None:
-    """Returns the last checkpoint that can be resumed from, or `None`; warns about each one it passes over.
-
-    Args:
-        output_dir: where a `Trainer` wrote `checkpoint-STEP` folders.
-        world_size: number of processes of the run that resumes.
-    """
+    """Returns the last checkpoint that can be resumed from, or `None`; warns about each one it passes over."""
     by_step = {
         int(match[1]): path
         for path in Path(output_dir).glob("*")
@@ -116,11 +111,6 @@ def checkpoint_settings(arguments: TrainingArguments, **others: Any) -> dict[str
 
     How often a run logs, evaluates, saves and reports may change; evaluation may not where it chooses the model
     (`load_best_model_at_end`).
-
-    Args:
-        arguments: of the Trainer; the number of processes is recorded with them.
-        **others: what else decides the curve, by name: digests of data and of initial weights, a scheme's options.
-            A dataclass or mapping stands for one setting per field.
     """
     chooses = _CHOOSE_BEST if arguments.load_best_model_at_end else ()
     settings = {
@@ -152,11 +142,7 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
-    """Whether this run was begun in the output folder before; writes nothing.
-
-    Raises:
-        SettingsError: if the folder holds a run with other settings, or files of something else.
-    """
+    """Whether this run was begun in the output folder before; writes nothing."""
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
@@ -177,3 +163,26 @@ def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
             "anew with --overwrite_output_dir."
         )
     return True
+
+
+def scheme_code(config: SchemeConfig | None) -> str | None:
+    """Returns a digest of the modules that define a scheme and the schemes inside it.
+
+    Comments and formatting do not change the digest. It covers the modules with the configs, not others that they
+    import.
+
+    Returns:
+        16 hexadecimal digits, or `None` if the modules are all part of hf_posenc or have no source file.
+    """
+    files = {getattr(sys.modules[module], "__file__", None) for module in _modules(config)}
+    sources = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
+    code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in sources]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if code else None
+
+
+def _modules(config: SchemeConfig | None) -> set[str]:
+    if config is None:
+        return set()
+    inside = {module for child in config.children().values() for module in _modules(child)}
+    defined_in = type(config).__module__
+    return inside if defined_in.partition(".")[0] == "hf_posenc" else inside | {defined_in}

@@ -26,22 +26,22 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from hf_posenc.metrics.images.pictures import DIGITS
+from study_report.outputs import write_outputs
 from training.checkpoints import latest_complete_checkpoint
 from training.errors import SettingsError
-from training.launched import check_met, launched_on_cpu
+from training.machine import check_met, launched_on_cpu
 from training.one_run import exit_status
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
 from training.study.corpus import Corpus, load_corpus, study_tokenizer
+from training.study.curve import check_trackers
 from training.study.executors import Executor, in_this_process, open_executor
 from training.study.folder import check_cells, taken
 from training.study.models import task_model
-from training.study.outputs import write_outputs
 from training.study.rates import rates_study, with_chosen_rates
 from training.study.results import study_results
 from training.study.settings import StudySettings, parse_study
 from training.study.tasks import IMAGES
 from training.study.tasks.images import pictures_summary
-from training.study.trackers import check_trackers
 from training.study.workers import quiet, run_cells
 
 
@@ -54,28 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
         results.update(compare(parse_study(words, __doc__ or ""), words))
 
     status = exit_status("compare", run)
-    return status or int(_has_failed([run["status"] for run in results["runs"]]))
-
-
-def _has_failed(statuses: list[str]) -> bool:
-    """Whether a training failed, or no scheme could be trained at all."""
-    return FAILED in statuses or FINISHED not in statuses
+    ended = {run["status"] for run in results.get("runs", ())}
+    return status or int(FAILED in ended or FINISHED not in ended)
 
 
 def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     """Runs what has not ended yet, and writes results, tables, plots, report and cards.
 
-    Args:
-        study: its settings.
-        command: the words after `hf-posenc compare` that repeat it, for the report.
-
     Returns:
         The content of `results.json`.
-
-    Raises:
-        SettingsError: for settings that cannot work, or that differ from those a training in this folder began with;
-            for processes that were launched together and have not met.
-        UnknownNameError: for an unknown scheme or option.
     """
     quiet()
     if study.learning_rates:

@@ -23,11 +23,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads what `write_json` wrote; `None` where there is no file.
-
-    Raises:
-        SettingsError: for a file that was cut off or changed since.
-    """
+    """Reads what `write_json` wrote; `None` where there is no file."""
     if not path.exists():
         return None
     try:

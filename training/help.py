@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any
 
 from hf_posenc.errors import close_names
 
@@ -25,31 +24,12 @@ class GroupedHelp(argparse.ArgumentParser):
         usage: dict[str, Any] = {"usage": "%(prog)s [SETTINGS.yaml] [--option value ...]", "allow_abbrev": False}
         super().__init__(*args, **(usage | settings | fixed))
         self.further = further
-        self.add_argument("-h", "--help", action=_ShortHelp, help="print the options in short")
+        unstored: dict[str, Any] = {"nargs": 0, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        self.add_argument("-h", "--help", action=_ShortHelp, help="print the options in short", **unstored)
         self.add_argument("--help-all", action="help", help="print every option in full")
 
-    def short_help(self) -> str:
-        """The text of `--help`."""
-        formatter = _Short(self.prog)
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        for group in self._action_groups:
-            # The first two belong to argparse; what a script does not group itself is for --help-all.
-            if group not in (self._positionals, self._optionals):
-                formatter.start_section(group.title)
-                formatter.add_arguments(group._group_actions)
-                formatter.end_section()
-        text = f"{self.further} --help-all explains every option in full."
-        formatter.add_text(textwrap.fill(text, formatter._width, break_on_hyphens=False))
-        return formatter.format_help()
-
     def refusal(self, name: str, place: str) -> str:
-        """The message for an option that does not exist.
-
-        Args:
-            name: without dashes.
-            place: where it was found.
-        """
+        """The message for an option, named without dashes, that does not exist."""
         known = [action.dest for action in self._actions if action.dest != argparse.SUPPRESS]
         close = " or ".join(f"--{near}" for near in close_names(name, known))
         hint = f" Did you mean {close}?" if close else ""
@@ -57,12 +37,18 @@ class GroupedHelp(argparse.ArgumentParser):
 
 
 class _ShortHelp(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None, **_: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, GroupedHelp)
-        sys.stdout.write(parser.short_help())
+    def __call__(self, parser: Any, *_: Any) -> None:
+        formatter = _Short(parser.prog)
+        formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+        formatter.add_text(parser.description)
+        # The first two groups belong to argparse; what a script does not group itself is for --help-all.
+        for group in parser._action_groups[2:]:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        text = f"{parser.further} --help-all explains every option in full."
+        formatter.add_text(textwrap.fill(text, formatter._width, break_on_hyphens=False))
+        print(formatter.format_help(), end="")
         parser.exit()
 
 
@@ -73,34 +59,28 @@ class _Full(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=34)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        # The same names with dashes are accepted too. Choices are in the full help alone.
+        # The same names with dashes are accepted too.
         names = [name for name in action.option_strings if "-" not in name.lstrip("-") or name == "--help-all"]
-        return f"{', '.join(names)} {self._value_of(action)}".rstrip()
+        return f"{', '.join(names)} {'' if action.nargs in (0, '?') else self._value_of(action)}".rstrip()
 
     def _value_of(self, action: argparse.Action) -> str:
-        if action.nargs in (0, "?"):
-            return ""
         return "{" + ",".join(map(str, action.choices)) + "}" if action.choices else "VALUE"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = " ".join((action.help or "").split())
         if action.default in (None, "", argparse.SUPPRESS) or action.default is False or "default:" in text.lower():
             return text
-        return f"{text} (default: {_shown(action.default)})"
+        is_list = isinstance(action.default, Iterable) and not isinstance(action.default, str | dict)
+        shown = ",".join(map(str, action.default)) if is_list else str(action.default)
+        return f"{text} (default: {shown.replace('%', '%%')})"
 
 
 class _Short(_Full):
     def _value_of(self, action: argparse.Action) -> str:
-        return "" if action.nargs in (0, "?") else "VALUE"
+        return "VALUE"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = super()._get_help_string(action)
         sentence = re.split(r"(?<=[.;]) (?=[A-Z(])", re.sub(r" \(default: .*\)$", "", text))[0].rstrip(".")
         default = re.search(r"\(default: .{1,24}\)$", text)
         return f"{sentence} {default.group()}" if default else sentence
-
-
-def _shown(default: Any) -> str:
-    """A default as it is printed; argparse formats help with `%`."""
-    is_list = isinstance(default, Iterable) and not isinstance(default, str | dict)
-    return (",".join(map(str, default)) if is_list else str(default)).replace("%", "%%")

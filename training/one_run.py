@@ -20,11 +20,10 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_posenc import PositionEncodingError
 from training.arguments import RunArguments, check_trainer_arguments
-from training.checkpoints import SETTINGS_FILE, check_run, checkpoint_settings, latest_complete_checkpoint
+from training.checkpoints import SETTINGS_FILE, check_run, checkpoint_settings, latest_complete_checkpoint, scheme_code
 from training.errors import SettingsError
 from training.files import write_json
-from training.launched import report
-from training.scheme_code import scheme_code
+from training.machine import report
 from training.starting_model import weights_digest
 from training.trainer import SavingError, SchemeTrainer, TrainingError
 
@@ -39,11 +38,6 @@ _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 
 def exit_status(program: str, run: Callable[[], Any], *, resumes: bool = True) -> int:
     """Calls `run`, and prints one message instead of a traceback for errors that a user can fix.
-
-    Args:
-        program: its name, for messages.
-        run: what it does.
-        resumes: whether the same command goes on where an interrupted one stopped.
 
     Returns:
         0, or 1 if the training had to stop, 2 for arguments that cannot work, 130 if interrupted.
@@ -73,37 +67,40 @@ def trains(arguments: TrainingArguments) -> bool:
 
 
 def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
-    """Begins to log, and refuses arguments of the Trainer that cannot work.
-
-    Raises:
-        SettingsError: see `check_trainer_arguments`.
+    """Shows what the run says: everything of the first process, errors of the others. Refuses arguments of the Trainer
+    that cannot work.
     """
-    set_up_logging(arguments)
+    level = logging.INFO if arguments.should_log else logging.ERROR
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=level)
+    for library in ("httpx", "accelerate", "datasets"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
+    if not arguments.should_log:
+        datasets.utils.logging.set_verbosity_error()
+        datasets.disable_progress_bars()
     arguments.remove_unused_columns = False  # the collator needs what the model does not take
     check_trainer_arguments(arguments, lora=lora)
 
 
-def run_settings(arguments: TrainingArguments, model: Any, **others: Any) -> dict[str, Any]:
-    """What must stay the same for a run to be resumed: `checkpoint_settings`, the weights it starts from, and the code
-    of a scheme that is defined outside of this package.
+def start(
+    run: RunArguments, arguments: TrainingArguments, model: Any, decisive: dict[str, Any], **options: Any
+) -> tuple[SchemeTrainer, Path | None]:
+    """The trainer of a run, and the checkpoint to resume from, if the output folder holds one of this run.
+
+    What must stay the same for a run to go on is written down where it begins: the arguments of the Trainer, `decisive`
+    (see `checkpoint_settings`), the weights it starts from, and the code of a scheme of the user's own.
 
     Args:
+        run: what to do with an output folder that is not empty.
         arguments: of the Trainer.
         model: as it will be trained.
-        **others: what else decides the curve, as in `checkpoint_settings`.
+        decisive: what else decides the curve, by name.
+        **options: further arguments of `SchemeTrainer`.
     """
-    settings = checkpoint_settings(arguments, initial_weights=weights_digest(model), **others)
+    settings = checkpoint_settings(arguments, initial_weights=weights_digest(model), **decisive)
     encoding = getattr(model, "position_encoding", None)
-    code = scheme_code(None if encoding is None else encoding.config)
-    return settings if code is None else settings | {"code of the scheme": code}
-
-
-def starting_point(run: RunArguments, arguments: TrainingArguments, settings: dict[str, Any]) -> Path | None:
-    """The checkpoint to resume from, if the output folder holds one of this run.
-
-    Raises:
-        SettingsError: if the folder holds a run with other settings, or files of something else.
-    """
+    if code := scheme_code(None if encoding is None else encoding.config):
+        settings["code of the scheme"] = code
     state, folder = PartialState(), Path(str(arguments.output_dir))
     if run.overwrite_output_dir:
         if state.is_main_process and (folder / SETTINGS_FILE).exists():
@@ -114,77 +111,49 @@ def starting_point(run: RunArguments, arguments: TrainingArguments, settings: di
     state.wait_for_everyone()
     if checkpoint is not None and state.is_main_process:
         print(f"Resuming from {checkpoint}.", file=sys.stderr)
-    return checkpoint
-
-
-def build_trainer(arguments: TrainingArguments, model: Any, settings: dict[str, Any], **options: Any) -> SchemeTrainer:
-    """The trainer of a run, whose settings are written down if it begins here.
-
-    Args:
-        arguments: of the Trainer.
-        model: as it will be trained.
-        settings: of `run_settings`.
-        **options: further arguments of `SchemeTrainer`.
-
-    Raises:
-        SettingsError: if an optimizer, a tracker or the hub cannot be used.
-    """
     try:
         SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed
         trainer = SchemeTrainer(model=model, args=arguments, **options)
     except _HUB_ERRORS as error:
-        written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {arguments.output_dir}"
+        written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {folder}"
         raise SettingsError(f"{written}: {error}") from error
     except (ValueError, ImportError, RuntimeError) as error:  # a tracker that is not installed, among others
         raise SettingsError(str(error)) from error
-    path = Path(str(arguments.output_dir), SETTINGS_FILE)
-    if trainer.is_world_process_zero() and not path.exists():
-        write_json(path, settings)
-    return trainer
+    if trainer.is_world_process_zero() and not (folder / SETTINGS_FILE).exists():
+        write_json(folder / SETTINGS_FILE, settings)
+    return trainer, checkpoint
 
 
-def train_and_save(trainer: SchemeTrainer, checkpoint: Path | None, *, adapter: bool = False) -> dict[str, float]:
-    """Trains to the end and saves the model.
+def train_and_evaluate(trainer: SchemeTrainer, checkpoint: Path | None, *, adapter: bool = False) -> dict[str, float]:
+    """Trains to the end, saves the model and evaluates it, as far as asked for; returns the metrics.
 
     Args:
         trainer: of the run.
         checkpoint: where to resume from.
-        adapter: whether only adapters were trained, which have a folder of their own.
-
-    Returns:
-        The metrics of the training.
+        adapter: whether only adapters were trained. They are saved in a folder of their own, and then added to the
+            weights, so that the whole model loads without peft.
     """
-    outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.log_metrics("train", outcome.metrics)
-    if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.require_finite_weights()
-    # An internal call uploads nothing.
-    trainer.save_model(str(Path(str(trainer.args.output_dir), ADAPTER)) if adapter else None, _internal_call=True)
-    trainer.save_state()
-    metrics: dict[str, float] = outcome.metrics
-    return metrics
-
-
-def evaluate(trainer: SchemeTrainer) -> dict[str, float]:
-    """Evaluates, and shows the metrics."""
+    results: dict[str, float] = {}
+    if trains(trainer.args):
+        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.log_metrics("train", outcome.metrics)
+        if trainer.is_fsdp_enabled:
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.require_finite_weights()
+        # An internal call uploads nothing.
+        trainer.save_model(str(Path(str(trainer.args.output_dir), ADAPTER)) if adapter else None, _internal_call=True)
+        trainer.save_state()
+        results |= outcome.metrics
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
-    return metrics
-
-
-def merge_adapter(trainer: SchemeTrainer) -> None:
-    """Adds what LoRA has learned to the weights, and saves the whole model, which loads without peft."""
-    trainer.model = trainer.model_wrapped = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
-    trainer.save_model(_internal_call=True)
+    if trains(trainer.args) and adapter:
+        trainer.model = trainer.model_wrapped = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+        trainer.save_model(_internal_call=True)
+    return results | metrics
 
 
 def finish(trainer: SchemeTrainer, results: dict[str, float]) -> None:
-    """Writes the figures of a run, and pushes its model to the hub.
-
-    Raises:
-        TrainingError: if the model could not be pushed.
-    """
+    """Writes the figures of a run, and pushes its model to the hub."""
     folder = Path(str(trainer.args.output_dir))
     if trainer.is_world_process_zero():
         write_json(folder / "all_results.json", results)
@@ -196,15 +165,3 @@ def finish(trainer: SchemeTrainer, results: dict[str, float]) -> None:
                 f"The model is complete in {folder}, but could not be pushed to the hub: {error} Run the same command "
                 "again to push it."
             ) from error
-
-
-def set_up_logging(arguments: TrainingArguments) -> None:
-    """Shows what the run says: everything of the first process, errors of the others."""
-    level = logging.INFO if arguments.should_log else logging.ERROR
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=level)
-    for library in ("httpx", "accelerate", "datasets"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
-    if not arguments.should_log:
-        datasets.utils.logging.set_verbosity_error()
-        datasets.disable_progress_bars()

@@ -12,31 +12,21 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, which has modules of common names
 
 from transformers import TrainingArguments
 
-from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
+from hf_posenc.patching.place.lengths import context_length, update_tokenizer_length
 from hf_posenc.recipes import frozen_teacher
 from training.argument_files import parse_arguments
 from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments
 from training.data.blocking import packed_batches
-from training.data.rows import load_rows
+from training.data.text import load_rows
 from training.errors import SettingsError
-from training.one_run import (
-    build_trainer,
-    evaluate,
-    exit_status,
-    finish,
-    merge_adapter,
-    run_settings,
-    set_up,
-    starting_point,
-    train_and_save,
-    trains,
-)
+from training.one_run import exit_status, finish, set_up, start, train_and_evaluate, trains
 from training.starting_model import add_lora, apply_scheme, build_model, check_scheme, load_tokenizer
 from training.swapping import HealingArguments
 from training.trainer import data_seed, training_steps
@@ -66,22 +56,8 @@ def train(
 ) -> dict[str, float]:
     """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
 
-    Args:
-        model_options: which model, and its tokenizer.
-        scheme: its position encoding.
-        data: which text, and how it is made into rows.
-        lora: whether adapters are trained.
-        run: what to do with an output folder that is not empty.
-        arguments: of the Trainer.
-        healing: how a pretrained model takes the scheme.
-        causal: whether the model learns to predict the next token, rather than masked ones (run_mlm.py).
-
     Returns:
         The content of `all_results.json`.
-
-    Raises:
-        SettingsError: for options that cannot work. All are checked before anything is written.
-        TrainingError: if the training had to stop.
     """
     # Options: what cannot work is refused before anything is written.
     set_up(arguments, lora=lora.lora)
@@ -111,41 +87,24 @@ def train(
         model = add_lora(model, lora, causal)
 
     # Trainer: a run goes on only with the settings that decide its curve.
-    settings = run_settings(
-        arguments,
-        model,
-        objective="causal" if causal else "masked",
-        train_text=train_rows.stream.digest(),
-        block_size=data.block_size,
-        packing=data.packing,
-        mlm_probability=None if causal else data.mlm_probability,
-        scheme=scheme,
-        lora=lora,
-        **healing.settings(),
-        **({"validation_text": eval_rows.stream.digest()} if arguments.load_best_model_at_end else {}),
-    )
-    checkpoint = starting_point(run, arguments, settings)
-    trainer = build_trainer(
-        arguments,
-        model,
-        settings,
-        causal=causal,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        data_collator=batches,
-        processing_class=tokenizer,
-        callbacks=healing.callbacks(),
+    decisive: dict[str, Any] = {
+        "objective": "causal" if causal else "masked", "train_text": train_rows.stream.digest(),
+        "block_size": data.block_size, "packing": data.packing,
+        "mlm_probability": None if causal else data.mlm_probability, "scheme": scheme, "lora": lora,
+    }  # fmt: skip
+    decisive |= healing.settings()
+    if arguments.load_best_model_at_end:
+        decisive["validation_text"] = eval_rows.stream.digest()
+    trainer, checkpoint = start(
+        run, arguments, model, decisive, causal=causal, train_dataset=train_rows, eval_dataset=eval_rows,
+        data_collator=batches, processing_class=tokenizer, callbacks=healing.callbacks(),
         loss_hooks=healing.loss_hooks(model, teacher, causal),
-    )
+    )  # fmt: skip
 
     # Train, evaluate and save.
-    results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
     logging.getLogger("run_clm" if causal else "run_mlm").info("%s", text)
-    if trains(arguments):
-        results |= train_and_save(trainer, checkpoint, adapter=lora.lora)
-    results |= evaluate(trainer)
-    if trains(arguments) and lora.lora:
-        merge_adapter(trainer)
+    results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
+    results |= train_and_evaluate(trainer, checkpoint, adapter=lora.lora)
     finish(trainer, results)
     return results
 

@@ -33,17 +33,7 @@ from training.arguments import RunArguments, SchemeArguments, WeightsArguments, 
 from training.data.loading import first_rows, split_rows
 from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor
 from training.errors import SettingsError
-from training.one_run import (
-    build_trainer,
-    evaluate,
-    exit_status,
-    finish,
-    run_settings,
-    set_up,
-    starting_point,
-    train_and_save,
-    trains,
-)
+from training.one_run import exit_status, finish, set_up, start, train_and_evaluate, trains
 from training.starting_model import apply_scheme, stock_model
 from training.trainer import data_seed, training_steps
 
@@ -167,10 +157,6 @@ def train(
     Returns:
         The content of `all_results.json`: loss and accuracy at the resolution of training, and `accuracy_at_N` for each
         of `--eval_resolutions` that the model can read.
-
-    Raises:
-        SettingsError: for options that cannot work. All are checked before anything is written.
-        TrainingError: if the training had to stop.
     """
     # Options: what cannot work is refused before anything is written.
     set_up(arguments)
@@ -200,28 +186,17 @@ def train(
         training_steps(len(train_rows), arguments)
 
     # Trainer: a run goes on only with the settings that decide its curve.
-    settings = run_settings(
-        arguments,
-        model,
-        objective="image_classification",
-        train_pictures=train_rows.digest(),
-        resolution=resolution,
-        random_crop=images.random_crop,
-        random_flip=images.random_flip,
-        scheme=scheme,
-        **({"validation_pictures": eval_rows.digest()} if arguments.load_best_model_at_end else {}),
-    )
-    checkpoint = starting_point(run, arguments, settings)
-    trainer = build_trainer(
-        arguments,
-        model,
-        settings,
-        causal=False,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
+    decisive: dict[str, Any] = {
+        "objective": "image_classification", "train_pictures": train_rows.digest(), "resolution": resolution,
+        "random_crop": images.random_crop, "random_flip": images.random_flip, "scheme": scheme,
+    }  # fmt: skip
+    if arguments.load_best_model_at_end:
+        decisive["validation_pictures"] = eval_rows.digest()
+    trainer, checkpoint = start(
+        run, arguments, model, decisive, causal=False, train_dataset=train_rows, eval_dataset=eval_rows,
         data_collator=PictureBatches(model),
         processing_class=image_processor(resolution, normalization, size.channels),
-    )
+    )  # fmt: skip
 
     # Train, evaluate and save.
     results: dict[str, float] = {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
@@ -229,9 +204,7 @@ def train(
         "%d pictures of %d classes from %s, %d more to validate on; %d pixels.",
         len(train_rows), len(train_part.classes), train_part.source, len(eval_rows), resolution,
     )  # fmt: skip
-    if trains(arguments):
-        results |= train_and_save(trainer, checkpoint)
-    results |= evaluate(trainer)
+    results |= train_and_evaluate(trainer, checkpoint)
     trained = trainer.accelerator.unwrap_model(trainer.model)
     rows = accuracy_by_resolution(
         trained, validation_part, resolutions, normalization=normalization,
@@ -247,11 +220,7 @@ def train(
 
 
 def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
-    """The pictures to train on, and those to validate on.
-
-    Raises:
-        SettingsError: if they cannot be loaded, or the two have other classes.
-    """
+    """The pictures to train on, and those to validate on."""
 
     def load(split: str) -> Pictures:
         try:
@@ -277,11 +246,7 @@ def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
 
 
 def _stock_model(options: ImageModelArguments, images: ImageArguments, pictures: Pictures, seed: int) -> Any:
-    """The stock classifier of these classes.
-
-    Raises:
-        SettingsError: if it cannot be built, or its head is for other classes.
-    """
+    """The stock classifier of these classes."""
     names = dict(enumerate(pictures.classes))
     classes = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     changes: dict[str, Any] = classes | (SMALL_VIT if options.small else {})

@@ -15,10 +15,9 @@ import dataclasses
 import json
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, which has modules of common names
@@ -33,20 +32,16 @@ from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.loading import load_tokenizer
 from hf_posenc.metrics.evaluation import config_in_force
 from hf_posenc.metrics.language_modeling.token_losses import token_losses, token_stream
-from hf_posenc.patching.place.context_length import update_tokenizer_length
+from hf_posenc.patching.place.lengths import update_tokenizer_length
 from hf_posenc.recipes import SpectrumCandidate, SpectrumSearch, search_spectrum
 from hf_posenc.report.tables import format_table
 from training.errors import SettingsError
 from training.one_run import exit_status
 
 
-@dataclass(frozen=True)
-class HeldOutLoss:
-    """Mean losses of one text in nats per token.
-
-    Args:
-        within: of its beginning, read as a text of the trained length.
-        past: of the tokens past the trained length, read as a whole.
+class HeldOutLoss(NamedTuple):
+    """Mean losses of one text in nats per token: of its beginning, read as a text of the trained length, and of the
+    tokens past that length, read as a whole.
     """
 
     within: float
@@ -54,11 +49,7 @@ class HeldOutLoss:
 
 
 def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
-    """`(windows, length)` token ids: as many pieces as each text has, all from its beginning on.
-
-    Raises:
-        SettingsError: for a file that is no text, or texts that are all shorter than one window.
-    """
+    """`(windows, length)` token ids: as many pieces as each text has, all from its beginning on."""
     if length < 2:
         raise SettingsError(f"--length is {length}; a text has two tokens at least.")
     windows, longest = [], 0
@@ -147,7 +138,10 @@ def _run(options: argparse.Namespace) -> None:
             raise SettingsError("--text and --held_out have a text in common, so the table would be about the search.")
         # Loaded in its dtype: a cast would round the frequencies.
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
-        _move(model, options.device)
+        try:
+            model.to(options.device)
+        except (RuntimeError, AssertionError) as error:
+            raise SettingsError(f"--device {options.device}: {error}") from error
         stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         trained = options.trained_length or stated
         with tqdm(total=options.evaluations, unit="candidate") as progress:
@@ -179,13 +173,6 @@ def _run(options: argparse.Namespace) -> None:
         print(export_model(model, options.output_dir, tokenizer=tokenizer))
     except (PositionEncodingError, UsageError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from error
-
-
-def _move(model: Any, device: str) -> None:
-    try:
-        model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise SettingsError(f"--device {device}: {error}") from error
 
 
 if __name__ == "__main__":

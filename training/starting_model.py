@@ -29,7 +29,7 @@ from hf_posenc.schemes.registry import as_scheme
 from hf_posenc.schemes.written import parse_options, parse_scheme
 from training.argument_files import parse_structured
 from training.arguments import LoraArguments, ModelArguments, SchemeArguments, WeightsArguments
-from training.data.packing import PackedRows
+from training.data.text import PackedRows
 from training.errors import SettingsError
 from training.swapping import HealingArguments, sample_rows
 
@@ -41,11 +41,7 @@ _INCIDENTAL = ("_name_or_path", "transformers_version")
 
 
 def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer; for masked language modelling from scratch it has a mask token in any case.
-
-    Raises:
-        SettingsError: if there is none.
-    """
+    """Loads the tokenizer; for masked language modelling from scratch it has a mask token in any case."""
     name = arguments.tokenizer_name or arguments.model_name_or_path or arguments.config_name
     if name is None:
         raise SettingsError(
@@ -75,18 +71,7 @@ def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokeniz
 def build_model(
     arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, causal: bool, seed: int, loader: Any = None
 ) -> Any:
-    """The stock model: pretrained, or with weights drawn from `seed`.
-
-    Args:
-        arguments: which one.
-        tokenizer: whose tokens it has to know.
-        causal: the next token, rather than masked ones.
-        seed: of new weights.
-        loader: an Auto class; by default the one for language models of this kind.
-
-    Raises:
-        SettingsError: if it cannot be built, or is none of its kind.
-    """
+    """The stock model: pretrained, or with weights drawn from `seed`."""
     loader = loader or (AutoModelForCausalLM if causal else AutoModelForMaskedLM)
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     changes = {"vocab_size": len(tokenizer)} | {name: token for name, token in special.items() if token is not None}
@@ -102,18 +87,7 @@ def build_model(
 
 
 def stock_model(arguments: WeightsArguments, loader: Any, seed: int, changes: dict[str, Any], **pretrained: Any) -> Any:
-    """A model of an Auto class: pretrained, or with weights drawn from `seed`.
-
-    Args:
-        arguments: which one.
-        loader: the Auto class.
-        seed: of new weights.
-        changes: fields of the config of a model from scratch, which `--config_overrides` can change again.
-        **pretrained: further arguments of `from_pretrained`.
-
-    Raises:
-        SettingsError: if it cannot be built, or is none of its kind.
-    """
+    """A model of an Auto class: pretrained, or with weights drawn from `seed`."""
     common: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
     if arguments.attn_implementation is not None:
         common["attn_implementation"] = arguments.attn_implementation
@@ -181,17 +155,7 @@ def _mapping(text: str, option: str) -> dict[str, Any]:
 def apply_scheme(
     model: Any, arguments: SchemeArguments, healing: HealingArguments | None = None, rows: PackedRows | None = None
 ) -> None:
-    """Patches the model with the scheme that is asked for; without one it stays as it is.
-
-    Args:
-        model: the stock model, or a patched one.
-        arguments: which scheme.
-        healing: how a trained model takes it; by default at once, with new parameters.
-        rows: training rows; a start is fitted on some of them.
-
-    Raises:
-        SettingsError: for an unknown scheme or option, or one that this model cannot take.
-    """
+    """Patches the model with the scheme that is asked for; without one it stays as it is."""
     if arguments.scheme is None:
         return
     try:
@@ -210,11 +174,7 @@ def apply_scheme(
 
 
 def check_scheme(arguments: SchemeArguments) -> None:
-    """Refuses an unknown scheme or option before text is read and a model is built, which may take long.
-
-    Raises:
-        SettingsError: with the nearest names.
-    """
+    """Refuses an unknown scheme or option before text is read and a model is built, which may take long."""
     for option in ("scheme", "elsewhere"):
         text = getattr(arguments, option)
         if text is None:
@@ -238,12 +198,7 @@ def _scheme(text: str, option: str) -> Any:
 
 
 def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
-    """Returns the model with LoRA matrices. All parameters of its scheme are trained as well.
-
-    Raises:
-        MissingPackageError: if peft is not installed.
-        SettingsError: if peft refuses the options.
-    """
+    """Returns the model with LoRA matrices. All parameters of its scheme are trained as well."""
     require("--lora", "peft")
     from peft import LoraConfig, TaskType, get_peft_model
 

@@ -157,16 +157,7 @@ class HealingArguments:
         return [GradualSwapCallback(self.gradual_steps)] if self.gradual_steps else []
 
     def loss_hooks(self, model: Any, teacher: Any, causal: bool) -> list[LossHook]:
-        """For the Trainer: what adds the predictions of a teacher, and those from perturbed positions.
-
-        Args:
-            model: as it is trained.
-            teacher: the model before the swap, or `None`.
-            causal: whether a place predicts the token after it.
-
-        Raises:
-            UnsupportedError: if the model cannot be given other positions.
-        """
+        """For the Trainer: what adds the predictions of a teacher, and those from perturbed positions."""
         weight, shift = self.self_distill_weight, self.self_distill_shift
         hooks: list[LossHook] = []
         if teacher is not None:

@@ -157,11 +157,7 @@ class SchemeTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Runs one forward and backward pass.
-
-        Raises:
-            NonFiniteLossError: on all processes, if the loss of the update on any of them is NaN or infinite.
-        """
+        """Runs one forward and backward pass."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._update_loss = loss if self._update_loss is None else self._update_loss + loss
         if self.accelerator.sync_gradients:
@@ -177,11 +173,7 @@ class SchemeTrainer(Trainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluates without changing the random numbers of training.
-
-        Raises:
-            NonFiniteLossError: if the evaluation loss is NaN or infinite.
-        """
+        """Evaluates without changing the random numbers of training."""
         with torch.random.fork_rng(devices=[self.args.device] if self.args.device.type == "cuda" else []):
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         for name, value in metrics.items():
@@ -300,11 +292,7 @@ def data_seed(arguments: TrainingArguments) -> int:
 
 
 def training_steps(rows: int, arguments: TrainingArguments) -> int:
-    """The updates of a run over so many rows.
-
-    Raises:
-        SettingsError: if there are fewer rows than one update takes.
-    """
+    """The updates of a run over so many rows."""
     order = row_order(rows, arguments)
     if arguments.max_steps > 0:
         return int(arguments.max_steps)
@@ -312,11 +300,7 @@ def training_steps(rows: int, arguments: TrainingArguments) -> int:
 
 
 def row_order(rows: int, arguments: TrainingArguments) -> EpochOrder:
-    """Returns the order in which a run reads its rows.
-
-    Raises:
-        SettingsError: if there are fewer rows than one update takes.
-    """
+    """Returns the order in which a run reads its rows."""
     return EpochOrder(
         rows,
         multiple=arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,

@@ -87,7 +87,7 @@ def _table(fields: Mapping[str, Any]) -> str:
 
 def _row(name: str, default: Any, meaning: str) -> tuple[str, str, str]:
     nothing = default is PydanticUndefined or isinstance(default, BaseModel) or dataclasses.is_dataclass(default)
-    return f"`{name}`", "" if nothing else f"`{default!r}`", meaning.replace("|", "\\|")
+    return f"`{name}`", "" if nothing else f"`{default!r}`", " ".join(meaning.split()).replace("|", "\\|")
 
 
 def write(app: Sphinx) -> None:

@@ -5,7 +5,9 @@ import { GROUPS, SCHEMES } from "./schemes/registry.js";
 
 const LOG_STEPS = 600;
 
-export function fillSchemeList(select) {
+/** Fills a list of schemes; `first` is the text of an entry without a scheme. */
+export function fillSchemeList(select, first) {
+  if (first) select.append(html("option", { value: "" }, first));
   for (const [group, title] of Object.entries(GROUPS)) {
     const options = SCHEMES.filter((scheme) => scheme.group === group).map(({ name }) => html("option", { value: name }, name));
     select.append(html("optgroup", { label: title }, ...options));
@@ -18,13 +20,14 @@ export function fillSchemeList(select) {
  * @param container
  * @param view what `createView` returned.
  * @param {(option: string, value: any) => void} change
+ * @param {string} suffix of the ids, so that the widgets of two schemes differ.
  */
-export function drawControls(container, view, change) {
+export function drawControls(container, view, change, suffix = "") {
   const signature = JSON.stringify([view.scheme.name, view.controls.map(({ option, choices, from, to, meaning }) => [option, choices, from, to, meaning])]);
   if (container.dataset.signature !== signature) {
     const focused = document.activeElement?.id;
     container.dataset.signature = signature;
-    container.replaceChildren(...view.controls.map((control) => widget(control, change)));
+    container.replaceChildren(...view.controls.map((control) => widget(control, change, suffix)));
     if (view.controls.length === 0) container.append(html("p", { class: "empty" }, "This scheme has no options."));
     if (focused) document.getElementById(focused)?.focus();
   }
@@ -32,12 +35,12 @@ export function drawControls(container, view, change) {
 }
 
 /** A widget for one control; its `update(value)` shows another value. */
-function widget(control, change) {
-  const id = `option-${control.option}`;
+function widget(control, change, suffix) {
+  const id = `option${suffix}-${control.option}`;
   const box = html("div", { class: "control", "data-option": control.option });
   const hint = hintOf(control, `${id}-hint`);
   const described = { id, "aria-describedby": hint.id };
-  const label = html("label", { for: id }, html("code", {}, control.option));
+  const label = html("label", { for: id }, control.title ?? html("code", {}, control.option));
   if (control.kind === "boolean") {
     const input = html("input", { type: "checkbox", ...described });
     input.addEventListener("change", () => change(control.option, input.checked));

@@ -5,15 +5,17 @@
         --max_steps 600 --train_length 64 --save_models true --output_dir outputs/explorer
     python docs/explorer/make_data.py --trained outputs/explorer
 
-The first command takes a few seconds. It writes three files to `docs/explorer/data`:
+The first command takes about a minute. It writes four files to `docs/explorer/data`:
 
-- `options.json`: every scheme of the explorer with its summary, and the name, type, default, limits and meaning of its
-  options, from the config classes and their docstrings.
+- `options.json`: every registered scheme with its summary and group, and the name, type, default, limits and meaning of
+  its options, from the config classes and their docstrings.
+- `recorded.json`: what the library computes for the schemes that the page has no formula for (`recorded.py`).
 - `tables.json`: what has no formula: seeded initial weights, and part of the position table of a pretrained MiniLM.
 - `dog_minilm.json`: the distance between the two dogs in each layer of the pretrained MiniLM, with each scheme.
 
-The third command reads the models that the second one trained, and writes `trained.json`. A scheme is added to the
-explorer with one name in `SCHEMES` and one file in `docs/explorer/schemes`.
+The third command reads the models that the second one trained, and writes `trained.json`. A new scheme of the library
+is in the explorer after the first command. It gets sliders with a name in `FORMULAS` and a file in
+`docs/explorer/schemes`.
 """
 
 from __future__ import annotations
@@ -34,21 +36,37 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
+from docs.explorer.recorded import HEADS, LENGTH, entry, needs_scheme
 from hf_posenc.cli.catalogue import REQUIRED, meanings_of, summary
 from hf_posenc.errors import UnknownNameError, UnsupportedError
-from hf_posenc.schemes import BuildContext, SchemeConfig, get_scheme
+from hf_posenc.metrics.dog import SENTENCE
+from hf_posenc.plots.schemes.subject import subject_of
+from hf_posenc.schemes import BuildContext, NativeConfig, PartsConfig, SchemeConfig, get_scheme, registered_configs
+from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SubConfig
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.scaling import RopeScaling
 from hf_posenc.schemes.validation import kind_of
 
 DATA = Path(__file__).resolve().parent / "data"
-#: In the order of the page's list.
-SCHEMES = (
+#: Schemes with a formula in `docs/explorer/schemes`; the library computes the pictures of all others.
+FORMULAS = (
     *("none", "integer", "normalized_integer", "binary", "sinusoidal", "learned"),
     *("alibi", "t5", "kerple", "sandwich", "tisa", "fire"),
     *("rope", "p_rope", "hope", "xpos"),
     *("self_extend", "rerope", "position_scale", "composed"),
 )
+#: Every scheme with a page in the reference. The other two stand for the schemes of a model.
+SCHEMES = tuple(one.name for one in registered_configs() if one not in (NativeConfig, PartsConfig))
+#: What a scheme acts on, in the order of the page's list.
+GROUPS = {
+    "none": "No positions",
+    "added": "Added to the words",
+    "bias": "Added to the attention",
+    "rotation": "Changes queries and keys",
+    "scale": "Changes the temperature",
+    "arrangement": "Changes other schemes",
+}
 SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
 #: The place of the page: the widths of `hf_posenc.metrics.properties`, with up to 8 heads.
 HIDDEN_SIZE, HEAD_DIM, MOST_HEADS = 64, 64, 8
@@ -93,7 +111,8 @@ def allowed_values(config_class: type[Any], option: str) -> dict[str, Any]:
     try:
         config_class(**required | {option: "@"})
     except UnknownNameError as error:
-        return {} if option in ("inner", "scaling") else {"choices": error.known}
+        # Options that are schemes accept the name of any scheme.
+        return {} if option == "scaling" or "SchemeConfig" in fields[option] else {"choices": error.known}
     except ValueError as error:
         limits = re.findall(r"(at least|greater than|at most) (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)", str(error))
         names = {"at least": "minimum", "greater than": "above", "at most": "maximum"}
@@ -110,6 +129,8 @@ def scheme_entry(name: str) -> dict[str, Any]:
         "summary": summary(config_class).replace("`", ""),
         "formula": _formula(text),
         "paper": papers[0] if papers else None,
+        "group": group_of(config_class),
+        "formulas": name in FORMULAS,
         "causal_only": _causal_only(name),
         "options": option_entries(config_class),
     }
@@ -127,7 +148,8 @@ def options_data() -> dict[str, Any]:
             "mostBuckets": MOST_BUCKETS,
             "mostKernels": MOST_KERNELS,
         },
-        "schemes": {name: scheme_entry(name) for name in SCHEMES},
+        "groups": GROUPS,
+        "schemes": {name: scheme_entry(name) for name in sorted(SCHEMES, key=_rank)},
         "scalings": {
             kind: {
                 "summary": summary(RopeScaling.type_named(kind)).replace("`", ""),  # type: ignore[arg-type]
@@ -136,6 +158,33 @@ def options_data() -> dict[str, Any]:
             for kind in SCALINGS
         },
     }
+
+
+def group_of(config_class: type[SchemeConfig]) -> str:
+    """What a scheme acts on: a key of `GROUPS`. One with several parts stands under the one that matters most."""
+    if needs_scheme(config_class):
+        return "arrangement"
+    parts = subject_of(config_class.from_options({}), None).parts
+    if parts.query_key_map is not None or isinstance(parts.logit_bias, ContextualRotation):
+        return "rotation"
+    order = {"bias": parts.logit_bias, "added": parts.additive, "scale": parts.logit_scale}
+    return next((group for group, part in order.items() if part is not None), "none")
+
+
+def recorded_data() -> dict[str, Any]:
+    """The content of `recorded.json`: the examples of every scheme without a formula."""
+    examples = {name: recorded_examples(name) for name in sorted(set(SCHEMES) - set(FORMULAS))}
+    return {"sentence": SENTENCE, "heads": HEADS, "length": LENGTH, "schemes": examples}
+
+
+def recorded_examples(name: str) -> dict[str, Any]:
+    """The examples of a scheme: chosen options, and every option with choices at its other values."""
+    choices = {
+        one["name"]: [value for value in one.get("choices", (False, True)) if value != one["default"]]
+        for one in option_entries(get_scheme(name))
+        if "choices" in one or one["type"] == "bool"
+    }
+    return entry(name, choices)
 
 
 def tables_data() -> dict[str, Any]:
@@ -196,8 +245,9 @@ def dog_minilm_data() -> dict[str, Any]:
     from hf_posenc.metrics import dog_test
 
     folder = str(MINILM.locate())
-    # Arrangements with a default inner scheme repeat it within five tokens.
-    schemes = ["native", *(name for name in SCHEMES if not _causal_only(name) and name != "composed")]
+    # Most arrangements repeat their default inner scheme within five tokens.
+    own = (name for name in SCHEMES if name in FORMULAS or not needs_scheme(get_scheme(name)))
+    schemes = ["native", *(name for name in own if not _causal_only(name) and name != "composed")]
     result = dog_test(AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), schemes)
     rounding = result.settings["tolerance"]
     distances: dict[str, list[float]] = {}
@@ -290,13 +340,18 @@ def _formula(text: str) -> str:
 
 
 def _causal_only(name: str) -> bool:
-    if _required(get_scheme(name)):
+    if _required(get_scheme(name)) or issubclass(get_scheme(name), LayeredConfig):
         return False
     try:
         get_scheme(name)().build(place(causal=False))
     except UnsupportedError:
         return True
     return False
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """The order of the page's list: by group, then by name."""
+    return list(GROUPS).index(group_of(get_scheme(name))), name
 
 
 def main() -> None:
@@ -308,6 +363,7 @@ def main() -> None:
         write("trained.json", trained_data(options.trained))
         return
     write("options.json", options_data())
+    write("recorded.json", recorded_data())
     write("tables.json", tables_data())
     write("dog_minilm.json", dog_minilm_data())
 

@@ -19,6 +19,10 @@ export function pythonCall(view) {
     const same = JSON.stringify(known.default) === JSON.stringify(value);
     return !same && !(control?.sameAsNone && value === control.start);
   });
+  const own = Object.fromEntries(given);
+  // A temperature is used beside the model's own scheme, and `patch_model` has an argument called layers.
+  if (scheme.group === "scale") return `hf_posenc.patch_model(model, ["native", ${python(given.length ? { scheme: scheme.name, ...own } : scheme.name)}])`;
+  if ("layers" in own) return `hf_posenc.patch_model(model, ${python({ scheme: scheme.name, ...own })})`;
   const options = given.map(([name, value]) => `, ${name}=${python(value)}`).join("");
   return `hf_posenc.patch_model(model, "${scheme.name}"${options})`;
 }

@@ -1,8 +1,9 @@
 // Everything that is computed from a state: the parts of every scheme, the attention, and the dog test.
 
 import { attend, outputDistance, repeatedWords, wordsOf } from "./model.js";
+import { range } from "./numbers.js";
 import { SCHEMES, schemeNamed } from "./schemes/registry.js";
-import { controlsOf, validOptions } from "./state.js";
+import { controlsOf, sidesOf, validOptions } from "./state.js";
 
 /** The parts of a scheme for a sequence of `length` positions. */
 export function partsOf(scheme, wanted, place, data) {
@@ -26,68 +27,84 @@ function placeFor(scheme, state, length, data) {
   return { heads: state.heads, causal: state.causal || forced, length, forced: forced && !state.causal };
 }
 
-/** The layer's attention and outputs with one scheme; `refusal` if the sentence is too long for it. */
+/** The layer's attention and outputs with one scheme; `refusal` if it cannot be known for these words. */
 export function layerOf(scheme, wanted, words, state, data) {
   const place = placeFor(scheme, state, words.length, data);
   const parts = partsOf(scheme, wanted, place, data);
   if (parts.reach < words.length) return { place, refusal: `Too long: ${parts.reachReason}` };
+  if (parts.layers) return { place, refusal: "One scheme per layer", layers: parts.layers };
   const heads = Math.min(place.heads, parts.heads ?? place.heads);
+  if (parts.recorded) return { place: { ...place, heads }, ...recordedLayer(parts.recorded, words, place) };
   return { place: { ...place, heads }, ...attend(words, parts, { ...place, heads }) };
+}
+
+/** What the library computed for its sentence. Other words would need the library. */
+function recordedLayer({ sentence, heads, attention, distance }, words, place) {
+  const same = JSON.stringify(words.map(({ key }) => key)) === JSON.stringify(wordsOf(sentence).map(({ key }) => key));
+  if (!same || place.heads !== heads) return { refusal: `Only for “${sentence}” and ${heads} heads`, short: "needs the library", sentence, heads };
+  const row = (head, query) => words.map((_, key) => (place.causal && key > query ? null : attention.at(head, query, key)));
+  return { attention: range(heads).map((head) => words.map((_, query) => row(head, query))), distance };
 }
 
 /** The distance between the two places of a word, for every scheme. Those with default options are remembered. */
 export function createDogTest(data) {
   let known = new Map();
   let knownFor = "";
-  return (state, words, pair) => {
+  /** The distances of all schemes, and those of the chosen ones, which may be one scheme with two sets of options. */
+  return (state, words, pair, sides) => {
     const key = JSON.stringify([words.map((word) => word.key), pair.key, state.heads, state.causal]);
     if (key !== knownFor) [known, knownFor] = [new Map(), key];
-    return SCHEMES.map((scheme) => {
+    const measured = (scheme, wanted) => {
       if (data.library.schemes[scheme.name].causal_only && !state.causal) return { scheme, causalOnly: true };
-      const settings = JSON.stringify([scheme.name, state.wanted[scheme.name]]);
+      const settings = JSON.stringify([scheme.name, wanted]);
       if (!known.has(settings)) {
-        const layer = layerOf(scheme, state.wanted[scheme.name], words, state, data);
-        known.set(settings, {
-          scheme,
-          refusal: layer.refusal,
-          distance: layer.refusal ? null : outputDistance(layer.outputs, pair.first, pair.second),
-        });
+        const layer = layerOf(scheme, wanted, words, state, data);
+        const { refusal, short } = layer;
+        const distance = refusal ? null : (layer.distance ?? outputDistance(layer.outputs, pair.first, pair.second));
+        known.set(settings, { scheme, refusal, short, distance });
       }
       return known.get(settings);
-    });
+    };
+    const wantedOf = ({ name }) => sides.find((side) => side.name === name)?.wanted ?? state.wanted[name];
+    const all = SCHEMES.map((scheme) => measured(scheme, wantedOf(scheme)));
+    return { all, chosen: sides.map(({ name, wanted }) => measured(schemeNamed(name), wanted)) };
   };
 }
 
-/** What the panels draw. */
-export function createView(data) {
+/** What the panels draw: one view per chosen scheme. */
+export function createViews(data) {
   const dogTest = createDogTest(data);
   return (state) => {
-    const scheme = schemeNamed(state.scheme);
-    const place = placeFor(scheme, state, state.n, data);
-    const options = validOptions(scheme, state.wanted[scheme.name], place, data.library);
-    const parts = partsOf(scheme, options, place, data);
-    const heads = Math.min(place.heads, parts.heads ?? place.heads);
     const words = wordsOf(state.text);
     const repeated = repeatedWords(words);
     const pair = repeated.find(({ key }) => key === state.word) ?? repeated[0];
-    return {
-      state,
-      data,
-      scheme,
-      library: data.library.schemes[scheme.name],
-      controls: controlsOf(scheme, options, place, data.library),
-      options,
-      parts,
-      reference: scheme.compare?.(options, full(place, data)) ?? null,
-      place: { ...place, heads },
-      words,
-      repeated,
-      pair,
-      layer: words.length ? layerOf(scheme, options, words, state, data) : null,
-      /** The same layer without positions, to compare with. */
-      plain: () => layerOf(schemeNamed("none"), {}, words, { ...state, causal: place.causal }, data),
-      dogs: pair ? dogTest(state, words, pair) : null,
-    };
+    const sides = sidesOf(state);
+    const dogs = pair ? dogTest(state, words, pair, sides) : null;
+    return sides.map((side, i) => ({ ...viewOf(side, state, words, data), words, repeated, pair, dogs: dogs?.all, dog: dogs?.chosen[i] }));
+  };
+}
+
+function viewOf({ name, wanted }, state, words, data) {
+  const scheme = schemeNamed(name);
+  const place = placeFor(scheme, state, state.n, data);
+  const options = validOptions(scheme, wanted, place, data.library);
+  const parts = partsOf(scheme, options, place, data);
+  const heads = Math.min(place.heads, parts.heads ?? place.heads);
+  return {
+    state,
+    data,
+    scheme,
+    library: data.library.schemes[scheme.name],
+    controls: controlsOf(scheme, options, place, data.library),
+    options,
+    parts,
+    /** The animation; an example of the library may have none. */
+    steps: scheme.examples ? parts.steps : scheme.steps,
+    reference: scheme.compare?.(options, full(place, data)) ?? null,
+    place: { ...place, heads, length: parts.most ?? place.length },
+    layer: words.length ? layerOf(scheme, options, words, state, data) : null,
+    /** The same layer without positions, to compare with. */
+    plain: () => layerOf(schemeNamed("none"), {}, words, { ...state, causal: place.causal }, data),
   };
 }
 

@@ -54,7 +54,7 @@ class KeptModel:
     def texts(self) -> Tensor:
         """`(64, trained length)` token ids, spread evenly over the validation text of the study."""
         length = int(read_json(self.folder / "trainings" / self.name / "settings.json")["train_length"])
-        stream = Corpus.open_streams(self.folder / "data")[1].tokens()
+        stream = Corpus.open_streams(self.folder / "data")[1].tokens
         starts = torch.linspace(0, len(stream) - length, TEXTS).long().tolist()
         return torch.from_numpy(np.stack([stream[start : start + length] for start in starts]).astype(np.int64))
 

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint.atomic_folder import replace_file
 from hf_posenc.checkpoint.configuration import CheckpointError, check_format
-from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, check_hash, hash_of, replace_file
-from hf_posenc.entry import ADAPTER_SCHEME, ATTRIBUTE, INSTALL, find_file
+from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, check_hash, hash_of
+from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME, ATTRIBUTE, INSTALL, find_file
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.schemes import scheme_from_dict
 
-CONFIG_FILE = "adapter_config.json"
 FORMAT = 1
 SENTENCE = (
     "hf_posenc: this adapter was trained on a model with a position encoding of the package hf_posenc, which this "
@@ -60,7 +60,7 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source} is marked as the config of an adapter of a patched model, but its {ATTRIBUTE!r} entry does not "
             "contain the config of the adapter. The file was edited or damaged; save the adapter again."
         )
-    check_format(entry, FORMAT, Path(source).parent, CONFIG_FILE)
+    check_format(entry, FORMAT, Path(source).parent, ADAPTER_CONFIG)
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}
 
 
@@ -85,7 +85,7 @@ def write_marked(path: Path, scheme: dict[str, Any]) -> None:
 
 def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:
     """Whether a folder or hub id holds an adapter of a patched model."""
-    path = find_file(source, CONFIG_FILE, hub, download=True)
+    path = find_file(source, ADAPTER_CONFIG, hub, download=True)
     if path is None:
         return False
     try:
@@ -96,7 +96,7 @@ def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bo
 
 def holds_adapter(folder: str | os.PathLike[str]) -> bool:
     """Whether a local folder has the weights or the config of a PEFT adapter."""
-    return any(Path(folder, name).is_file() for name in (CONFIG_FILE, *ADAPTER_WEIGHTS))
+    return any(Path(folder, name).is_file() for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS))
 
 
 def check_scheme(model: Any, config: Any) -> None:

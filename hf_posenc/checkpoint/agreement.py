@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hf_posenc.checkpoint.atomic_folder import variant_of
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.entry import ATTRIBUTE, MARK, find_file, find_mark, find_marks
+from hf_posenc.errors import warn_user
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.place.encoding import PositionEncoding, build_encoding, encodings, parts_named
 from hf_posenc.patching.place.record import disagreement, marked_scheme
@@ -251,11 +251,9 @@ def _first(names: list[str]) -> str:
 
 def warn_of_older_version(source: Any) -> None:
     """Warns that weights of format 1 cannot be compared with their config."""
-    warnings.warn(
+    warn_user(
         f"{source} was saved by an older hf_posenc, whose weights do not name their scheme, so it cannot be checked "
-        "whether they belong to this config. Save the model again to store the scheme with the weights.",
-        UserWarning,
-        stacklevel=5,
+        "whether they belong to this config. Save the model again to store the scheme with the weights."
     )
 
 

@@ -51,6 +51,7 @@ _WEIGHTS = re.compile(
 _CONFIG = "config.json"
 #: The file of a draft that takes the place of the old config while the other files are moved.
 _BARRIER = "barrier.json"
+README = "README.md"
 #: A config that no class of transformers loads. Its second field is the name of the weights for concrete classes.
 _UNREADABLE = {
     "model_type": STORED_MODEL_TYPE,
@@ -90,6 +91,19 @@ def atomic_replacement(target: Path) -> Iterator[Path]:
         if _DRAFT.search(str(error.filename)):  # The user knows the folder, not the draft.
             error.filename = str(target)
         raise
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file atomically."""
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _new_draft(folder: Path) -> tuple[Path, int | None]:
@@ -284,9 +298,27 @@ def _move_up(draft: Path, target: Path, names: list[str]) -> None:
         if path.name not in names and _replaces(names, path):
             path.unlink(missing_ok=True)
     for name in names:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.replace(draft / name, target / name)
+        except FileNotFoundError:
+            continue  # Another process has moved it.
+        except PermissionError as error:
+            if name != README:
+                raise
+            # Without it, the model is complete.
+            warn_of_old_card(target, error)
     shutil.rmtree(draft, ignore_errors=True)
+
+
+def warn_of_old_card(folder: Path, error: OSError) -> None:
+    """Warns that the card of a folder cannot be replaced."""
+    warnings.warn(
+        f"The {README} in {folder} cannot be replaced ({error.strerror}), so it does not describe the position "
+        "encoding of the model that was saved there. The model is complete. Remove the protection of the file and save "
+        "again, or save to another folder.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _replaces(names: list[str], path: Path) -> bool:

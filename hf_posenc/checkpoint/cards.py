@@ -1,36 +1,47 @@
-"""Model cards of patched models: the scheme, how to load the model, and evaluation results."""
+"""Model cards of patched models, and the section about the scheme in the README.md of a folder.
+
+Every save replaces the section and leaves the text around it as it is. The comment at its beginning lists the tags that
+came with it, so a save of a stock model can remove both, and the name of the model if a user or an upload gave one.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
 
+from hf_posenc.checkpoint.atomic_folder import README, replace_file, warn_of_old_card
 from hf_posenc.entry import INSTALL
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.patching.engines import engine_problem, unsupported_kind
-from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.anatomy.anatomy import unwrapped
+from hf_posenc.patching.inspection import engine_problem, unsupported_kind
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, encodings
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.refusals import VLLM
-from hf_posenc.version import REPOSITORY, installed
+from hf_posenc.version import REPOSITORY, __version__
 
 #: Tags of every card, by which patched models can be found.
 TAGS = ("hf_posenc", "position-encoding")
 #: The section about the scheme between comments, by which a save finds it again.
 _END = "<!-- hf_posenc: end of this section -->"
-_BEGIN = "<!-- hf_posenc: [^>]* Tags: (?P<tags>[^>]*) -->"
+_BEGIN = r"<!-- hf_posenc: [^>]*?(?: Name: (?P<name>[^>]*)\.)? Tags: (?P<tags>[^>]*) -->"
 #: If the end of a section was removed by hand, the text behind it is not part of the next section.
-MARKED = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
+_SECTION = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
+#: A sentence in the cards that transformers uploads with every model that has none.
+_OF_TRANSFORMERS = "This model card has been automatically generated"
+_METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-).*\n)*", re.MULTILINE)
 
 
 def model_card(
@@ -85,54 +96,124 @@ def model_card(
         raise PositionEncodingError(
             "The card of an adapter must name the base model: give base_model, its hub id or folder."
         )
-    class_name = type(inner).__name__
     data = card_data(
-        model_id, class_name, scheme_names(encoding.config), base_model=base, license=license, language=language,
-        datasets=datasets, eval_results=eval_results, library_name="peft" if adapter else "transformers",
+        model_id, type(inner).__name__, scheme_names(encoding.config), base_model=base, license=license,
+        language=language, datasets=datasets, eval_results=eval_results,
+        library_name="peft" if adapter else "transformers",
     )  # fmt: skip
-    parts = [
-        f"# {model_id}",
-        description,
-        marked_section(model, inner, model_id, base),
-        *(f"## {title}\n\n{text}" for title, text in (sections or {}).items()),
-    ]
+    section = _section(model, inner, encoding, model_id, base, named=True)
+    others = (f"## {title}\n\n{text}" for title, text in (sections or {}).items())
+    return ModelCard(card_text(data, f"# {model_id}", description, section, *others), ignore_metadata_errors=False)
+
+
+def card_text(data: ModelCardData, *parts: str) -> str:
+    """A card of its metadata and the parts of its text, without empty ones."""
     body = "\n\n".join(part.strip() for part in parts if part.strip())
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=False)
+    return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
 
 
-def marked_section(model: nn.Module, inner: PreTrainedModel, name: str, base: str | None = None) -> str:
-    """Describes the scheme of a patched model in Markdown, between comments by which a save finds it again.
+def has_section(folder: Path) -> bool:
+    """Whether the card of a folder describes a scheme."""
+    try:
+        return _SECTION.search(_read(folder / README) or "") is not None
+    except PermissionError:
+        return False
+
+
+def is_of_transformers(text: str) -> bool:
+    """Whether a card is the one that transformers uploads with a model that has none."""
+    return _OF_TRANSFORMERS in text
+
+
+def write_card(model: Any, folder: Path, source: Path | None = None, name: str | None = None) -> None:
+    """Writes the section into the card of a folder, or removes it if the model has no scheme. The file is replaced.
+
+    It warns if the user may not read or replace the file.
 
     Args:
-        model: the model, or what is around it.
-        inner: the patched model of transformers.
-        name: hub id or folder that the examples load.
-        base: of an adapter, the hub id or folder of its base model.
+        model: a model, also one of PEFT or sentence-transformers around a model of transformers.
+        folder: where the card is written.
+        source: where the earlier card is; by default the same folder.
+        name: hub id or folder that the card names; by default that in the earlier section, or that of `source`.
     """
+    source = folder if source is None else source
+    if (source / README).is_dir():
+        return
+    try:
+        before = _read(source / README)
+        text = _card(model, before, name, source.resolve().name)
+        if text is not None and (text != before or folder != source):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / README, text.encode(errors="surrogateescape"))
+    except PermissionError as error:
+        warn_of_old_card(source, error)
+
+
+def _card(model: Any, before: str | None, name: str | None, folder: str) -> str | None:
+    """The new card; `None` if there is nothing to write."""
+    found = _SECTION.search(before or "")
+    inner = next((one for one in model.modules() if isinstance(one, PreTrainedModel) and encodings(one)), None)
+    if inner is None:
+        return before if found is None else _tagged(_replaced(before or "", ""), remove=_tags_of(found))
     encoding = current_encoding(inner)
     assert encoding is not None
-    class_name, adapter = type(inner).__name__, is_adapter(model, inner)
+    name = name or (found and found["name"])
+    section = _section(model, inner, encoding, name or folder, named=name is not None)
+    tags = [*_card_tags(scheme_names(encoding.config)), *(inner.model_tags or [])]
+    whole = isinstance(model, PreTrainedModel) and not _is_adapter(model, inner)
+    if whole and (before is None or is_of_transformers(before)):
+        earlier = [] if before is None else ModelCard(before, ignore_metadata_errors=True).data.get("tags") or []
+        base = hub_name(inner)
+        data = card_data(
+            name or folder,
+            type(inner).__name__,
+            scheme_names(encoding.config),
+            base_model=base if base != name else None,
+        )
+        return _tagged(card_text(data, f"# {name or folder}", section), add=[*earlier, *tags])
+    text = f"{(before or '').rstrip()}\n\n{section}\n" if found is None else _replaced(before or "", section)
+    return _tagged(text, add=tags, remove=() if found is None else _tags_of(found))
+
+
+def _section(
+    model: nn.Module,
+    inner: PreTrainedModel,
+    encoding: PositionEncoding,
+    name: str,
+    base: str | None = None,
+    *,
+    named: bool,
+) -> str:
+    """Describes the scheme of a patched model in Markdown, between comments by which a save finds it again.
+
+    It is written at every save, so it is made of what the patch has found. Examples load `name`, which later saves
+    keep if it is `named`. `base` is the base model of an adapter.
+    """
+    class_name, adapter, report = type(inner).__name__, _is_adapter(model, inner), encoding.report
+    assert report is not None
     adapters: Any = getattr(model, "peft_config", {}) if adapter else {}
     stated = (one.base_model_name_or_path for one in adapters.values())
     base = base or hub_name(inner) or next(filter(None, stated), None) or "the base model"
-    loading = adapter_loading(name, class_name, base) if adapter else loading_section(name, class_name)
-    length = "" if encoding.lengths is None else f" Context: {encoding.lengths}."
+    loading = _adapter_loading(name, class_name, base) if adapter else loading_section(name, class_name)
+    layers = sum(len(stack.attention_layers) for stack in report.stacks)
     return "\n\n".join(
         (
-            "<!-- hf_posenc: save_pretrained replaces everything up to the end of this section. Tags: "
-            f"{', '.join(card_tags(inner))} -->",
+            "<!-- hf_posenc: save_pretrained replaces everything up to the end of this section."
+            f"{f' Name: {name}.' if named else ''} Tags: {', '.join(_card_tags(scheme_names(encoding.config)))} -->",
             f"## Position encoding\n\nThe position encoding of this `{class_name}` is "
-            f"`{scheme_label(encoding.config)}`, from the package [hf_posenc]({REPOSITORY}).{length}",
+            f"`{scheme_label(encoding.config)}`, from the package [hf_posenc]({REPOSITORY})."
+            f"{f' Context: {report.context}.' if report.context else ''}",
             f"### Load it\n\n{loading}",
-            f"### Programs that run it\n\n{programs_section(inner, name, adapter)}",
-            f"### What was replaced\n\n{scheme_section(encoding.config.to_dict(), class_name)}\n\n"
-            f"```\n{encoding.report}\n```\n\n{versions_section()}",
+            f"### Programs that run it\n\n{_programs(inner, name, adapter)}",
+            f"### What was replaced\n\n{scheme_section(encoding.config.to_dict(), class_name)}\n\nThe scheme acts in "
+            f"{layers} attention layers and has {report.new_parameters} parameters. "
+            f"`print(model.position_encoding.report)` lists each place.\n\n{versions_section()}",
             _END,
         )
     )
 
 
-def is_adapter(model: nn.Module, inner: PreTrainedModel) -> bool:
+def _is_adapter(model: nn.Module, inner: PreTrainedModel) -> bool:
     """Whether a save of a model around a patched one, or of the patched one itself, writes an adapter only."""
     inside = getattr(inner, "_hf_peft_config_loaded", False)
     return bool(inside) if model is inner else hasattr(model, "peft_config")
@@ -160,12 +241,11 @@ def card_data(
         fields: fields of `huggingface_hub.ModelCardData`; `None` values are omitted.
     """
     names = [scheme] if isinstance(scheme, str) else scheme
-    every_tag = [*TAGS, *(name.replace("_", "-") for name in names), *tags]
     return ModelCardData(
         model_name=model_id.rstrip("/").rsplit("/", 1)[-1],
         library_name=library_name,
         pipeline_tag=pipeline_tag(class_name),
-        tags=list(dict.fromkeys(every_tag)),
+        tags=list(dict.fromkeys((*_card_tags(names), *tags))),
         eval_results=list(eval_results) if eval_results else None,
         **{name: value for name, value in fields.items() if value is not None},
     )
@@ -184,11 +264,9 @@ def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
     )
 
 
-def card_tags(model: PreTrainedModel) -> list[str]:
-    """The tags of a patched model: those of every card, and its schemes."""
-    encoding = current_encoding(model)
-    assert encoding is not None
-    return list(dict.fromkeys((*TAGS, *(name.replace("_", "-") for name in scheme_names(encoding.config)))))
+def _card_tags(names: Iterable[str]) -> list[str]:
+    """The tags of every card, and those of schemes."""
+    return list(dict.fromkeys((*TAGS, *(name.replace("_", "-") for name in names))))
 
 
 def scheme_names(config: SchemeConfig) -> list[str]:
@@ -219,14 +297,8 @@ def loading_section(path: str, class_name: str, *, patched: bool = True, tokeniz
     )
 
 
-def programs_section(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
-    """Describes which programs run a patched checkpoint, and what to do for others, in Markdown.
-
-    Args:
-        model: the patched model.
-        name: hub id or folder of the checkpoint.
-        adapter: whether it is a PEFT adapter.
-    """
+def _programs(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
+    """Describes which programs run a patched checkpoint of some name, or an adapter, and what to do for others."""
     lines = [
         "Programs that are built on transformers, if they import `hf_posenc` first: `Trainer`, pipelines, PEFT, TRL, "
         "sentence-transformers and others. `hf-posenc run -- COMMAND` starts a program in this way."
@@ -249,7 +321,7 @@ def programs_section(model: PreTrainedModel, name: str, adapter: bool = False) -
     return "\n".join(f"- {line}" for line in lines) + "\n\nEvery other program refuses this checkpoint."
 
 
-def adapter_loading(path: str, class_name: str, base_model: str) -> str:
+def _adapter_loading(path: str, class_name: str, base_model: str) -> str:
     """Describes how to load an adapter of a patched model, in Markdown."""
     return (
         "```python\nimport hf_posenc # before from_pretrained\nfrom peft import PeftModel\nfrom transformers import "
@@ -261,8 +333,10 @@ def adapter_loading(path: str, class_name: str, base_model: str) -> str:
 
 
 def versions_section() -> str:
-    """Returns the installed versions, in Markdown."""
-    return "\n".join(f"- {one}" for one in installed())
+    """Returns the versions of the packages in this process that decide what a model does, in Markdown."""
+    loaded = (sys.modules.get(name) for name in ("torch", "transformers", "peft"))
+    lines = [f"- {module.__name__} {module.__version__}" for module in loaded if module is not None]
+    return "\n".join([f"- hf_posenc {__version__}", *lines])
 
 
 def pipeline_tag(class_name: str) -> str | None:
@@ -275,3 +349,50 @@ def hub_name(model: PreTrainedModel) -> str | None:
     name = str(getattr(model, "name_or_path", "") or "")
     is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).exists()
     return None if not name or is_path else name
+
+
+def _read(path: Path) -> str | None:
+    # Other encodings and line ends survive.
+    return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else None
+
+
+def _replaced(text: str, section: str) -> str:
+    """The text with the section in place of its first one, and without others, such as those of a pasted card."""
+    start, *rest = _SECTION.split(text)
+    after = "".join(rest[_SECTION.groups :: _SECTION.groups + 1])
+    if section:
+        return f"{start}{section}{after}"
+    return f"{start.rstrip()}\n\n{after.lstrip()}".rstrip("\n") + "\n"
+
+
+def _tags_of(found: re.Match[str]) -> list[str]:
+    return found["tags"].split(", ")
+
+
+def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
+    """Changes the tags in the metadata of a card, and nothing else in it.
+
+    Metadata in which they cannot be replaced is left as it is, such as metadata that is not YAML.
+    """
+    found = _METADATA.match(text)
+    metadata = found[1] if found else ""
+    try:
+        fields = yaml.safe_load(metadata) or {}
+        tags = fields.get("tags") or []
+        before = tags if isinstance(tags, list) else [tags]
+        removed = set(remove) - set(add)
+        after = list(dict.fromkeys([*(tag for tag in before if tag not in removed), *add]))
+        if after == before:
+            return text
+        line = yaml.safe_dump({"tags": after}, allow_unicode=True, width=float("inf")) if after else ""
+        old = _TAGS.search(metadata)
+        start, end = old.span() if old else (len(metadata), len(metadata))
+        metadata = f"{metadata[:start]}{line}{metadata[end:]}"
+        fields = {name: value for name, value in fields.items() if name != "tags"} | ({"tags": after} if after else {})
+        if yaml.safe_load(metadata) not in (fields, None):
+            return text
+    except (yaml.YAMLError, AttributeError, TypeError):
+        return text
+    if found:
+        return f"{text[: found.start(1)]}{metadata}{text[found.end(1) :]}" if metadata else text[found.end() :].lstrip()
+    return f"---\n{metadata}---\n\n{text.lstrip()}"

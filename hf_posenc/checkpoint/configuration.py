@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
 from hf_posenc.patching.place.config_entry import (
     ARCHITECTURE_PREFIX,
-    FILES_KEY,
     NAMES,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
@@ -22,6 +21,9 @@ from hf_posenc.patching.place.config_entry import (
 from hf_posenc.patching.place.lengths import apply_stated_lengths
 from hf_posenc.patching.place.record import described
 from hf_posenc.schemes.validation import check_shape_of_json, shown
+
+if TYPE_CHECKING:
+    from hf_posenc.schemes import SchemeConfig
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
 _FILE_FIELDS = ("base_model_type", "hf_posenc_version")
@@ -88,7 +90,6 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
     architectures = [] if disk.get("architectures") is None else disk["architectures"]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise damaged(source, f"architectures {shown(architectures)}", "a list of names of model classes")
-    disk = {name: value for name, value in disk.items() if name != FILES_KEY}
     return without_sentence(disk) | {
         "model_type": base_model_type,
         "architectures": [name.removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None,
@@ -119,7 +120,6 @@ def check_entry(entry: dict[str, Any], source: str) -> None:
     Raises:
         CheckpointError: if not, with the reason; for a newer format, it names the version that wrote it.
     """
-    from hf_posenc.schemes import scheme_from_dict
     from hf_posenc.schemes.arrangement.native import names_native
 
     check_format(entry, FORMAT, source, "config.json")
@@ -127,16 +127,25 @@ def check_entry(entry: dict[str, Any], source: str) -> None:
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
         found = f"{shown(scheme)} in its {ATTRIBUTE!r} entry, which names no scheme"
         raise damaged(source, found, 'a dictionary like {"scheme": "alibi", ...}')
-    try:
-        config = scheme_from_dict(scheme)
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"The scheme in the config.json of {source} cannot be built: {error} If another package registers this "
-            "scheme, import it before loading; if a newer hf_posenc wrote the checkpoint "
-            f"(this is format {FORMAT}), update hf_posenc."
-        ) from error
-    if names_native(config):
+    if names_native(built_scheme(scheme, source, "config.json")):
         raise damaged(source, "the scheme 'native', which refers to the model's own scheme and is never saved")
+
+
+def built_scheme(scheme: dict[str, Any], source: Any, file: str) -> SchemeConfig:
+    """The scheme that a file describes.
+
+    Raises:
+        CheckpointError: if it cannot be built, with the reason.
+    """
+    from hf_posenc.schemes import scheme_from_dict
+
+    try:
+        return scheme_from_dict(scheme)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"The scheme in the {file} of {source} cannot be built: {error} If another package registers it, import "
+            "that package before loading; if a newer hf_posenc wrote the file, update hf_posenc."
+        ) from error
 
 
 def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> None:

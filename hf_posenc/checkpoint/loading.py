@@ -1,21 +1,44 @@
-"""`from_pretrained` and `_from_config` of patched models. The scheme is applied before any weights are read."""
+"""Reading configs, and `from_pretrained` and `_from_config` of patched models.
+
+The scheme is applied before any weights are read. It is the one in the config, or in the argument `position_encoding`.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.atomic_folder import finish_saving
-from hf_posenc.checkpoint.requested import with_requested_scheme
-from hf_posenc.entry import ATTRIBUTE, find_position_weight, is_patched, read_entry, read_fields
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.entry import (
+    ATTRIBUTE,
+    MODEL_TYPE,
+    find_position_weight,
+    is_entry,
+    is_on_disk_form,
+    is_patched,
+    read_config,
+    read_entry,
+    read_fields,
+)
+from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.wrapping import Call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from hf_posenc.schemes.config import SchemeConfig
+
+#: The name of the argument `position_encoding` while a config is read that has an attribute of this name, to which
+#: transformers would assign it.
+_SET_ASIDE = "_requested_position_encoding"
+#: Arguments of `patch_model` that may stand in the same dictionary as the scheme.
+_PLACES = ("part", "layers", "elsewhere")
 
 
 class EntryIgnoredError(UnsupportedError):
@@ -32,7 +55,64 @@ class EntryIgnoredError(UnsupportedError):
         )
 
 
-def refuse_wish(model_class: type, value: Any) -> None:
+def get_config_dict(call: Call) -> Any:
+    """Wraps `PreTrainedConfig.get_config_dict`.
+
+    Raises:
+        CheckpointError: for a file of a patched model that is damaged or from a newer version.
+        UnsupportedError: if only a part of a composite model is read.
+    """
+    config_class, source = call["cls"], call["pretrained_model_name_or_path"]
+    finish_saving_of(source, call.arguments)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source, call.arguments.get("subfolder") or "", "config.json")
+        if path.is_dir():  # A model class would otherwise use its default config.
+            raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
+    try:
+        config, unused = call.run()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        text = read_config(source, call.arguments)
+        if text is None or MODEL_TYPE not in text:
+            raise
+        from hf_posenc.checkpoint.configuration import damaged
+
+        raise damaged(source, f"content that cannot be read ({type(error).__name__}: {error})") from error
+    if is_on_disk_form(config):
+        from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
+
+        config = from_disk(config, str(source))
+        check_not_sliced(config_class, config, str(source))
+        check_model_type(config_class, config, str(source))
+    elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
+        # Users may write the dictionary of a config to the file themselves, so it must be complete.
+        from hf_posenc.checkpoint.configuration import check_entry, damaged
+
+        if not isinstance(config.get("model_type"), str):
+            raise damaged(source, "a model_type that is not a string")
+        check_entry(config[ATTRIBUTE], str(source))
+    if isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)) and ATTRIBUTE in unused:
+        # The reader of the config would write it over the entry.
+        unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {_SET_ASIDE: unused[ATTRIBUTE]}
+    return config, unused
+
+
+def model_init(call: Call) -> Any:
+    """Wraps `PreTrainedModel.__init__`.
+
+    Raises:
+        UnsupportedError: for a config with a scheme, which the stock class would ignore.
+    """
+    entry = read_entry(call["config"])
+    if entry is not None:
+        raise EntryIgnoredError(type(call["self"]), entry["scheme"])
+    # Classes of other projects may read a field of this name.
+    wish, model_class = getattr(call["config"], ATTRIBUTE, None), type(call["self"])
+    if wish is not None and model_class.__module__.startswith("transformers.models."):
+        _refuse_wish(model_class, wish)
+    return call.run()
+
+
+def _refuse_wish(model_class: type, value: Any) -> None:
     """Refuses a config in which the user has set `position_encoding` to a scheme. A stock model would ignore it.
 
     Raises:
@@ -57,12 +137,12 @@ def from_config(call: Call) -> Any:
     def build(call: Call) -> Any:
         return call.run() if read_entry(call["config"]) is None else call.run(cls=patching_proxy(call["cls"]))
 
-    return with_requested_scheme(call, build)
+    return _with_requested_scheme(call, build)
 
 
 def from_pretrained(call: Call) -> Any:
     """Wraps `PreTrainedModel.from_pretrained`."""
-    return with_requested_scheme(call, _from_pretrained)
+    return _with_requested_scheme(call, _from_pretrained)
 
 
 def _from_pretrained(call: Call) -> Any:
@@ -96,7 +176,7 @@ def _from_pretrained(call: Call) -> Any:
 
     from hf_posenc.checkpoint.agreement import check_loaded, check_scheme_fits, files_read, stored_position_weights
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.patching.place.head_shards import split_heads
+    from hf_posenc.patching.place.install import split_heads
 
     built: list[_Built] = []
     subfolder = call.arguments.get("subfolder") or ""
@@ -126,7 +206,7 @@ def _from_pretrained(call: Call) -> Any:
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
     if is_patched(str(model.config._name_or_path), call.arguments):
-        from hf_posenc.patching.place.scheme_name import unmark_names
+        from hf_posenc.patching.place.config_entry import unmark_names
 
         unmark_names(model.position_encoding)
     return (model, info) if call.arguments.get("output_loading_info") else model
@@ -156,9 +236,9 @@ def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str,
 
 def is_scheme_name(source: Any) -> bool:
     """Whether `source` is the name of a model that was patched in memory. Plain strings need no import for this."""
-    if type(source) is str or "hf_posenc.patching.place.scheme_name" not in sys.modules:
+    if type(source) is str or "hf_posenc.patching.place.config_entry" not in sys.modules:
         return False
-    from hf_posenc.patching.place.scheme_name import SchemeName
+    from hf_posenc.patching.place.config_entry import SchemeName
 
     return isinstance(source, SchemeName)
 
@@ -249,7 +329,7 @@ class _Built:
 
     def follow(self, model: Any) -> None:
         """Applies the patch to the new objects, and updates its journal so that it is undone there."""
-        from hf_posenc.patching.anatomy.fingerprint import samples
+        from hf_posenc.patching.anatomy.weights import samples
         from hf_posenc.patching.place.config_entry import write_lengths
         from hf_posenc.patching.place.lengths import record_generation_length
 
@@ -268,3 +348,91 @@ class _Built:
 def _named(source: Any) -> str:
     """What was read, for a message."""
     return "the given state dict" if source is None else str(source)
+
+
+def _with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
+    """Builds a model, and patches it with the scheme that the call asks for.
+
+    Args:
+        call: of `from_pretrained` or `_from_config`.
+        build: returns the model, or a tuple that begins with it, for the call without this argument.
+
+    Raises:
+        UnknownNameError, ValueError, TypeError, UsageError: for what is not a scheme, before anything is loaded.
+        UnsupportedError: as `patch_model`, and if the folder is an adapter that was trained with another scheme.
+    """
+    names = [name for name in (ATTRIBUTE, _SET_ASIDE) if name in call.kwargs]
+    if not names or _knows_the_argument(call["cls"]):
+        return build(call)
+    requested = next((call.kwargs[name] for name in names if call.kwargs[name] is not None), None)
+    plain = call.without(*names)
+    if requested is None:
+        return build(plain)
+    from hf_posenc.patching.patch import patch_model
+    from hf_posenc.patching.place.encoding import current_encoding
+
+    config, places = read_request(requested)
+    built = build(plain)
+    model = built[0] if isinstance(built, tuple) else built
+    before = current_encoding(model)
+    patch_model(model, config, **places)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        _check_adapter(model, before, call.arguments.get("pretrained_model_name_or_path"))
+    return built
+
+
+def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
+    """The scheme that a value of the argument asks for, and the other arguments of `patch_model` in it.
+
+    Raises:
+        UnknownNameError, ValueError, TypeError, UsageError: for what is not a scheme.
+    """
+    from hf_posenc.schemes import as_scheme
+    from hf_posenc.schemes.written import parse_scheme
+
+    if isinstance(requested, str) and ":" in requested:
+        return parse_scheme(requested), {}
+    try:
+        scheme, places = _split(requested)
+        return as_scheme(scheme), places
+    except UnknownNameError as error:
+        if isinstance(requested, Mapping):
+            error.add_note(f"Beside the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
+        raise
+
+
+def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
+    """The scheme, and the arguments of `patch_model` that stand in the same dictionary."""
+    from hf_posenc.schemes.registry import get_scheme
+
+    if not isinstance(requested, Mapping) or "scheme" not in requested:
+        return requested, {}
+    scheme = requested["scheme"]
+    if not isinstance(scheme, str) and requested.keys() <= {"scheme", *_PLACES}:
+        return scheme, {name: value for name, value in requested.items() if name != "scheme"}
+    options = {field.name for field in dataclasses.fields(get_scheme(scheme))} if isinstance(scheme, str) else set()
+    places = {name: requested[name] for name in _PLACES if name in requested and name not in options}
+    return {name: value for name, value in requested.items() if name not in places}, places
+
+
+def _knows_the_argument(model_class: Any) -> bool:
+    """Whether a model class of another project, or its config, has an argument of this name."""
+    owners = (model_class, model_class.config_class)
+    return any(owner is not None and ATTRIBUTE in inspect.signature(owner).parameters for owner in owners)
+
+
+def _check_adapter(model: Any, before: Any, source: Any) -> None:
+    """Refuses a scheme with which the adapter that transformers has loaded was not trained.
+
+    Warns if the adapter names no scheme, as where it is loaded into a patched model.
+    """
+    from hf_posenc.checkpoint.peft_hooks import warn_about_no_scheme
+
+    if before is None:
+        warn_about_no_scheme(model, source)
+    elif before.config != model.position_encoding.config:
+        raise UnsupportedError(
+            f"The adapter in {source} was trained with the scheme {before.config.name!r}, so it does not suit "
+            f"{ATTRIBUTE}={model.position_encoding.config.name!r}. Leave out {ATTRIBUTE}, or load the base model of "
+            "the adapter with it and train a new adapter."
+        )

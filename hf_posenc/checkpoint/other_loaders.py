@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.entry import ATTRIBUTE, MARK, find_marks
-from hf_posenc.wrapping import Call, wrap
+from hf_posenc.entry import ADAPTER_CONFIG, ATTRIBUTE, MARK, find_mark, find_marks
+from hf_posenc.wrapping import Call, setting, wrap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +42,7 @@ def install() -> None:
         "accelerate.utils.modeling",
         {"load_state_dict": _read_state_dict, "load_checkpoint_in_model": _load_checkpoint},
     )
+    wrap("transformers.modeling_utils", {"PreTrainedModel.load_state_dict": _load_state_dict})
     wrap(
         "transformers.trainer",
         {"Trainer._load_from_checkpoint": _load_from_checkpoint, "Trainer._load_best_model": _load_best_model},
@@ -54,6 +55,16 @@ def install() -> None:
     wrap("torch.distributed.checkpoint.state_dict_loader", {"_load_state_dict": _load_distributed})
 
 
+def _load_state_dict(call: Call) -> Any:
+    state_dict, patching = call["state_dict"], "hf_posenc.patching" in sys.modules
+    if call["strict"] and isinstance(state_dict, Mapping) and (patching or find_mark(state_dict) is not None):
+        from hf_posenc.checkpoint.agreement import NamedSchemes
+        from hf_posenc.patching.place.record import NOT_STRICT
+
+        NamedSchemes.of(state_dict).check(call["self"], f" {NOT_STRICT}.")
+    return call.run()
+
+
 def _load_checkpoint(call: Call) -> Any:
     from hf_posenc.checkpoint.atomic_folder import finish_saving
     from hf_posenc.checkpoint.stored_schemes import named_schemes
@@ -63,11 +74,8 @@ def _load_checkpoint(call: Call) -> Any:
     file = _read_by_accelerate(Path(call["checkpoint"]))
     if file is not None:
         named_schemes(file).check(call["model"])
-    token = _COMPARED.set(True)
-    try:
+    with setting(_COMPARED, True):
         return _with_parts(call).run()
-    finally:
-        _COMPARED.reset(token)
 
 
 def _read_by_accelerate(checkpoint: Path) -> Path | None:
@@ -138,7 +146,6 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
     Raises:
         SchemeMismatchError: if they differ, before anything is loaded; names both schemes.
     """
-    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
     from hf_posenc.checkpoint.atomic_folder import finish_saving
     from hf_posenc.checkpoint.stored_schemes import schemes_of_checkpoint
 
@@ -152,7 +159,7 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
         for callback in trainer.callback_handler.callbacks:
             if hasattr(callback, "match_checkpoint"):
                 callback.match_checkpoint(model, step)
-    adapter = (folder / CONFIG_FILE).is_file() and not named.schemes
+    adapter = (folder / ADAPTER_CONFIG).is_file() and not named.schemes
     named.check(model, f" Pass Trainer the model that the training started with.{_OLDER_ADAPTER if adapter else ''}")
 
 

@@ -9,15 +9,15 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
-from hf_posenc.entry import ADAPTER_SCHEME
-from hf_posenc.wrapping import Call, wrap
+from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME
+from hf_posenc.wrapping import Call, setting, wrap
 
 #: The scheme to mark adapter configs with while they are saved.
 _MARKS: ContextVar[dict[str, Any] | None] = ContextVar("hf_posenc_marks_adapter_configs", default=None)
@@ -68,7 +68,7 @@ def _make_adaption_prompts(call: Call) -> Any:
     encoding = None if target is None else _encoding(target)
     if encoding is not None:
         from hf_posenc.patching.inspection import native_scheme
-        from hf_posenc.patching.place.model_checks import follow_in_prompts
+        from hf_posenc.patching.place.install import follow_in_prompts
 
         for config in call["configs"].values():
             _prepare(target, config)
@@ -83,7 +83,7 @@ def _get_prompt(call: Call) -> Any:
         return prompt
     target = _transformers_model(call.args[0] if call.args else call["self"])
     if target is not None and _encoding(target) is not None:
-        from hf_posenc.patching.call.cache_scheme import accept_cache
+        from hf_posenc.patching.call.cache_checks import accept_cache
 
         # Learned keys suit the scheme that they are trained with.
         accept_cache(prompt)
@@ -97,21 +97,21 @@ def _save_config(call: Call) -> Any:
     scheme, folder = _MARKS.get(), call["save_directory"]
     if scheme is None:
         return call.run()
-    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, write_marked
+    from hf_posenc.checkpoint.adapter_config import write_marked
 
     # The stock form must never be readable in the folder, not even for a moment.
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as draft:
         result = call.run(save_directory=draft)
-        write_marked(Path(draft, CONFIG_FILE), scheme)
-        os.replace(Path(draft, CONFIG_FILE), Path(folder, CONFIG_FILE))
+        write_marked(Path(draft, ADAPTER_CONFIG), scheme)
+        os.replace(Path(draft, ADAPTER_CONFIG), Path(folder, ADAPTER_CONFIG))
     return result
 
 
 def _create_card(call: Call) -> Any:
     result = call.run()
     if "hf_posenc.patching" in sys.modules:
-        from hf_posenc.checkpoint.folder_card import write_card
+        from hf_posenc.checkpoint.cards import write_card
 
         write_card(call["self"], Path(call["output_dir"]))
     return result
@@ -149,7 +149,6 @@ def scheme_saved_with_adapters(
             _remove_scheme(folders)
         yield
         return
-    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
     from hf_posenc.checkpoint.position_adapters import collect
     from hf_posenc.checkpoint.position_files import JSON_FILE
 
@@ -160,27 +159,24 @@ def scheme_saved_with_adapters(
         files = collect(target, encoding, inner)
         for folder in folders:
             # Until both are written again, nothing in the folder can be loaded.
-            for name in (CONFIG_FILE, JSON_FILE):
+            for name in (ADAPTER_CONFIG, JSON_FILE):
                 Path(folder, name).unlink(missing_ok=True)
-    token = _MARKS.set(encoding.config.to_dict())
-    try:
+    with setting(_MARKS, encoding.config.to_dict()):
         yield
-    finally:
-        _MARKS.reset(token)
     if files is not None:
         for folder in folders:
             files.write(folder, beside_adapter=True)
 
 
 def _remove_scheme(folders: list[Path]) -> None:
-    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, holds_adapter
+    from hf_posenc.checkpoint.adapter_config import holds_adapter
     from hf_posenc.checkpoint.position_files import JSON_FILE, TENSORS_FILE
 
     for folder in folders:
         # Files without an adapter come from save_position_adapter and must not be removed here.
         if Path(folder, JSON_FILE).is_file() and holds_adapter(folder):
             # The marked config is removed last: as long as it exists, the adapter cannot be loaded without its scheme.
-            for name in (JSON_FILE, TENSORS_FILE, CONFIG_FILE):
+            for name in (JSON_FILE, TENSORS_FILE, ADAPTER_CONFIG):
                 Path(folder, name).unlink(missing_ok=True)
 
 
@@ -188,12 +184,9 @@ def _remove_scheme(folders: list[Path]) -> None:
 
 
 def _load_config(call: Call) -> Any:
-    token = _FOUND.set(None)
-    try:
+    with setting(_FOUND, None):
         config = call.run()
         scheme = _FOUND.get()
-    finally:
-        _FOUND.reset(token)
     if scheme is not None:
         setattr(config, ADAPTER_SCHEME, scheme)
     return config
@@ -241,7 +234,7 @@ def _prepare(model: Any, config: Any) -> None:
     if not _may_have_scheme(config):
         return
     from hf_posenc.checkpoint.adapter_config import check_scheme, check_targets
-    from hf_posenc.patching.anatomy.fingerprint import samples, touched_by_peft
+    from hf_posenc.patching.anatomy.weights import samples, touched_by_peft
     from hf_posenc.patching.place.encoding import encodings
 
     check_scheme(model, config)
@@ -261,12 +254,11 @@ def _load_adapter(call: Call) -> Any:
 
 
 def _hotswap(call: Call) -> Any:
-    token = _COMPARED.set(True)
-    try:
-        with _placed(call["model"], call["model_name_or_path"], call.arguments, call["adapter_name"]):
-            return call.run()
-    finally:
-        _COMPARED.reset(token)
+    with (
+        setting(_COMPARED, True),
+        _placed(call["model"], call["model_name_or_path"], call.arguments, call["adapter_name"]),
+    ):
+        return call.run()
 
 
 def _hotswap_weights(call: Call) -> Any:
@@ -298,26 +290,13 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
     target = _transformers_model(model)
     if target is None or source is None:
         yield
-    elif not names_a_scheme(source, hub):
+        return
+    if not names_a_scheme(source, hub):
         if adapter_name is not None and _encoding(target) is not None:
             warn_about_no_scheme(target, source)
-        token = _NO_SCHEME.set(True)
-        try:
+        with setting(_NO_SCHEME, True):
             yield
-        finally:
-            _NO_SCHEME.reset(token)
-    else:
-        undo = _place(model, target, source, hub, adapter_name)
-        try:
-            yield
-        except BaseException:
-            undo()
-            raise
-
-
-def _place(
-    model: Any, target: Any, source: Any, hub: Mapping[str, Any], adapter_name: str | None
-) -> Callable[[], object]:
+        return
     from hf_posenc.checkpoint.configuration import CheckpointError
     from hf_posenc.checkpoint.position_adapters import adapters_of, place
     from hf_posenc.checkpoint.position_files import JSON_FILE, read_position_files
@@ -328,8 +307,12 @@ def _place(
             f"The adapter in {source} was trained on a patched model, but {JSON_FILE}, which contains the scheme, is "
             "missing. Copy the whole folder."
         )
-    others = set(adapters_of(model)) - {adapter_name}
-    return place(target, files, str(source), shared=bool(others))
+    undo = place(target, files, str(source), shared=bool(set(adapters_of(model)) - {adapter_name}))
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def warn_about_no_scheme(target: Any, source: Any) -> None:

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
-from hf_posenc.entry import find_file
+from hf_posenc.entry import ADAPTER_CONFIG, find_file
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.fingerprint import changed, difference, fingerprint
+from hf_posenc.patching.anatomy.anatomy import unwrapped
+from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint
 from hf_posenc.patching.patch import place_scheme, unpatch_model
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, refuse_changed
 from hf_posenc.patching.place.lengths import Lengths, choose_length, restore_length
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
 
 
@@ -104,16 +104,16 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
             other weights than those of `model`.
         UnsupportedError: for a model with another scheme.
     """
-    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, holds_adapter, names_a_scheme
+    from hf_posenc.checkpoint.adapter_config import holds_adapter, names_a_scheme
 
     if names_a_scheme(folder, hub):
         return _with_adapter(model, folder, hub)
     files = read_position_files(folder, hub)
     if files is not None and files.adapter is None and holds_adapter(Path(folder, hub.get("subfolder") or "")):
         raise CheckpointError(
-            f"{folder} has {JSON_FILE} and a PEFT adapter whose {CONFIG_FILE} is missing, or does not name a scheme: "
-            "the files come from different saves, or saving was interrupted. Save the adapter again from its model, or "
-            "give a folder that contains only the scheme."
+            f"{folder} has {JSON_FILE} and a PEFT adapter whose {ADAPTER_CONFIG} is missing, or does not name a "
+            "scheme: the files come from different saves, or saving was interrupted. Save the adapter again from its "
+            "model, or give a folder that contains only the scheme."
         )
     if files is None:
         raise CheckpointError(f"{folder} has no {JSON_FILE}. Give a folder that save_position_adapter wrote.")
@@ -130,13 +130,11 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
 
 def _located(adapter: str, folder: str | os.PathLike[str]) -> str:
     """The folder or hub id of the PEFT adapter that a position adapter names."""
-    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
-
     below = os.path.join(folder, adapter)
     source = below if os.path.isdir(below) else adapter
-    if find_file(source, CONFIG_FILE, {}, download=True) is None:
+    if find_file(source, ADAPTER_CONFIG, {}, download=True) is None:
         raise CheckpointError(
-            f"{JSON_FILE} in {folder} names the PEFT adapter {adapter[:100]!r}, but there is no {CONFIG_FILE} in a "
+            f"{JSON_FILE} in {folder} names the PEFT adapter {adapter[:100]!r}, but there is no {ADAPTER_CONFIG} in a "
             "folder of this name or on the hub. Copy the adapter to the place where it was, or save the position "
             "adapter again with adapter= and its location."
         )

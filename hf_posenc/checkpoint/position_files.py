@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
-from hf_posenc.checkpoint.configuration import CheckpointError, check_format, damaged, is_length
+from hf_posenc.checkpoint.atomic_folder import is_place_for_folder, replace_file
+from hf_posenc.checkpoint.configuration import CheckpointError, built_scheme, check_format, damaged, is_length
 from hf_posenc.entry import find_file
-from hf_posenc.patching.anatomy.fingerprint import Fingerprint, check_entry
+from hf_posenc.patching.anatomy.weights import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
 from hf_posenc.version import __version__
 
@@ -118,19 +117,6 @@ def _hash_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file atomically."""
-    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> PositionFiles | None:
     """Reads both files of a folder or of a hub repository; `None` if there are none.
 
@@ -158,13 +144,7 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
     )
     if files.length is not None and not is_length(files.length):
         raise damaged(source, f"the length {files.length!r}", "a number of tokens", file=JSON_FILE)
-    try:
-        _ = files.config
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(
-            f"The scheme in {JSON_FILE} of {source} cannot be built: {error} If another package registers it, import "
-            "that package before loading; if a newer hf_posenc wrote it, update hf_posenc."
-        ) from error
+    built_scheme(files.scheme, source, JSON_FILE)
     return files
 
 

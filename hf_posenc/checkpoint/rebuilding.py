@@ -13,10 +13,9 @@ from transformers import PreTrainedConfig
 from hf_posenc.entry import ATTRIBUTE, read_entry, stored_config
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.patch import patch_model, unpatch_model
-from hf_posenc.patching.place.config_entry import detach_entry
+from hf_posenc.patching.place.config_entry import SchemeName, detach_entry
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
 from hf_posenc.patching.place.lengths import choose_length
-from hf_posenc.patching.place.scheme_name import SchemeName
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.wrapping import Call
 

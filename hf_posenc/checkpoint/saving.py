@@ -1,27 +1,22 @@
-"""`save_pretrained` of patched models, or over one, and their uploads.
+"""`save_pretrained` of patched models, or over one, their uploads, and the cards that other code writes for them.
 
-It raises if the saved model could not be loaded again. The folder has a card with a section about the scheme. If an
-upload fails, the error says what to do.
+A save raises if the saved model could not be loaded again. The folder has a card with a section about the scheme. If an
+upload fails, the error says what to do. Before any model was patched, the wrappers here import nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import modeling_utils
-from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
-
-from hf_posenc.checkpoint.agreement import record_shards
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
-from hf_posenc.checkpoint.folder_card import NAME as CARD, has_section, is_of_transformers, write_card
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
-from hf_posenc.entry import MARK, find_mark, is_patched, read_entry
+from hf_posenc.entry import ADAPTER_CONFIG, MARK, find_mark, is_patched, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.encoding import encodings, refuse_changed
 from hf_posenc.wrapping import Call
 
 
@@ -33,6 +28,11 @@ def save_pretrained(call: Call) -> Any:
     Raises:
         UnsupportedError: if the model's config does not match its scheme, or another copy of this package patched it.
     """
+    if "hf_posenc.patching" not in sys.modules:
+        return call.run()
+    from hf_posenc.checkpoint.cards import has_section, write_card
+    from hf_posenc.patching.place.encoding import refuse_changed
+
     model = call["self"]
     entry = read_entry(model.config)
     refuse_changed(model)
@@ -54,9 +54,9 @@ def save_pretrained(call: Call) -> Any:
         _refuse_other_variants(model, folder, call["variant"])
     elif call["state_dict"] is not None:
         call = call.changed(state_dict=_marked(model, call["state_dict"]))
-    if Path(folder, ADAPTER_CONFIG_NAME).is_file():
+    if Path(folder, ADAPTER_CONFIG).is_file():
         raise UnsupportedError(
-            f"{os.fspath(folder)} contains {ADAPTER_CONFIG_NAME}: transformers would add this adapter to the saved "
+            f"{os.fspath(folder)} contains {ADAPTER_CONFIG}: transformers would add this adapter to the saved "
             f"{type(model).__name__} when it is loaded. Save it to another folder, or remove the adapter first."
         )
     if call["distributed_checkpoint"]:
@@ -75,7 +75,9 @@ def save_pretrained(call: Call) -> Any:
         call.run(save_directory=str(draft))
         if any(draft.iterdir()):  # of the process that writes files
             write_card(model, draft, Path(folder))
-        if entry is not None:
+        if entry is not None and any(draft.glob("*.index*.json")):
+            from hf_posenc.checkpoint.agreement import record_shards
+
             record_shards(draft)
     if upload is not None:
         upload()
@@ -97,6 +99,11 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     """Creates the repository, as `save_pretrained` does before it writes, and returns a function that uploads the
     files. The options of the upload are removed from those of `save_pretrained`.
     """
+    from transformers import modeling_utils
+
+    from hf_posenc.checkpoint.atomic_folder import README
+    from hf_posenc.checkpoint.cards import is_of_transformers
+
     token_option = {} if token is None else {"token": token}
     message, create_pr = options.pop("commit_message", None), options.pop("create_pr", False)
     name = options.pop("repo_id", os.fspath(folder).split(os.path.sep)[-1])
@@ -107,7 +114,7 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
         with upload_of(folder, repository):
             card = modeling_utils.create_and_tag_model_card(repository, model.model_tags, token=token)
             if not is_of_transformers(card.text):
-                card.save(os.path.join(folder, CARD))
+                card.save(os.path.join(folder, README))
             model._upload_modified_files(
                 folder, repository, before, commit_message=message, token=token, create_pr=create_pr
             )
@@ -119,6 +126,8 @@ def _marked(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Adds the scheme to a state dict, because state dicts gathered from shards (FSDP, ZeRO) do not name it."""
     if find_mark(state_dict) is not None:
         return state_dict
+    from hf_posenc.patching.place.encoding import encodings
+
     (encoding,) = encodings(model)
     (path,) = [name for name, module in model.named_modules() if module is encoding][:1]
     return {**state_dict, f"{path}.{MARK}": encoding.get_extra_state()}
@@ -135,3 +144,42 @@ def upload_of(folder: str | os.PathLike[str], repository: str) -> Iterator[None]
             f"hf upload {repository} {os.fspath(folder)}"
         )
         raise
+
+
+def config_post_init(call: Call) -> Any:
+    """Gives a config that is built with an entry the class that also saves it."""
+    result, config = call.run(), call["self"]
+    if read_entry(config) is not None:
+        from hf_posenc.patching.place.config_entry import carry_entry
+
+        carry_entry(config)
+    return result
+
+
+def upload_modified_files(call: Call) -> Any:
+    """Gives an uploaded model a card that describes its scheme. Tokenizers and configs are uploaded in the same way."""
+    if hasattr(call["self"], "modules"):
+        _describe(call["self"], call["working_dir"], call["repo_id"])
+    return call.run()
+
+
+def create_trainer_card(call: Call) -> Any:
+    """Adds the section about the scheme to the card of a trainer."""
+    result, trainer = call.run(), call["self"]
+    if trainer.is_world_process_zero():
+        _describe(trainer.accelerator.unwrap_model(trainer.model), trainer.args.output_dir, trainer.hub_model_id)
+    return result
+
+
+def create_card(call: Call) -> Any:
+    """Adds the section about the scheme to a card of sentence-transformers."""
+    result = call.run()
+    _describe(call["self"], call["path"])
+    return result
+
+
+def _describe(model: Any, folder: Any, name: str | None = None) -> None:
+    if "hf_posenc.patching" in sys.modules:
+        from hf_posenc.checkpoint.cards import write_card
+
+        write_card(model, Path(folder), name=name)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, names_a_scheme
+from hf_posenc.checkpoint.adapter_config import names_a_scheme
 from hf_posenc.checkpoint.agreement import NamedSchemes, check_shard, read_index, warn_of_older_version
 from hf_posenc.checkpoint.configuration import from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
-from hf_posenc.entry import ATTRIBUTE, find_marks, stored_config
+from hf_posenc.entry import ADAPTER_CONFIG, ATTRIBUTE, find_marks, stored_config
 
 #: Weight files of a whole model: indices of shards or single files.
 WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
@@ -41,7 +41,7 @@ def schemes_of_checkpoint(folder: Path) -> NamedSchemes | None:
     if file is not None and ((named := named_schemes(file)).schemes or file.name != _FSDP_WEIGHTS):
         return named
     stock = NamedSchemes(str(folder), {})
-    if (folder / CONFIG_FILE).is_file() and not names_a_scheme(folder, {}):
+    if (folder / ADAPTER_CONFIG).is_file() and not names_a_scheme(folder, {}):
         return stock
     beside_adapter = read_position_files(folder, {})
     if beside_adapter is not None:

@@ -10,9 +10,8 @@ from hf_posenc.export.carriers import proposal
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.targets import find_target
 from hf_posenc.installation import install_command
-from hf_posenc.patching.engines import engine_problem, unsupported_kind
-from hf_posenc.patching.inspection import Inspection
-from hf_posenc.patching.place.context_length import context_length
+from hf_posenc.patching.inspection import Inspection, engine_problem, unsupported_kind
+from hf_posenc.patching.place.lengths import context_length
 from hf_posenc.schemes.refusals import VLLM
 
 

@@ -47,8 +47,8 @@ def patch(options: argparse.Namespace) -> int:
 
     import hf_posenc
     from hf_posenc.loading import load_model
-    from hf_posenc.patching.place.context_length import context_length
     from hf_posenc.patching.place.encoding import named_part, scheme_in_part
+    from hf_posenc.patching.place.lengths import context_length
     from hf_posenc.recipes import swap_scheme
     from hf_posenc.schemes.labels import scheme_label
 
@@ -151,7 +151,7 @@ def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, s
     It gets the length of the model, if it had the native one or the one `before`. Returned with it are the word for it,
     and where there is none, a line for the user that says why.
     """
-    from hf_posenc.patching.place.context_length import update_tokenizer_length
+    from hf_posenc.patching.place.lengths import update_tokenizer_length
 
     processor, kind, problem = _loaded_processor(name, model)
     update_tokenizer_length(processor, model, before)
@@ -162,7 +162,7 @@ def _loaded_processor(name: str, model: Any) -> tuple[Any, str, str]:
     """The tokenizer or processor, the word for it, and why there is none."""
     from hf_posenc.export.models import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
-    from hf_posenc.patching.place.model_checks import unwrapped
+    from hf_posenc.patching.anatomy.anatomy import unwrapped
 
     load, kind = (load_processor, "processor") if other_modalities(unwrapped(model)) else (load_tokenizer, "tokenizer")
     try:

@@ -18,6 +18,7 @@ from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.programs import (
     Plain,
     ProgramExport,
+    padded,
     plain_checks,
     plain_inputs,
     prepare_for_tracing,
@@ -136,8 +137,8 @@ class ExecutorchExport(ProgramExport):
             return dict(zip(names, outputs, strict=True))
 
         lengths = sorted(length for length in {1, 7, 24, self.longest // 2 + 1, self.longest} if length <= self.longest)
-        padded = [_mask(length) for length in lengths]
-        yield from plain_checks(self.reference, [*padded, *map(torch.ones_like, padded)], run, runtime, _TOLERANCE)
+        masks = [padded(length, length // 4).flip(-1) for length in lengths] + [padded(length) for length in lengths]
+        yield from plain_checks(self.reference, masks, run, runtime, _TOLERANCE)
 
     def usage(self, form: Form) -> str:
         """The names of inputs and outputs, and how to run it in Python."""
@@ -155,13 +156,7 @@ class ExecutorchExport(ProgramExport):
 
 def _example(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
     """The inputs of a program, in its order: one sequence of tokens, with padding in the last quarter."""
-    return plain_inputs(model, _mask(length))
-
-
-def _mask(length: int) -> Tensor:
-    mask = torch.ones(1, length, dtype=torch.int64)
-    mask[:, length - length // 4 :] = 0
-    return mask
+    return plain_inputs(model, padded(length, length // 4).flip(-1))
 
 
 def _default_length(parts: ModelParts) -> int:

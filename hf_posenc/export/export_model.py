@@ -15,11 +15,11 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint.adapter_config import CONFIG_FILE as ADAPTERS
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
-from hf_posenc.checkpoint.cards import card_data, hub_name, scheme_names, scheme_section, versions_section
+from hf_posenc.checkpoint.cards import card_data, card_text, hub_name, scheme_names, scheme_section, versions_section
 from hf_posenc.checkpoint.saving import upload_of
 from hf_posenc.checkpoint.stored_schemes import WEIGHTS
+from hf_posenc.entry import ADAPTER_CONFIG
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.carriers import carry
 from hf_posenc.export.layers import ModelParts
@@ -185,10 +185,10 @@ def _clear(place: Path, files: Collection[str]) -> None:
     make a model together with new ones: programs that load the export do not know that it is incomplete.
     """
     weights = [name for name in files if name.endswith(".safetensors")]
-    if weights and (place / ADAPTERS).exists():
+    if weights and (place / ADAPTER_CONFIG).exists():
         raise FileExistsError(
-            f"{place} contains {ADAPTERS}: transformers would add these adapters to the exported model. Export it to "
-            "another folder."
+            f"{place} contains {ADAPTER_CONFIG}: transformers would add these adapters to the exported model. Export "
+            "it to another folder."
         )
     if weights and not any(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name) for name in weights):
         # The export has a variant, and without its name transformers would load the other weights with the new config.
@@ -253,7 +253,8 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
         if encoding is None
         else scheme_section(encoding.config.to_dict(), class_name)
     )
-    sections = [
+    text = card_text(
+        data,
         f"# {name}",
         f"A `{class_name}` with the position encoding `{report.scheme}`, exported for "
         f"{find_target(report.target).program}. It runs without the package `hf_posenc`.",
@@ -262,9 +263,8 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
         f"## Measured difference\n\nThe export was run on the same tokens as the original model:\n\n```\n"
         f"{checks_table(report.checks)}\n```",
         f"### Framework versions\n\n{versions_section()}",
-    ]
-    body = "\n\n".join(section.strip() for section in sections)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=False)
+    )
+    return ModelCard(text, ignore_metadata_errors=False)
 
 
 def _how_to_run(usage: str, report: ExportReport, repository: str | None) -> str:

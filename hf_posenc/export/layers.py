@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.inspection import native_scheme
-from hf_posenc.patching.place.encoding import build_encoding, current_encoding
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.encoding import StackEncoding, build_encoding, current_encoding
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Need

@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.targets import Target
-from hf_posenc.patching.anatomy.anatomy import model_parts
-from hf_posenc.patching.anatomy.parts import TEXT, default_part
+from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy, is_part, refuse_remote_code
 from hf_posenc.patching.place.encoding import current_encoding, parts_named, refuse_changed
-from hf_posenc.patching.place.model_checks import is_part, refuse_remote_code
 
 #: How to get the embeddings of an encoder-decoder.
 _ENCODER = (
@@ -74,7 +72,7 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
 def other_modalities(model: PreTrainedModel) -> list[str]:
     """The parts of a model that read something else than text."""
     try:
-        return [part for part in model_parts(model) if part != TEXT]
+        return [part for part in Anatomy(model).parts if part != TEXT]
     except UnsupportedError:
         return []  # A model without attention has no parts.
 
@@ -88,7 +86,7 @@ def refuse_unsuited(model: PreTrainedModel, target: Target) -> None:
     name, others = type(model).__name__, other_modalities(model)
     if others and target.keeps_images:
         _refuse_unchecked(model)
-    elif others and TEXT not in model_parts(model):
+    elif others and TEXT not in Anatomy(model).parts:
         raise UnsupportedError(
             f"The export to {target.name!r} writes a program that reads token ids, but {name} has the part "
             f"{_listed(others)} and reads none. {_WHOLE}"
@@ -124,7 +122,7 @@ def _refuse_unchecked(model: PreTrainedModel) -> None:
 
 
 def _runs_on_ids(model: PreTrainedModel) -> bool:
-    return model.main_input_name == "input_ids" and default_part(model, model_parts(model)) == TEXT
+    return model.main_input_name == "input_ids" and Anatomy(model).main == TEXT
 
 
 def _listed(parts: list[str]) -> str:

@@ -16,7 +16,7 @@ from hf_posenc.export.carriers import Form
 from hf_posenc.export.comparison import accepted, difference_at_real_tokens, largest, random_ids, spans
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.onnx_graph import Past, cached, export_graph, run_decoder
-from hf_posenc.export.programs import ProgramExport, plain_checks, quiet
+from hf_posenc.export.programs import ProgramExport, padded, plain_checks, quiet
 from hf_posenc.export.records import Check
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
@@ -91,12 +91,12 @@ class OnnxExport(ProgramExport):
         model, session, ends = self.reference, Session(self.draft / file), _ends(self.parts)
         if not model.can_generate():
             # Encoders are padded on the right.
-            masks = [mask.flip(-1) for mask in (_mask(3), _mask(24, 0, 5, 11), *map(_mask, ends))]
+            masks = [mask.flip(-1) for mask in (padded(3), padded(24, 0, 5, 11), *map(padded, ends))]
             yield from plain_checks(model, masks, lambda inputs, _: session(inputs, []), session.runtime, TOLERANCE)
             return
         sample = _sample_cache(model)
-        prefills = [(1, _mask(1)), (40, _mask(40)), (24, _mask(24, 0, 5, 11))]
-        after = [(1, _mask(34, 0, 4)), (6, _mask(39, 0, 4)), *((min(end, _TAIL), _mask(end)) for end in ends)]
+        prefills = [(1, padded(1)), (40, padded(40)), (24, padded(24, 0, 5, 11))]
+        after = [(1, padded(34, 0, 4)), (6, padded(39, 0, 4)), *((min(end, _TAIL), padded(end)) for end in ends)]
         for mode, calls in (("prefill", prefills), ("decode", after)):
             for length, mask in calls:
                 yield from _in_a_call(model, session, sample, length, mask, mode)
@@ -170,11 +170,6 @@ class Session:
         return dict(zip(self.outputs, map(torch.from_numpy, found), strict=True))
 
 
-def _mask(length: int, *padding: int) -> Tensor:
-    """`(batch, length)`, 1 at real tokens, after so much padding in each row."""
-    return (torch.arange(length) >= torch.tensor(padding or (0,)).unsqueeze(-1)).long()
-
-
 def _ends(parts: ModelParts) -> list[int]:
     """Lengths to compare at: those of every target, and beyond the native length if the scheme reaches further."""
     found = {stop for _, stop in spans(parts.model)}
@@ -228,7 +223,7 @@ def _repeated(sample: Past, rows: int, length: int) -> Past:
 def _step_by_step(model: PreTrainedModel, session: Session, sample: Past) -> Check:
     """The difference over a prompt and the tokens after it, each with its own cache of the steps before."""
     prompt, steps = 9, 6
-    mask = _mask(prompt + steps, 0, 3)
+    mask = padded(prompt + steps, 0, 3)
     ids, past = random_ids(model, prompt + steps, len(mask)), _repeated(sample, len(mask), 0)
     expected = run_decoder(model, ids, mask, []).logits
     logits, start = [], 0

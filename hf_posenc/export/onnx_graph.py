@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.comparison import random_ids
 from hf_posenc.export.programs import Plain, plain_inputs, prepare_for_tracing, tracing
-from hf_posenc.patching.call.cache_notes import cache_argument, first_cache
-from hf_posenc.patching.call.cache_scheme import accept_cache
+from hf_posenc.patching.call.cache import cache_argument, first_cache
+from hf_posenc.patching.call.cache_checks import accept_cache
 from hf_posenc.patching.place.encoding import current_encoding
 
 #: One pair of keys and values for each layer, `(batch, key_value_heads, past_length, width)` each.

@@ -21,8 +21,8 @@ from hf_posenc.export.carriers import Carrier, Export, Form
 from hf_posenc.export.comparison import difference_at_real_tokens, random_ids
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.records import Check
+from hf_posenc.patching.call.module_sites import EXPORTED_LENGTH
 from hf_posenc.patching.call.runtime import StackForward
-from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
 from hf_posenc.patching.place.config_entry import detach_entry, find_lengths, write_lengths
 from hf_posenc.preserve import attention_implementation
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -79,6 +79,11 @@ def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Te
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     output = model(**inputs, return_dict=True, **extra)
     return {name: value for name, value in output.items() if isinstance(value, Tensor)}
+
+
+def padded(length: int, *padding: int) -> Tensor:
+    """`(batch, length)`, 1 at real tokens, after so much padding in each row."""
+    return (torch.arange(length) >= torch.tensor(padding or (0,)).unsqueeze(-1)).long()
 
 
 def plain_inputs(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_changes, spread
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.report.combination import shortest_names

@@ -11,9 +11,9 @@ from transformers import EncoderDecoderModel
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_l2
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
 
 #: Tokens per forward call where every layer's states are kept.

@@ -27,6 +27,7 @@ from hf_posenc.metrics.language_modeling.token_losses import (
     token_losses,
 )
 from hf_posenc.patching import native_scheme
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     current_encoding,
@@ -34,7 +35,6 @@ from hf_posenc.patching.place.encoding import (
     scheme_in_part,
     stacks_in_part,
 )
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig

@@ -18,9 +18,8 @@ from hf_posenc.metrics.forward import is_causal, outputs_of, rounding
 from hf_posenc.metrics.language_modeling.token_losses import Frame, special_frame, stream_windows, token_stream
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
 from hf_posenc.metrics.statistics import relative_changes, spread
-from hf_posenc.patching.anatomy.anatomy import find_stacks
-from hf_posenc.patching.anatomy.tables import table_origin
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.anatomy.anatomy import find_stacks, unwrapped
+from hf_posenc.patching.anatomy.discovery import table_origin
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.model_checks import unwrapped
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 

@@ -11,16 +11,19 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.inspection import native_scheme_of
-from hf_posenc.patching.patch import place_scheme
-from hf_posenc.patching.place.config_entry import attach_entry
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, scheme_in_part, stacks_in_part
-from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.patching.place.scheme_name import refresh_names
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.patch import place_scheme, schedule
+from hf_posenc.patching.place.config_entry import attach_entry, refresh_names
+from hf_posenc.patching.place.encoding import (
+    PositionEncoding,
+    StackEncoding,
+    current_encoding,
+    scheme_in_part,
+    stacks_in_part,
+)
 from hf_posenc.patching.place.transaction import Transaction
-from hf_posenc.patching.request import schedule
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cache_notes import is_cache
+from hf_posenc.patching.anatomy.anatomy import unwrapped
+from hf_posenc.patching.call.cache import is_cache
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode, isolated_rng
 
 #: Inputs that are not inputs of a forward with other positions.

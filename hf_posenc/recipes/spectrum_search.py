@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import patch_model
-from hf_posenc.patching.anatomy.parts import TEXT
+from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import evaluation_mode

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.parts import TEXT
+from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.patch import place_scheme, warn_of_random_rows
 from hf_posenc.patching.place.encoding import PositionEncoding, scheme_in_part

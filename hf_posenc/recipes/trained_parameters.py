@@ -8,8 +8,8 @@ from torch import nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.installation import require
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.recipes.gradual import freeze_old
 from hf_posenc.schemes.parts import Part
 

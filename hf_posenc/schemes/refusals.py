@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.needs import BIASES, IN_ATTENTION, NO_GROWING_CACHE, Environment, Need
+from hf_posenc.schemes.parts import Part
 
 _NOT_RECOMPUTED = "and cached keys are not recomputed as the sequence grows"
 _OTHER_BATCHING = (
@@ -138,6 +142,9 @@ SGLANG = Environment(
     _OTHER_PROGRAM,
 )
 
+#: What runs a patched model with a plug-in.
+ENGINES = (VLLM, SGLANG)
+
 #: All of them. Formats of exports state what they have a place for in `hf_posenc.export`.
 ENVIRONMENTS = (
     GROWING_CACHE,
@@ -157,6 +164,22 @@ ENVIRONMENTS = (
     CACHE_OF_OTHERS,
     POOLED_PATCHES,
     GRADUAL_SWAP,
-    VLLM,
-    SGLANG,
+    *ENGINES,
 )
+
+
+def generation_problems(needs: Mapping[Need, Part], parts: Iterable[Part]) -> dict[str, str]:
+    """By the name of a way to generate, why it cannot run a scheme, as a clause about the scheme; empty if it can.
+
+    Args:
+        needs: what the parts need.
+        parts: the parts of the scheme.
+    """
+    problems = {engine.name: engine.problem(needs) for engine in ENGINES}
+    for part in parts:
+        try:
+            part.check_cache(1, 2)
+        except UnsupportedError as error:
+            problems = {name: problem or str(error).rstrip(".") for name, problem in problems.items()}
+            break
+    return problems | {GROWING_CACHE.name: GROWING_CACHE.problem(needs)}

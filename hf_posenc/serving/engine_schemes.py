@@ -25,7 +25,7 @@ from hf_posenc.checkpoint.agreement import NamedSchemes
 from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.engines import engine_problem, patched_sites, unsupported_kind
+from hf_posenc.patching.inspection import engine_problem, patched_sites, unsupported_kind
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.parts import DistanceBias

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from hf_posenc.checkpoint.install import ENGINE_ARCHITECTURE
-from hf_posenc.when_imported import when_imported
+from hf_posenc.wrapping import when_imported
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks, model_parts
+from hf_posenc.patching.anatomy.anatomy import Anatomy, find_stacks
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.short_runs import embedded, run_briefly
 from hf_posenc.patching.layouts import Grid
@@ -60,7 +60,7 @@ def check_pair(pair: Pair, part: str | None = None) -> list[Record]:
     if pair.has_vocabulary_head:
         return [Checker(caller).record_of()]
     try:
-        parts = model_parts(caller.model)
+        parts = Anatomy(caller.model).parts
     except UnsupportedError as error:
         return [Record(pair.name, refusal=str(error))]
     return [Checker(caller, name, parts).record_of() for name in parts if part in (None, name)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,25 +9,6 @@ from hf_posenc import UnsupportedError, patch_model
 
 from .calling import Caller
 from .population import pair_named
-
-
-@pytest.mark.parametrize(
-    ("pair", "part", "scheme", "options", "reason"),
-    [
-        ("vision-pvt", "vision", "alibi", {"axes": 2}, "passed no coordinates"),
-        ("vision-glpn", "vision", "rope_nd", {"grid": (4,)}, "not the patches of an image"),
-        ("vision-seggpt", "vision", "learned", {"num_positions": 512}, "A short run of the stock model succeeds"),
-        ("other-pi0", "text", "pope", {}, "read the same cache without the scheme"),
-        ("other-bros", None, "alibi", {}, "distances of boxes"),
-    ],
-)
-def test_what_fails_in_a_call_is_refused_in_the_patch(
-    pair: str, part: str | None, scheme: str, options: dict[str, Any], reason: str
-) -> None:
-    model = Caller(pair_named(pair)).model
-    with pytest.raises(UnsupportedError, match=reason):
-        patch_model(model, scheme, part=part, **options)
-    assert not hasattr(model, "position_encoding")
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched
+from tests.thinning import in_turn
 
 HEADS, LENGTH, WIDTH = 3, 640, 16
 SLOPES = torch.tensor([4.0, 0.5, 0.0])
@@ -59,9 +60,9 @@ def weights(form: Any, query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
     return scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
 
 
-@pytest.mark.parametrize("rule", [causal, second_is_padded, everything], ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("make", [alibi, gates], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("attacked", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "make", "attacked"), in_turn([causal, second_is_padded, everything], [alibi, gates], [False, True])
+)
 def test_blocks_that_are_left_out_weigh_nothing(rule: Any, make: Any, attacked: bool) -> None:
     query, key, value = heads()
     if attacked:

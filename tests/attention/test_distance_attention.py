@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_posenc.attention import blockwise, fused_attention as module
 from hf_posenc.errors import UnsupportedError
+from tests.thinning import in_turn
 
 from .block_sizes import set_sizes
 from .fused import distance_attention
@@ -56,8 +57,7 @@ def compare(given: tuple[Tensor, ...], mask: Tensor | None, causal: bool, tolera
         torch.testing.assert_close(one, other, atol=tolerance * scale, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(MASKS, CLOSE), ids=str)
 def test_masks(kind: str, dtype: torch.dtype) -> None:
     compare(tensors(3, 4, 2, 17, 17, dtype), masks(3, 17, 17)[kind], kind == "none", CLOSE[dtype])
 

@@ -19,6 +19,7 @@ from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, Separabl
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from tests.schemes.table import parts_for
+from tests.thinning import in_turn
 
 from .plain_attention import plain_attention
 
@@ -79,9 +80,9 @@ def check(scheme: str, dtype: torch.dtype, length: int, queries: int) -> None:
     assert with_bias <= eps, (scheme, dtype, length, queries)
 
 
-@pytest.mark.parametrize("queries", [1, QUERIES])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "queries"), in_turn(SCHEMES, [torch.bfloat16, torch.float16], [1, QUERIES]), ids=str
+)
 def test_at_6000_tokens(scheme: str, dtype: torch.dtype, queries: int) -> None:
     check(scheme, dtype, 6000, queries)
 

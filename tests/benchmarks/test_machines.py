@@ -25,7 +25,7 @@ from benchmarks.table import figure_tables
 from benchmarks.targets import verdicts
 from benchmarks.timing import Pace, time_subjects
 from tests.benchmarks.tiny import TINY, Sleeper
-from training.processor import _from_cpuinfo
+from training.machine import _from_cpuinfo
 
 
 def test_a_processor_that_is_slow_with_subnormal_numbers_is_warned_of():

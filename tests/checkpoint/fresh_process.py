@@ -95,8 +95,7 @@ def refuse(folder: Path) -> dict[str, str]:
     routes: Routes = {
         "AutoConfig": lambda: transformers.AutoConfig.from_pretrained(folder),
         "concrete": lambda: concrete.from_pretrained(folder),
-        "config class": lambda: concrete.config_class.from_pretrained(folder),
-        "AutoTokenizer": lambda: transformers.AutoTokenizer.from_pretrained(folder),
+        "config class": lambda: concrete.from_pretrained(folder, config=concrete.config_class.from_pretrained(folder)),
     }
     if (folder / "sharded").is_dir():
         base_class = transformers.MODEL_MAPPING[concrete.config_class]
@@ -110,7 +109,11 @@ def refuse(folder: Path) -> dict[str, str]:
             "config by hand": lambda: auto.from_pretrained(folder / "by_hand"),
             "concrete, config by hand": lambda: concrete.from_pretrained(folder / "by_hand"),
             "pipeline": lambda: transformers.pipeline(task, model=str(folder)),
+            "pipeline without a task": lambda: transformers.pipeline(model=str(folder)),
         }
+    if (folder / "tokenizer.json").is_file():
+        routes["AutoTokenizer"] = lambda: transformers.AutoTokenizer.from_pretrained(folder)
+        routes["AutoProcessor"] = lambda: transformers.AutoProcessor.from_pretrained(folder)
     if (folder / "adapter").is_dir():
         routes |= tools(folder, concrete, auto)
     messages = {}

@@ -46,7 +46,7 @@ def test_import_is_cheap() -> None:
 def test_import_beside_transformers_loads_what_reads_checkpoints_only() -> None:
     done = run_fresh("import hf_posenc, sys; print(*(name for name in sys.modules if name.startswith('hf_posenc.')))")
     late = tuple(f"hf_posenc.{name}" for name in ("patching", "schemes", "recipes", "metrics", "plots"))
-    assert "hf_posenc.when_imported" in done.stdout.split()
+    assert "hf_posenc.wrapping" in done.stdout.split()
     assert not [name for name in done.stdout.split() if name.startswith(late)]
 
 

@@ -114,7 +114,7 @@ class TestFolders:
 
     def test_a_card_says_the_length(self) -> None:
         model = extend_context(made("alibi", build=bert), length=LONG)
-        assert f"context: {LONG} tokens, {MASKED} natively" in str(model_card(model, model_id="me/bert-alibi"))
+        assert f"Context: {LONG} tokens, {MASKED} natively" in str(model_card(model, model_id="me/bert-alibi"))
 
 
 #: Schemes of a Llama, the length that is set, and that of the stock export.

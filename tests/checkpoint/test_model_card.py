@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import (
 import hf_posenc
 from hf_posenc import PositionEncodingError, patch_model, unpatch_model
 from hf_posenc.checkpoint import model_card
+from hf_posenc.checkpoint.cards import write_card
 from hf_posenc.version import REPOSITORY
 from tests.models import tiny
 from tests.patching.composites.models import COMPOSITES
@@ -182,6 +185,49 @@ def test_text_behind_half_a_section_is_kept(llama: Any, tmp_path: Path) -> None:
     for _ in range(2):
         llama.save_pretrained(tmp_path)
         assert "## Limits\n\nIt is tiny." in readme.read_text()
+
+
+def test_a_name_that_was_given_is_kept_and_that_of_a_folder_is_not(llama: Any, tmp_path: Path) -> None:
+    readme, example = tmp_path / "README.md", 'from_pretrained("{}")'.format
+    model_card(llama, model_id="me/llama-rope").save(readme)
+    for scheme in ("alibi", "t5"):
+        patch_model(llama, scheme).save_pretrained(tmp_path)
+        assert readme.read_text().startswith("---\n")
+        assert "# me/llama-rope" in readme.read_text()
+        assert example("me/llama-rope") in readme.read_text()
+        assert f"is `{scheme}`" in readme.read_text()
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        llama.save_pretrained(folder)
+        assert example(folder.name) in (folder / "README.md").read_text()
+    moved = (tmp_path / "one").rename(tmp_path / "three")
+    llama.save_pretrained(moved)
+    assert example("three") in (moved / "README.md").read_text()
+
+
+def test_a_card_that_cannot_be_replaced_is_told_and_the_model_is_saved(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text("# Mine\n")
+    replace = os.replace
+
+    def of_protected(source: Any, target: Any) -> None:
+        if os.fspath(target) == str(tmp_path / "README.md"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", of_protected)
+    with pytest.warns(UserWarning, match=r"README.md in .* cannot be replaced \(Operation not permitted\)"):
+        llama.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="cannot be replaced"):
+        write_card(llama, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.position_encoding.config == llama.position_encoding.config
+    monkeypatch.setattr("hf_posenc.checkpoint.cards._read", lambda _: of_protected("", tmp_path / "README.md"))
+    with pytest.warns(UserWarning, match="cannot be replaced"):
+        llama.save_pretrained(tmp_path)
+    unpatch_model(llama).save_pretrained(tmp_path)
 
 
 def test_a_model_with_several_text_configs_is_saved(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
-from hf_posenc.patching.place.scheme_name import SchemeName
+from hf_posenc.patching.place.config_entry import SchemeName
 from hf_posenc.recipes import begin_blend, set_blend_strength
 from tests.checkpoint.checkpoint_cases import assert_same, base, llama, outputs, randomize
 

@@ -26,7 +26,7 @@ from hf_posenc import (
     save_position_adapter,
     unpatch_model,
 )
-from hf_posenc.patching.anatomy.fingerprint import difference, fingerprint
+from hf_posenc.patching.anatomy.weights import difference, fingerprint
 from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import (
     LORA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,17 @@ def test_a_model_with_a_request_is_saved_and_loaded(folders: dict[str, Path], tm
     model = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding="alibi")
     model.save_pretrained(tmp_path)
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_a_warning_points_at_the_line_that_asked() -> None:
+    """Both ways to ask are of different depth in this library and in transformers."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(LlamaForCausalLM(config), "p_rope")
+        AutoModelForCausalLM.from_config(config, position_encoding="p_rope")
+    places = [Path(warning.filename).name for warning in caught if "rotates with theta" in str(warning.message)]
+    assert places == ["test_requested.py"] * 2

@@ -22,7 +22,7 @@ from hf_posenc.cli import main
 from hf_posenc.loading import auto_class
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
-from tests.recipes.test_parts import vision_transformer
+from tests.patching.vision.models import vit
 
 from .running import refused
 
@@ -64,18 +64,18 @@ def test_the_parts_are_listed(llava: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_classifier_of_images_keeps_its_head_and_its_image_processor(tmp_path: Path) -> None:
     source, output = tmp_path / "stock", tmp_path / "patched"
-    vision_transformer().save_pretrained(source)
+    vit().save_pretrained(source)
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(source)
     assert main(["patch", str(source), "rope_nd", "--output", str(output)]) == 0
     model = AutoModelForImageClassification.from_pretrained(output).eval()
     assert model.position_encoding.config.name == "rope_nd"
-    assert torch.equal(model.classifier.weight, vision_transformer().classifier.weight)
+    assert torch.equal(model.classifier.weight, vit().classifier.weight)
     before, after = (ViTImageProcessorPil.from_pretrained(folder).to_dict() for folder in (source, output))
     assert after == before
 
 
 def test_every_model_has_the_loader_that_keeps_its_head() -> None:
-    models = [speech_model(), vision_transformer(), *(row.build() for row in COMPOSITES.values())]
+    models = [speech_model(), vit(), *(row.build() for row in COMPOSITES.values())]
     for model in models:
         for stock in (model, model.base_model):
             config = stock.config

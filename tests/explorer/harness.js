@@ -59,6 +59,6 @@ async () => {
     words: (length) => words(length).map(({ key }) => list(model.wordVector(key))),
     vectors: (sentence) => model.wordsOf(sentence).map(({ key }) => list(model.wordVector(key))),
     weights: (heads) => Object.fromEntries(["query", "key", "value", "output"].map((kind) => [kind, Array.from({ length: heads }, (_, head) => model.headWeights(head)[kind].map(list))])),
-    schemes: registry.SCHEMES.map((scheme) => scheme.name),
+    schemes: registry.SCHEMES.filter((scheme) => !scheme.examples).map((scheme) => scheme.name),
   };
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from docs.explorer.recorded import layer as attention_layer, positions
 from hf_posenc.metrics.statistics import relative_l2
 from hf_posenc.schemes import BuildContext, SchemeParts
 from hf_posenc.schemes.additive.learned import LearnedEncoding
@@ -15,10 +16,10 @@ from hf_posenc.schemes.bias.fire import FireBias
 from hf_posenc.schemes.bias.kerple import KerpleBias
 from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.bias.tisa import TisaBias
-from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.positions import Positions, integer_range
 from hf_posenc.schemes.registry import scheme_from_dict
 from tests.explorer.conftest import DOCS
+
+__all__ = ["attention_layer", "build", "data", "dog_distance", "positions"]
 
 HIDDEN_SIZE = HEAD_DIM = 64
 DATA = DOCS / "explorer" / "data"
@@ -44,31 +45,6 @@ def build(config: dict[str, Any], heads: int, causal: bool, weights: str | None)
         for module in part.modules():
             _set_weights(module, weights, "causal" if causal else "masked", context)
     return parts
-
-
-def positions(length: int) -> Positions:
-    return Positions(integer_range(0, length), torch.tensor([[length]]))
-
-
-def attention_layer(parts: SchemeParts, inputs: Tensor, weights: dict[str, Tensor], causal: bool) -> dict[str, Tensor]:
-    """One self-attention layer over `(length, hidden)`, in float64 but for the numbers of the parts.
-
-    Args:
-        parts: of a scheme.
-        inputs: the vectors of the words.
-        weights: `query`, `key`, `value` of `(heads, head_dim, hidden)` and `output` of `(heads, hidden, head_dim)`.
-        causal: whether later words are hidden.
-    """
-    length, heads = len(inputs), len(weights["query"])
-    where = positions(length)
-    added = parts.additive(where)[0].double() if parts.additive is not None else torch.zeros_like(inputs)
-    states = inputs + added
-    query, key, value = (torch.einsum("hdc,lc->hld", weights[name], states) for name in ("query", "key", "value"))
-    logits = positional_logits(parts, query.unsqueeze(0), key.unsqueeze(0), where)[0].double()
-    mask = torch.ones(length, length, dtype=torch.bool).tril() if causal else torch.ones(length, length).bool()
-    attention = logits.masked_fill(~mask, -torch.inf).softmax(-1)
-    outputs = torch.einsum("hcd,hld->lc", weights["output"], attention @ value) / heads**0.5
-    return {"added": added, "logits": logits, "attention": attention, "outputs": outputs, "mask": mask}
 
 
 def dog_distance(outputs: Tensor, first: int, second: int) -> float:

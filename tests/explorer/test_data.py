@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc.schemes import get_scheme
+from docs.explorer.recorded import packed, unpacked
+from hf_posenc import list_schemes
+from hf_posenc.schemes import get_scheme, registered_configs
 from tests.explorer.library import DATA, data
+from tests.thinning import mostly_slow
 
+RECORDED = list(data("recorded")["schemes"])
 REMEDY = "run: python docs/explorer/make_data.py"
 
 
@@ -26,6 +30,38 @@ def make_data() -> ModuleType:
 
 def test_options_are_those_of_the_configs(make_data: ModuleType) -> None:
     assert (DATA / "options.json").read_text(encoding="utf-8") == make_data.encoded(make_data.options_data()), REMEDY
+
+
+def test_every_scheme_of_the_library_is_in_the_explorer(make_data: ModuleType) -> None:
+    entries, examples = data("options")["schemes"], data("recorded")["schemes"]
+    assert set(list_schemes()) <= set(entries), REMEDY
+    # Those with a page in the reference, which links to the explorer: all but the stand-ins for a model's own schemes.
+    assert set(entries) == {one.name for one in registered_configs()} - {"native", "parts"}, REMEDY
+    assert set(entries) == set(make_data.FORMULAS) | set(examples), REMEDY
+    assert not set(make_data.FORMULAS) & set(examples)
+    assert all(examples.values())
+
+
+@pytest.mark.parametrize("name", mostly_slow(RECORDED, lambda name: name in RECORDED[::4]))
+def test_what_was_recorded_is_what_the_library_computes(make_data: ModuleType, name: str) -> None:
+    fresh, committed = make_data.recorded_examples(name), data("recorded")["schemes"][name]
+    assert _texts(committed) == _texts(json.loads(json.dumps(fresh))), REMEDY
+    for example in committed:
+        for mode in {"both", "causal"} & set(committed[example]):
+            expected = pytest.approx(fresh[example][mode]["distance"], rel=1e-2, abs=1e-5)
+            assert committed[example][mode]["distance"] == expected, REMEDY
+    for one, other in zip(_packed(committed), _packed(fresh), strict=True):
+        # One step of the rounding, and what another build of torch may round otherwise.
+        step = other["largest"] * (2e-2 if other["bits"] == 8 else 2e-3) + 1e-6
+        assert float((unpacked(one) - unpacked(other)).abs().max()) <= step, REMEDY
+
+
+def test_packed_numbers_are_unpacked() -> None:
+    values = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).double()
+    for bits, share in ((8, 5e-3), (16, 1e-3)):
+        torch.testing.assert_close(
+            unpacked(packed(values, bits)), values, rtol=0, atol=share * float(values.abs().max())
+        )
 
 
 @pytest.mark.assets
@@ -86,7 +122,7 @@ def test_the_front_matter_makes_a_static_space() -> None:
 
 
 def test_the_files_are_small() -> None:
-    assert sum(path.stat().st_size for path in DATA.iterdir()) < 300_000
+    assert sum(path.stat().st_size for path in DATA.iterdir()) < 600_000
 
 
 def test_the_page_names_no_other_server() -> None:
@@ -108,6 +144,20 @@ def _shape(value: Any) -> Any:
     if isinstance(value, list):
         return [len(value), *([_shape(value[0])] if value and isinstance(value[0], list) else [])]
     return value if isinstance(value, str) else None
+
+
+def _texts(value: Any) -> Any:
+    """Everything but numbers that are computed."""
+    if isinstance(value, dict):
+        return {key: _texts(one) for key, one in value.items() if key not in ("cells", "largest", "distance")}
+    return [_texts(one) for one in value] if isinstance(value, list) else value
+
+
+def _packed(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, dict) and "cells" in value:
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [found for one in inside for found in _packed(one)]
 
 
 def _numbers(value: Any) -> list[float]:

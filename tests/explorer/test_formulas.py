@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from docs.explorer import recorded
 from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.bias.alibi import AWAY_BIAS
 from tests.explorer.library import attention_layer, build, data, dog_distance, positions
@@ -15,8 +16,10 @@ from tests.thinning import mostly_slow
 
 HARNESS = (Path(__file__).parent / "harness.js").read_text(encoding="utf-8")
 LENGTH = 24
-SCHEMES = list(data("options")["schemes"])
-CAUSAL_ONLY = [name for name, entry in data("options")["schemes"].items() if entry.get("causal_only")]
+ENTRIES = data("options")["schemes"]
+#: Those with a formula in JavaScript; the library computes what is shown of the others (`test_recorded.py`).
+SCHEMES = [name for name, entry in ENTRIES.items() if entry.get("formulas")]
+CAUSAL_ONLY = [name for name, entry in ENTRIES.items() if entry.get("causal_only")]
 
 #: Values inside the ranges, and combinations; the ends of every range and every choice are tried for each scheme.
 CASES: list[dict[str, Any]] = [
@@ -128,7 +131,17 @@ def test_the_ends_of_all_ranges_and_all_choices(harness: Any, weights: dict[str,
                 check(harness, weights, {"scheme": name, "options": options, **place})
 
 
-def test_every_scheme_of_the_data_is_on_the_page(harness: Any) -> None:
+def test_the_library_records_with_the_words_and_weights_of_the_page(
+    harness: Any, weights: dict[str, torch.Tensor]
+) -> None:
+    words = torch.tensor(harness.evaluate("(text) => harness.vectors(text)", recorded.SENTENCE), dtype=torch.float64)
+    own = torch.stack([recorded.word_vector(word.lower()) for word in recorded.SENTENCE.split()])
+    torch.testing.assert_close(own, words, rtol=1e-12, atol=1e-12)
+    for kind, matrices in recorded.layer_weights(8).items():
+        torch.testing.assert_close(matrices, weights[kind], rtol=1e-12, atol=1e-12)
+
+
+def test_every_scheme_with_a_formula_is_on_the_page(harness: Any) -> None:
     assert harness.evaluate("() => harness.schemes") == SCHEMES
 
 
@@ -146,8 +159,8 @@ def test_the_dog_test_is_that_of_one_layer_in_torch(
         bars = page.eval_on_selector_all(
             "#dog .bar[data-scheme]", "rows => rows.map(row => [row.dataset.scheme, row.dataset.distance])"
         )
-        assert [name for name, _ in bars] == SCHEMES
-        for name, distance in bars:
+        assert [name for name, _ in bars] == list(ENTRIES)
+        for name, distance in (bar for bar in bars if bar[0] in SCHEMES):
             if not causal and name in CAUSAL_ONLY:
                 assert distance is None
                 continue
@@ -159,4 +172,4 @@ def test_the_dog_test_is_that_of_one_layer_in_torch(
             compared += 1
             if name == "none" and not causal:
                 assert float(distance) == 0.0
-    assert compared == 2 * len(SCHEMES) - len(CAUSAL_ONLY)
+    assert compared == 2 * len(SCHEMES) - len(set(CAUSAL_ONLY) & set(SCHEMES))

@@ -17,7 +17,7 @@ from transformers import (
 from hf_posenc import LinearScaling, RopeConfig, UnsupportedError, export_model, patch_model
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
-from tests.recipes.test_parts import vision_transformer
+from tests.patching.vision.models import vit
 
 LLAVA = COMPOSITES["llava"]
 
@@ -65,15 +65,15 @@ def test_a_program_for_text_would_lose_the_images(target: str, tmp_path: Path) -
         with pytest.raises(UnsupportedError, match=r"would lose the part 'vision'.*get_text_config"):
             export_model(model, tmp_path / "program", to=target)
     with pytest.raises(UnsupportedError, match="reads none"):
-        export_model(patch_model(vision_transformer(), "none"), tmp_path / "program", to=target)
+        export_model(patch_model(vit(), "none"), tmp_path / "program", to=target)
     assert not (tmp_path / "program").exists()
 
 
 def test_models_without_token_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"reads 'pixel_values'\. save_pretrained saves"):
-        export_model(patch_model(vision_transformer(), "none"), tmp_path / "stock")
+        export_model(patch_model(vit(), "none"), tmp_path / "stock")
     with pytest.raises(UnsupportedError, match="stock positions, so save_pretrained is enough"):
-        export_model(vision_transformer(), tmp_path / "stock")
+        export_model(vit(), tmp_path / "stock")
     for to, reason in (("stock", "reads 'input_features'"), ("onnx", "would lose the part 'audio'")):
         with pytest.raises(UnsupportedError, match=reason):
             export_model(patch_model(speech_model(), "alibi"), tmp_path / "stock", to=to)

@@ -67,19 +67,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     return Steps(tmp_path_factory.mktemp("work"), describe_machine("cpu"))
 
 
-#: The same with fewer models, for the default run.
-SMALL = dataclasses.replace(TINY, decoders=TINY.decoders[1:], encoders=(), long={})
-
-
-@pytest.fixture(scope="module", params=[SMALL, pytest.param(TINY, marks=pytest.mark.slow)], ids=["small", "all"])
+#: That the exports compute the same is tested in tests/export by default.
+@pytest.fixture(scope="module", params=[pytest.param(TINY, marks=pytest.mark.slow)], ids=["tiny"])
 def result(request: pytest.FixtureRequest, bases: dict[str, Path], work: Steps) -> Result:
     since(*EXPORTER)
     return measure(request.param, work, bases, "command")
-
-
-def whole(result: Result) -> bool:
-    """Whether all models were measured."""
-    return "stock" in result.labels
 
 
 def values(result: Result, subject: str, quantity: str) -> dict[str, float]:
@@ -96,14 +88,11 @@ def test_every_program_gives_the_same_numbers(result: Result) -> None:
     assert all(1e-5 < value < 0.1 for value in rounded.values())
     greedy = values(result, "alibi", "greedy")
     assert all(greedy[name] == 1 for name in ("onnxruntime", "llama.cpp, f32"))
-    if whole(result):
-        assert values(result, "stock", "probability")["transformers without the plugin"] < 1e-6
-        assert values(result, "stock", "greedy")["transformers without the plugin"] == 1
+    assert values(result, "stock", "probability")["transformers without the plugin"] < 1e-6
+    assert values(result, "stock", "greedy")["transformers without the plugin"] == 1
 
 
 def test_longer_prompts_and_embeddings(result: Result) -> None:
-    if not whole(result):
-        pytest.skip("measured with all models only")
     longer = {record.at["program"]: record.value for record in result.of("alibi", "probability", tokens=100)}
     assert longer["llama.cpp, f32"] < 1e-5
     # A cache in float16 rounds keys and values to 11 bits.
@@ -120,8 +109,6 @@ def test_what_cannot_be_exported_is_told(result: Result) -> None:
 
 
 def test_times_are_ratios_to_the_stock_model(result: Result) -> None:
-    if not whole(result):
-        pytest.skip("measured with all models only")
     for program in ("llama.cpp, f32", "llama.cpp, q8_0", "onnxruntime"):
         for subject in ("alibi", "stock again"):
             assert result.value(subject, "writing_ratio", program=program) > 0
@@ -134,8 +121,8 @@ def test_the_page_shows_every_table(result: Result, tmp_path: Path) -> None:
     assert main(["--output", str(folder), "--page"]) == 0
     written = (tmp_path / "everywhere.md").read_text()
     assert "```bash\ncommand\n```" in written
-    names = ["refused", "onnxruntime, int8", "SmolLM2, alibi"]
-    for name in names + ["llama.cpp, f32, default cache", "MiniLM, alibi", "stock again"] * whole(result):
+    names = ("refused", "onnxruntime, int8", "SmolLM2, alibi")
+    for name in (*names, "llama.cpp, f32, default cache", "MiniLM, alibi", "stock again"):
         assert name in written
     assert "nan" not in written
 

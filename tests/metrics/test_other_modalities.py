@@ -15,7 +15,7 @@ from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.quantization import quantized_positions
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
-from tests.recipes.test_parts import vision_transformer
+from tests.patching.vision.models import vit
 
 IDS = torch.randint(10, 90, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -31,7 +31,7 @@ def test_the_text_part_of_a_composite_is_measured() -> None:
     assert model.position_encoding is in_force
 
 
-@pytest.mark.parametrize("make", [vision_transformer, speech_model], ids=["vit", "whisper"])
+@pytest.mark.parametrize("make", [vit, speech_model], ids=["vit", "whisper"])
 @pytest.mark.parametrize(
     "measure",
     [

@@ -26,9 +26,7 @@ class Mutation:
 
 _ATTENTION = ("tests/attention",)
 _WINDOWS = ("tests/attention/test_windows.py",)
-_DECODING = ("tests/matrix", "-k", "decod or padd or packed")
 _CACHES = ("tests/patching", "-k", "cache")
-_CHECKPOINTS = ("tests/checkpoint",)
 
 CASES = (
     Mutation(
@@ -111,14 +109,14 @@ CASES = (
     ),
     Mutation(
         "padding: counted from 1",
-        "patching/call/padding.py",
+        "patching/call/cache.py",
         "return real.cumsum(-1) * real - 1",
         "return real.cumsum(-1) * real",
         ("tests/matrix", "-k", "padd"),
     ),
     Mutation(
         "padding: the first query shows it",
-        "patching/call/padding.py",
+        "patching/call/forward_state.py",
         "last = visible[:, -1]\n",
         "last = visible[:, 0]\n",
         ("tests/matrix", "tests/patching", "-k", "padd or mask"),
@@ -167,35 +165,35 @@ CASES = (
     ),
     Mutation(
         "cache: writes are not seen",
-        "patching/call/cached_positions.py",
-        "return all(one is reference() and _state(one) == state for one, (reference, state) in pairs)",
+        "patching/call/cache.py",
+        "return all(one is reference() and _writes(one) == state for one, (reference, state) in pairs)",
         "return all(one is reference() for one, (reference, state) in pairs)",
         _CACHES,
     ),
     Mutation(
         "cache: other rows are followed",
-        "patching/call/cached_positions.py",
+        "patching/call/cache.py",
         "if not bool(same.gather(1, rows).all()):",
         "if False:",
         _CACHES,
     ),
     Mutation(
         "cache: one of a stock model",
-        "patching/call/cache_scheme.py",
+        "patching/call/cache_checks.py",
         "    if known is None:\n        raise",
         "    if False:\n        raise",
         _CACHES,
     ),
     Mutation(
         "cache: a static length is never read again",
-        "patching/call/cache_notes.py",
+        "patching/call/cache.py",
         "return counted[1] if counted and counted[0] == _state(length) else int(length)",
         "return counted[1] if counted else int(length)",
         ("tests/patching", "tests/matrix", "-k", "cache or static"),
     ),
     Mutation(
         "checkpointing: another scheme in the second run",
-        "patching/call/recomputation.py",
+        "patching/call/runtime.py",
         "if self.removed or (not self.has_run and torch._C._current_graph_task_id() != -1):",
         "if False:",
         ("tests/patching", "-k", "recomput or checkpointing or backward"),
@@ -223,7 +221,7 @@ CASES = (
     ),
     Mutation(
         "layers: other biases share a bias",
-        "patching/call/layer_call.py",
+        "patching/call/logit_site.py",
         "self.identity = (id(bias), ",
         "self.identity = (",
         ("tests/patching", "tests/attention", "-k", "layer or compos or own"),
@@ -265,7 +263,7 @@ CASES = (
     ),
     Mutation(
         "threads: one stack of states for all",
-        "patching/call/per_thread.py",
+        "patching/call/forward_state.py",
         "        return self._others.setdefault(get_ident(), [])",
         "        return self._main",
         ("tests/patching", "-k", "thread"),
@@ -279,14 +277,14 @@ CASES = (
     ),
     Mutation(
         "journal: forwards are not retired",
-        "patching/place/journal.py",
+        "patching/place/record.py",
         "        ours.retired = True\n",
         "        pass\n",
         ("tests/patching", "-k", "unpatch or undo or wrap"),
     ),
     Mutation(
         "journal: frozen weights stay frozen",
-        "patching/place/journal.py",
+        "patching/place/record.py",
         "parameter.requires_grad_(change.value or parameter.requires_grad)",
         "pass",
         ("tests/patching", "-k", "unpatch or undo or frozen or freez"),

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.patching.call.cache_notes import _table
+from hf_posenc.patching.call.cache import _table
 from tests.models import tiny
 from tests.versions import before
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from hf_posenc import UnsupportedError, accept_cache, patch_model, unpatch_model
 from tests import versions
 from tests.matrix.running import distance, patched, tokens
+from tests.thinning import in_turn
 
 ROWS, CACHED, LENGTH = 3, 10, 14
 #: Two tiny layers in float32.
@@ -96,11 +97,9 @@ SCHEMES: list[Any] = ["alibi", "t5", "shaw", "forget_gate"]
 GAPS = torch.arange(LENGTH) + torch.tensor([[0], [5], [9]]) * (torch.arange(LENGTH) > 4)
 
 
-@pytest.mark.parametrize("gaps", [False, True])
-@pytest.mark.parametrize("change", FOLLOWED)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("change", "scheme", "gaps"), in_turn(FOLLOWED, SCHEMES, [False, True]))
 @torch.no_grad()
-def test_rows_and_ends_are_followed(scheme: str, change: str, gaps: bool) -> None:
+def test_rows_and_ends_are_followed(change: str, scheme: str, gaps: bool) -> None:
     model, ids = patched("llama_gqa", scheme), ids_of_rows()
     positions = GAPS if gaps else torch.arange(LENGTH).expand(ROWS, -1)
     do, rows, left = FOLLOWED[change]
@@ -112,8 +111,7 @@ def test_rows_and_ends_are_followed(scheme: str, change: str, gaps: bool) -> Non
         assert distance(model(ids[rows, left:], **given).logits, expected) <= CLOSE
 
 
-@pytest.mark.parametrize("change", UNKNOWN)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("change", "scheme"), in_turn(UNKNOWN, SCHEMES))
 @torch.no_grad()
 def test_other_changes_are_refused(scheme: str, change: str) -> None:
     model, ids = patched("llama_gqa", scheme), ids_of_rows()

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
 from tests.matrix.running import patched, tokens
 from tests.patching.test_changed_models import exchange_the_base, put_a_stock_layer, put_beside
+from tests.thinning import in_turn
 
 
 class Dropped(nn.Module):
@@ -139,8 +140,9 @@ def drawn(scheme: Any, **options: Any) -> Any:
 SCHEDULE = {"scheme": "schedule", "layers": [{"scheme": "none"}, {"scheme": "alibi"}]}
 
 
-@pytest.mark.parametrize("order", [[1, 0], [1], [0, 1, 0]], ids=["swapped", "dropped", "repeated"])
-@pytest.mark.parametrize("scheme", ["alibi", "t5", "forget_gate", SCHEDULE], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "order"), in_turn(["alibi", "t5", "forget_gate", SCHEDULE], [[1, 0], [1], [0, 1, 0]]), ids=str
+)
 @torch.no_grad()
 def test_a_model_with_moved_layers_is_loaded_as_it_is_or_not_saved(
     scheme: Any, order: list[int], tmp_path: Path
@@ -219,9 +221,9 @@ ORDERS: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("read", [inspect_model, native_scheme])
-@pytest.mark.parametrize("scheme", ["sinusoidal", "learned", "t5"])
-@pytest.mark.parametrize("change", ORDERS)
+@pytest.mark.parametrize(
+    ("change", "scheme", "read"), in_turn(ORDERS, ["sinusoidal", "learned", "t5"], [inspect_model, native_scheme])
+)
 @torch.no_grad()
 def test_reading_a_model_whose_layers_changed_leaves_it_as_it_is(change: str, scheme: str, read: Any) -> None:
     def outcome() -> Any:

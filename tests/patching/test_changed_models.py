@@ -27,6 +27,7 @@ from hf_posenc import (
     save_position_adapter,
 )
 from tests.matrix.running import patched, tokens
+from tests.thinning import in_turn
 
 
 def own_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -254,11 +255,10 @@ CHANGES: dict[str, Change] = {
 CELLS = [(name, scheme) for name, change in CHANGES.items() for scheme in change.schemes]
 
 
-@pytest.mark.parametrize("called", [False, True], ids=["", "called before"])
-@pytest.mark.parametrize(("name", "scheme"), CELLS)
+@pytest.mark.parametrize(("cell", "called"), in_turn(CELLS, [False, True]), ids=str)
 @torch.no_grad()
-def test_a_call_and_a_save_name_what_was_changed(name: str, scheme: str, called: bool, tmp_path: Path) -> None:
-    change, model, ids = CHANGES[name], patched("llama_gqa", scheme), tokens(1, 8)
+def test_a_call_and_a_save_name_what_was_changed(cell: tuple[str, str], called: bool, tmp_path: Path) -> None:
+    change, model, ids = CHANGES[cell[0]], patched("llama_gqa", cell[1]), tokens(1, 8)
     if called:
         model(ids)
     change.apply(model)

@@ -19,7 +19,6 @@ from hf_posenc import (
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
-    UnsupportedError,
     get_scheme,
     native_scheme,
     patch_model,
@@ -202,15 +201,3 @@ def test_a_length_is_the_last_position_with_a_mask_and_without(kind: str):
         patch_model(model, native_scheme(model))
     for mask in (None, torch.ones_like(ids)):
         assert distance(outputs(model, LLAMA, ids, attention_mask=mask, **arguments), stock) <= CLOSE
-
-
-@torch.no_grad()
-def test_a_norm_behind_the_rotation_refuses_a_correction():
-    from transformers import HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = HunYuanDenseV1Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=96, eod_token_id=1)
-    model = HunYuanDenseV1ForCausalLM(config).eval()
-    patch_model(model, {"scheme": "rerope", "window": 4})
-    with pytest.raises(UnsupportedError, match="changes its queries after rotating"):
-        model(tokens())

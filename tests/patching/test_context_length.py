@@ -30,7 +30,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.patching.anatomy.anatomy import find_stacks
-from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
+from hf_posenc.patching.place.lengths import context_length, update_tokenizer_length
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.checkpoint.checkpoint_cases import t5

@@ -26,10 +26,11 @@ from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.place.continuous_batching import page_width
+from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
 from tests.matrix import running as matrix
 from tests.matrix.running import tokens
+from tests.thinning import in_turn
 
 #: Each with weights that make its angles differ between tokens.
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -104,8 +105,7 @@ BESIDE: dict[str, tuple[list[Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize(("beside", "dtype"), in_turn(BESIDE, [torch.float32, torch.bfloat16]))
 @torch.no_grad()
 def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtype) -> None:
     """The cache holds rotated keys, which give what rotating all keys in every call gives."""

@@ -16,7 +16,7 @@ from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, strengthen, tokens
 from tests.models import tiny_config
-from tests.thinning import mostly_slow
+from tests.thinning import in_turn, mostly_slow
 
 #: One for each mechanism: nothing, two distance biases, a rotation, an additive scheme; a bias with features in the
 #: cache, one that reads queries, a map that widens heads, a correction of far pairs, and a scale.
@@ -39,8 +39,10 @@ def _name(scheme: Any) -> str:
     return scheme if isinstance(scheme, str) else scheme["scheme"]
 
 
-@pytest.mark.parametrize("scheme", ["none", "t5", "forget_gate", "pope", "normalized_integer"])
-@pytest.mark.parametrize("architecture", ["gpt2", "gemma3_two_rotaries", "bloom"])
+@pytest.mark.parametrize(
+    ("scheme", "architecture"),
+    in_turn(["none", "t5", "forget_gate", "pope", "normalized_integer"], ["gpt2", "gemma3_two_rotaries", "bloom"]),
+)
 @torch.no_grad()
 def test_generate_equals_argmax_over_full_forwards(architecture: str, scheme: str) -> None:
     row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
@@ -104,8 +106,9 @@ class Count(ModelHook):
         return args, kwargs
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "rope", "learned"])
-@pytest.mark.parametrize("when", ["stays", "comes later", "leaves early"])
+@pytest.mark.parametrize(
+    ("when", "scheme"), in_turn(["stays", "comes later", "leaves early"], ["alibi", "rope", "learned"])
+)
 @torch.no_grad()
 def test_hooks_may_come_and_go_while_a_model_is_patched(when: str, scheme: str) -> None:
     model, hook, ids = patched("gpt2", None), Count(), tokens()
@@ -126,11 +129,10 @@ def test_hooks_may_come_and_go_while_a_model_is_patched(when: str, scheme: str) 
     assert ("_hf_hook" in attention.__dict__) == (when != "leaves early")
 
 
-@pytest.mark.parametrize("offloaded_first", [False, True])
-@pytest.mark.parametrize("scheme", [
+@pytest.mark.parametrize(("scheme", "offloaded_first"), in_turn([
     ["rope", "forget_gate", "ssmax"], "string", "pope", {"scheme": "fope", "learnable": True}, "learned_rope",
     "learned", "t5",
-], ids=str)  # fmt: skip
+], [False, True]), ids=str)  # fmt: skip
 @torch.no_grad()
 def test_weights_that_are_kept_elsewhere_come_when_they_are_needed(scheme: Any, offloaded_first: bool) -> None:
     expected = patched("llama_gqa", scheme)(tokens()).logits

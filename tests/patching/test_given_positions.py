@@ -5,6 +5,7 @@ The reference is the model without positions, given the bias of every pair of po
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -19,10 +20,10 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
-from tests.thinning import mostly_slow
+from tests.thinning import in_turn, mostly_slow
 from tests.versions import torch_since
 
-LENGTH = 20
+LENGTH, BACKENDS = 20, ("sdpa", "eager")
 #: Two tiny layers in float32.
 CLOSE = 2e-5
 SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
@@ -47,6 +48,11 @@ POSITIONS = {
 }
 
 
+@functools.cache
+def without_positions(architecture: str) -> Any:
+    return patched(architecture, "none", attn_implementation="eager")
+
+
 def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, visible: Tensor) -> Tensor:
     """What the bias of every pair, as a mask, makes of a model without positions."""
     biases = [module for module in model.position_encoding.modules() if isinstance(module, DistanceBias)]
@@ -54,33 +60,27 @@ def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, 
     pairs = [[[key - query for key in row.tolist()] for query in row.tolist()] for row in position_ids]
     dense = biases[0](torch.tensor(pairs)).transpose(0, 1)
     mask = dense.masked_fill(~visible, torch.finfo(torch.float32).min)
-    plain = patched(architecture, "none", attn_implementation="eager")
     cache = {"use_cache": False} if ARCHITECTURES[architecture].causal else {}
-    return outputs(plain, ARCHITECTURES[architecture], ids, attention_mask=mask, **cache)
+    return outputs(without_positions(architecture), ARCHITECTURES[architecture], ids, attention_mask=mask, **cache)
 
 
 def causal(length: int = LENGTH) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize("kind", POSITIONS)
 @pytest.mark.parametrize(
-    ("scheme", "backend"),
-    mostly_slow(
-        itertools.product(DISTANCE_BIASES, ("sdpa", "eager")), lambda case: case[1] == "sdpa" or case[0] == "t5"
-    ),
-    ids=str,
+    ("way", "scheme"), in_turn([*itertools.product(POSITIONS, BACKENDS)], DISTANCE_BIASES), ids=str
 )
 @torch.no_grad()
-def test_a_decoder(scheme: Any, kind: str, backend: str) -> None:
+def test_a_decoder(way: tuple[str, str], scheme: Any) -> None:
     """With a cache, that is, where stock Llama lets every token see all earlier ones whatever their positions."""
+    kind, backend = way
     model, ids = patched("llama_gqa", scheme, attn_implementation=backend), tokens(2, LENGTH)
     found = model(ids, position_ids=POSITIONS[kind], use_cache=True).logits
     assert distance(found, reference(model, "llama_gqa", ids, POSITIONS[kind], causal())) <= CLOSE
 
 
-@pytest.mark.parametrize("kind", POSITIONS)
-@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+@pytest.mark.parametrize(("kind", "scheme"), in_turn(POSITIONS, ["alibi", "t5"]))
 @torch.no_grad()
 def test_an_encoder(scheme: Any, kind: str) -> None:
     """Which sees all tokens in both directions."""
@@ -90,8 +90,7 @@ def test_an_encoder(scheme: Any, kind: str) -> None:
     assert distance(found, reference(model, "bert", ids, POSITIONS[kind], visible)) <= CLOSE
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize(("kind", "backend"), in_turn(POSITIONS, BACKENDS))
 @torch.no_grad()
 def test_documents_that_do_not_see_each_other(kind: str, backend: str) -> None:
     """Without a cache transformers separates documents wherever positions do not go on by one."""
@@ -158,8 +157,10 @@ def test_a_far_token_leaves_earlier_ones_as_they_are(config: Any, label: str) ->
         assert float((found - expected).abs().max()) <= 2e-7 * float(expected.abs().max().clamp(min=1)), jump
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama_gqa"])
-@pytest.mark.parametrize("scheme", ["alibi", "fire", "rope", "sinusoidal", "learned", "none", "native"])
+@pytest.mark.parametrize(
+    ("scheme", "architecture"),
+    in_turn(["alibi", "fire", "rope", "sinusoidal", "learned", "none", "native"], ["gpt2", "llama_gqa"]),
+)
 @torch.no_grad()
 def test_a_call_has_a_position_for_every_token(scheme: str, architecture: str) -> None:
     """A single one is that of all tokens, as in stock models. Stock models raise errors of shapes for others."""
@@ -314,8 +315,9 @@ def test_generate_of_a_model_whose_table_begins_at_a_later_row(scheme: str) -> N
         assert torch.equal(logits[:, -1].argmax(-1), found[:, end])
 
 
-@pytest.mark.parametrize("kind", ["padding", "bool", "float"])
-@pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *PAIRWISE, "rope", "none"], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "kind"), in_turn([*DISTANCE_BIASES, *PAIRWISE, "rope", "none"], ["padding", "bool", "float"]), ids=str
+)
 @torch.no_grad()
 def test_tokens_that_a_later_mask_hides_keep_their_positions(scheme: Any, kind: str) -> None:
     """The positions of cached tokens were counted over the mask with which they were cached."""

@@ -26,6 +26,7 @@ from tests.architectures.population import pair_named
 from tests.architectures.tiny import WITHOUT_POSITIONS, tiny_model
 from tests.matrix.running import patched, tokens
 from tests.models import tiny
+from tests.thinning import in_turn
 
 
 def hidden_table() -> Any:
@@ -49,15 +50,15 @@ class Fading(Conv1D):
         return super().forward(x) * torch.linspace(0.5, 1.0, x.shape[1]).unsqueeze(-1)
 
 
-@pytest.mark.parametrize("scheme", ["none", "alibi", "native"])
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (hidden_table, r"wpe\.0.*register_architecture"),
-        (hidden_bias, r"the output of h\.0\.attn \(GPT2Attention\) depends"),
-    ],
-)
-def test_a_mechanism_that_was_not_found_is_refused(build: Any, message: str, scheme: str) -> None:
+HIDDEN = [
+    (hidden_table, r"wpe\.0.*register_architecture"),
+    (hidden_bias, r"the output of h\.0\.attn \(GPT2Attention\) depends"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "hidden"), in_turn(["none", "alibi", "native"], HIDDEN))
+def test_a_mechanism_that_was_not_found_is_refused(scheme: str, hidden: tuple[Any, str]) -> None:
+    build, message = hidden
     model = build()
     with pytest.raises(UnsupportedError, match=message):
         patch_model(model, scheme)
@@ -249,26 +250,26 @@ def llama(change: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("scheme", "dtype"), [("none", torch.float32), ("alibi", torch.bfloat16), ("native", torch.float32)]
-)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("rotating", r"output of layers\.1\.self_attn \(Rotating\)"),
-        ("foreign", r"layers\.1\.self_attn \(Foreign, defined in .*\) is no attention that hf_posenc recognises"),
-        ("of torch", r"layers\.1\.inner\.self_attn \(MultiheadAttention, .*, so no scheme would act in it"),
-        ("of torch, all", "MultiheadAttention never multiplied queries"),
-        ("layer", r"input of layers\.1\.self_attn depends on the position"),
-        ("embeddings", "input of its first layer depends on the position"),
-        ("outside", "input of its first layer depends on the position"),
-        ("function", r"The attention function 'own_function' was registered by other code"),
-    ],
-)
-def test_positions_of_other_code_are_refused(change: str, message: str, dtype: torch.dtype, scheme: str) -> None:
+#: What other code does to a Llama, and what the refusal says.
+CHANGES = {
+    "rotating": r"output of layers\.1\.self_attn \(Rotating\)",
+    "foreign": r"layers\.1\.self_attn \(Foreign, defined in .*\) is no attention that hf_posenc recognises",
+    "of torch": r"layers\.1\.inner\.self_attn \(MultiheadAttention, .*, so no scheme would act in it",
+    "of torch, all": "MultiheadAttention never multiplied queries",
+    "layer": r"input of layers\.1\.self_attn depends on the position",
+    "embeddings": "input of its first layer depends on the position",
+    "outside": "input of its first layer depends on the position",
+    "function": r"The attention function 'own_function' was registered by other code",
+}
+TRIED = [("none", torch.float32), ("alibi", torch.bfloat16), ("native", torch.float32)]
+
+
+@pytest.mark.parametrize(("change", "tried"), in_turn(CHANGES, TRIED), ids=str)
+def test_positions_of_other_code_are_refused(change: str, tried: tuple[str, torch.dtype]) -> None:
     """They would act next to any scheme, and are not what the native scheme says."""
+    scheme, dtype = tried
     model = llama(change).to(dtype)
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=CHANGES[change]):
         patch_model(model, scheme)
     assert not hasattr(model, "position_encoding")
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

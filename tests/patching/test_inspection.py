@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import hf_posenc
 from hf_posenc import (
     NoneConfig,
-    RopeConfig,
     ScheduleConfig,
     native_scheme,
     patch_model,
@@ -38,15 +37,6 @@ def test_layers_keep_their_native_scheme_elsewhere() -> None:
     assert distance(mixed, _logits(patched("llama_gqa", None))) > 1e-3
     patch_model(model, native, layers=[1])
     assert distance(_logits(model), _logits(patched("llama_gqa", None))) <= 2e-5
-
-
-@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "default"}])
-def test_native_scheme_of_a_cast_model(scaling: dict[str, Any]) -> None:
-    """Casting rounds a stock rotary module's frequencies; a scaling that follows the length must not get lost in it."""
-    model = patched("llama_gqa", None, rope_parameters=scaling | {"rope_theta": 1e4}).to(torch.bfloat16)
-    native = native_scheme(model)
-    assert isinstance(native, RopeConfig)
-    assert (native.scaling is not None) == (scaling["rope_type"] == "dynamic")
 
 
 def test_the_report_says_what_was_replaced() -> None:

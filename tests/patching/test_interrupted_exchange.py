@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_posenc import extend_context, native_scheme, patch_model, unpatch_model
 from hf_posenc.recipes import swap_scheme
+from tests.thinning import in_turn
 
 from ..matrix.architectures import ARCHITECTURES
 from ..matrix.running import distance, outputs, patched, tokens
@@ -95,8 +96,7 @@ def check(model: Any, before: Any, after: Any) -> None:
 
 
 @pytest.mark.parametrize("points", [4, pytest.param(150, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("event", ["call", "return"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "event"), in_turn(OPERATIONS, ["call", "return"]))
 def test_an_interrupted_exchange_leaves_the_old_model_or_the_new_one(name: str, event: str, points: int) -> None:
     scheme, operation = OPERATIONS[name]
     before, after = patched("llama_gqa", scheme), patched("llama_gqa", scheme)

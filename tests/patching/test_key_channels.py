@@ -12,14 +12,15 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions
 from hf_posenc.attention.key_channels import append_features, num_channels, split_features
-from hf_posenc.patching.anatomy.parts import TEXT
-from hf_posenc.patching.place.continuous_batching import page_width
+from hf_posenc.patching.anatomy.anatomy import TEXT
+from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.features import joined, separated
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.registry import as_scheme
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
+from tests.thinning import in_turn
 
 torch.set_num_threads(1)
 LLAMA = ARCHITECTURES["llama_gqa"]
@@ -60,8 +61,7 @@ NUMBERS: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("label", NUMBERS)
+@pytest.mark.parametrize(("label", "dtype"), in_turn(NUMBERS, [torch.float32, torch.bfloat16]))
 @torch.no_grad()
 def test_what_query_heads_share_is_cached_once(label: str, dtype: torch.dtype) -> None:
     scheme, numbers = NUMBERS[label]
@@ -124,8 +124,13 @@ def test_sums_and_blends_give_each_bias_its_own_features(order: tuple[str, ...])
     torch.testing.assert_close(blend(pairs_for(blend, hidden)), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", [["forget_gate", "grape_m"], ["selective_rope", "forget_gate", "grape_ap"]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "scheme"),
+    in_turn(
+        [torch.float32, torch.bfloat16, torch.float16],
+        [["forget_gate", "grape_m"], ["selective_rope", "forget_gate", "grape_ap"]],
+    ),
+)
 @torch.no_grad()
 def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.dtype) -> None:
     differences = {}

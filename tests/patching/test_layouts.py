@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hf_posenc import inspect_model, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.anatomy import kinds
+from hf_posenc.patching.anatomy import sites
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.layouts import Grid, Series, Text
 from tests.architectures.population import pair_named
@@ -19,17 +19,15 @@ REASON = "the first step reads no positions"
 class Steps(Text):
     """Steps of a model, the first of which keeps its positions."""
 
+    left_alone = (r"^layers\.0\.", REASON)
+
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
         return type(module).__name__.startswith("Llama")
 
-    @classmethod
-    def leaves_alone(cls, path: str) -> str | None:
-        return REASON if path.startswith("layers.0.") else None
-
 
 def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "_KINDS", [Steps, *kinds._KINDS])
+    monkeypatch.setattr(sites, "_KINDS", [Steps, *sites._KINDS])
     model = tiny("LlamaForCausalLM").eval()
     assert inspect_model(model).stacks[0].left_alone == [f"layers.0.self_attn: {REASON}"]
     assert native_scheme(model).name == "rope"

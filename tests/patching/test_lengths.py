@@ -11,8 +11,8 @@ from hf_posenc import (
     UnsupportedError,
     patch_model,
 )
+from hf_posenc.patching.call.cache_checks import check_cache
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.schemes import BuildContext
 from tests.matrix.running import distance, patched, tokens
 

@@ -12,6 +12,7 @@ from transformers import LukeConfig, LukeModel
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from tests.matrix.running import patched, tokens
 from tests.models import tiny
+from tests.thinning import in_turn
 
 
 def enlarged(model: Any) -> Any:
@@ -108,8 +109,7 @@ FIXED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("row", [0, 8, 40])
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize(("name", "row"), in_turn(FIXED, [0, 8, 40]))
 def test_rows_that_the_run_does_not_reach_are_compared_too(name: str, row: int) -> None:
     build, tables = FIXED[name]
     model = enlarged(build())
@@ -121,8 +121,7 @@ def test_rows_that_the_run_does_not_reach_are_compared_too(name: str, row: int) 
         native_scheme(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(FIXED, [torch.bfloat16, torch.float16]))
 def test_the_tables_of_a_cast_model_are_recognised(name: str, dtype: torch.dtype) -> None:
     build, _ = FIXED[name]
     model = enlarged(build()).to(dtype)
@@ -137,6 +136,7 @@ def test_the_angles_of_a_long_table_may_have_the_rounding_of_float32() -> None:
 
 
 _DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+_DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 _LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -180,13 +180,15 @@ def test_frequencies_for_long_sequences_that_a_module_keeps_are_compared_with_it
         assert float((model(ids, use_cache=False).logits - after).abs().max()) <= 1e-4
 
 
-@pytest.mark.parametrize("parameters", [_DYNAMIC, _LONGROPE])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("parameters", "dtype"), in_turn([_DYNAMIC, _LONGROPE, _DEFAULT], [torch.bfloat16, torch.float16]), ids=str
+)
 def test_rounded_frequencies_of_a_cast_model_are_those_of_its_config(
     parameters: dict[str, Any], dtype: torch.dtype
 ) -> None:
     scheme = native_scheme(llama_that_rotates_by_length(parameters).to(dtype))
-    assert scheme.to_dict()["scaling"]["type"] == parameters["rope_type"]
+    assert scheme.name == "rope"
+    assert (scheme.to_dict()["scaling"] or {"type": "default"})["type"] == parameters["rope_type"]
 
 
 @pytest.mark.parametrize("parameters", [_DYNAMIC, _LONGROPE])

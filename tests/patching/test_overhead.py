@@ -21,6 +21,7 @@ from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.pairwise import FarRotation
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
+from tests.thinning import in_turn
 
 from ..matrix.running import patched, tokens
 from ..models import tiny
@@ -141,8 +142,7 @@ def test_a_model_on_the_meta_device_stays_there():
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("scheme", ["rope", "learned_rope", "sinusoidal", "t5"])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(("scheme", "wrapped"), in_turn(["rope", "learned_rope", "sinusoidal", "t5"], [False, True]))
 def test_layers_are_recomputed_at_their_positions_if_checkpointing_begins_late(scheme, wrapped):
     """After a first forward, when the layers have been looked through once."""
     model, ids = model_of("LlamaModel", scheme), tokens()
@@ -259,8 +259,9 @@ class IntegerOperators(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("scheme", ["alibi", "forget_gate", "grape", "pope", "rope", "ssmax", "t5"])
+@pytest.mark.parametrize(
+    ("scheme", "masked"), in_turn(["alibi", "forget_gate", "grape", "pope", "rope", "ssmax", "t5"], [False, True])
+)
 @torch.no_grad()
 def test_layers_share_what_a_decoding_step_finds_out_about_positions(scheme, masked):
     counts = []

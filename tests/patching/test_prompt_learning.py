@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc import UnsupportedError
-from hf_posenc.patching.call.cache_notes import cache_argument
+from hf_posenc.patching.call.cache import cache_argument
 from tests.matrix.running import distance, patched, tokens
+from tests.thinning import in_turn
 from tests.versions import torch_since
 
 VIRTUAL, PADDED, LENGTH = 4, 5, 18
@@ -60,8 +61,11 @@ def quietly(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "t5", {"scheme": "alibi", "learnable": True}], ids=str)
-@pytest.mark.parametrize("method", ["prompt", "prefix"])
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    in_turn(["alibi", "t5", {"scheme": "alibi", "learnable": True}], ["prompt", "prefix"]),
+    ids=str,
+)
 def test_gradients_of_a_padded_row_are_those_of_the_row_alone(scheme: Any, method: str) -> None:
     """Of the virtual tokens and of the bias, both."""
     model = tuned(method, scheme)

@@ -35,6 +35,7 @@ from tests.matrix.running import patched, tokens
 from tests.patching.audio.whisper import WHISPER
 from tests.patching.composites.models import llava
 from tests.patching.test_changed_layers import assert_loads
+from tests.thinning import in_turn
 
 # One config object for several models
 
@@ -59,9 +60,11 @@ def test_a_patch_does_not_write_into_the_config_of_the_caller(nested: bool) -> N
 _BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "rope"])
 @pytest.mark.parametrize(
-    "value", ["rope", None, {}, {"scheme": "rope"}, {"format": 2, "scheme": {"scheme": "none"}}, ...]
+    ("value", "scheme"),
+    in_turn(
+        ["rope", None, {}, {"scheme": "rope"}, {"format": 2, "scheme": {"scheme": "none"}}, ...], ["alibi", "rope"]
+    ),
 )
 @torch.no_grad()
 def test_a_field_that_is_overwritten_is_named_and_written_by_the_next_patch(

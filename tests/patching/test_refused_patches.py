@@ -39,7 +39,6 @@ from tests.versions import ONE_AXIS, since
 
 YARN = YarnScaling(factor=4.0, original_max_positions=32)
 FAR = {"scheme": "rerope", "window": 4}
-SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 
 
 def in_bfloat16() -> Any:
@@ -103,13 +102,9 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     *(("llama_gqa", ["repo", other], {}, "both replace the logits") for other in ("grape_m", "rerope")),
     ("llama_gqa", {"scheme": "position_clamp", "maximum": 5, "inner": ["selective_rope", "alibi"]}, {},
      "combines neighbouring tokens"),
-    ("deepseek_v3_mla", SELF_EXTEND, {}, "last dimensions of its heads"),
-    ("deepseek_v3_mla", "grape_m", {}, "rotates the last dimensions"),
     # A far correction has to act before the cap of the logits, and a bias acts behind it.
     *(("capped logits", scheme, {}, "caps its logits")
       for scheme in (FAR, {"scheme": "position_shift", "inner": FAR, "offset": 1}, [FAR, "ssmax"])),
-    *(("shared keys", scheme, {}, "reads the keys of an earlier layer")
-      for scheme in ("forget_gate", "pope", "xpos", "string")),
     ("shared keys", "rope", {"layers": [3], "elsewhere": "none"}, "reads the keys of layer"),
     ("shared keys", "repo", {"layers": [0, 1], "elsewhere": "none"}, "both need the same rotation"),
     # A scaling of the native rotation
@@ -128,6 +123,13 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
           ("vision-mobilevit", "nor a list of layers that read vectors of tokens"),
           ("video-videoprism_vision_model", r"separate tables \(spatial.*temporal"),
       )),
+    # Parts, and what would fail in a call
+    ("image-text-llava", "alibi", {"part": "txt"}, r"Unknown part 'txt'.*Known: text, vision"),
+    ("vision-pvt", "alibi", {"part": "vision", "axes": 2}, "passed no coordinates"),
+    ("vision-glpn", "rope_nd", {"part": "vision", "grid": (4,)}, "not the patches of an image"),
+    ("vision-seggpt", "learned", {"part": "vision", "num_positions": 512}, "A short run of the stock model succeeds"),
+    ("other-pi0", "pope", {"part": "text"}, "read the same cache without the scheme"),
+    ("other-bros", "alibi", {}, "distances of boxes"),
 ]  # fmt: skip
 
 

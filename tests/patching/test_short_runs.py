@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_posenc import native_scheme, patch_model, unpatch_model
 from tests.models import tiny
+from tests.thinning import in_turn
 
 MODELS = ("LlamaForCausalLM", "BertForMaskedLM", "T5ForSequenceClassification", "ViTModel")
 SCHEMES = ("alibi", "native")
@@ -47,8 +48,7 @@ def global_hooks() -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "scheme"), in_turn(MODELS, SCHEMES))
 def test_no_hook_of_the_caller_runs(name: str, scheme: str, global_hooks: None) -> None:
     model = built(name)
     handles = []
@@ -126,8 +126,7 @@ CONTEXTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["fire", "alibi", "learned", "native", "t5"])
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(("scheme", "context"), in_turn(["fire", "alibi", "learned", "native", "t5"], CONTEXTS))
 def test_the_context_of_the_caller_does_not_matter(context: str, scheme: str) -> None:
     """A patch under a context is the patch without it, and can be trained."""
     ids = torch.arange(8).unsqueeze(0)
@@ -158,8 +157,7 @@ def test_the_default_dtype_of_the_caller_does_not_matter() -> None:
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("size", [3, 4, 7])
+@pytest.mark.parametrize(("size", "scheme"), in_turn([3, 4, 7], SCHEMES))
 def test_small_vocabularies(size: int, scheme: str) -> None:
     options = {"vocab_size": size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     model = built("LlamaForCausalLM", **options).eval()

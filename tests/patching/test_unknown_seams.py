@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from tests.matrix.running import patched, tokens
+from tests.thinning import in_turn
 
 
 class OwnAttention(modeling_llama.LlamaAttention):
@@ -68,8 +69,10 @@ class RotaryTable(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("classes", [(OwnLayer, OwnAttention), (LayerOfAnEarlierVersion, None)], ids=["own", "earlier"])
-@pytest.mark.parametrize("scheme", ["native", "alibi", "forget_gate", "pope"])
+@pytest.mark.parametrize(
+    ("scheme", "classes"),
+    in_turn(["native", "alibi", "forget_gate", "pope"], [(OwnLayer, OwnAttention), (LayerOfAnEarlierVersion, None)]),
+)
 def test_a_cache_is_found_whatever_its_argument_is_called(scheme: str, classes: tuple[Any, Any]) -> None:
     model = patched("llama_gqa", None)
     for layer in model.model.layers:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
 from hf_posenc.recipes import swap_scheme
+from tests.thinning import in_turn
 
 from ..matrix.architectures import ARCHITECTURES
 from ..matrix.running import outputs, patched, tokens
@@ -81,8 +82,7 @@ CALLS: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("path", ["layers.1.self_attn", "rotary_emb"])
+@pytest.mark.parametrize(("call", "path"), in_turn(CALLS, ["layers.1.self_attn", "rotary_emb"]))
 def test_what_would_pass_over_a_wrapper_is_refused_before_anything_is_taken_out(
     path: str, call: Callable[[Any], Any]
 ) -> None:

@@ -36,7 +36,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.arrangement.blended import BlendedConfig
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
-from tests.thinning import mostly_slow
+from tests.thinning import in_turn, mostly_slow
 
 from .test_phases import Copying, arguments_of
 
@@ -116,8 +116,7 @@ def test_every_pair_in_a_decoder(old, new):
     _check_both_ends("llama_gqa", old, new)
 
 
-@pytest.mark.parametrize("new", MECHANISMS, ids=_name)
-@pytest.mark.parametrize("old", [None, "t5"], ids=["native", "t5"])
+@pytest.mark.parametrize(("new", "old"), in_turn(MECHANISMS, [None, "t5"]), ids=_name)
 def test_every_mechanism_in_an_encoder(old, new):
     _check_both_ends("bert", old, new)
 
@@ -202,23 +201,15 @@ def test_only_the_new_scheme_is_trained():
     )
 
 
-@pytest.mark.parametrize(
-    ("architecture", "old", "new", "message"),
-    [
-        ("llama_gqa", None, "pope", "makes queries and keys wider"),
-        ("llama_gqa", None, "rerope", "corrects logits"),
-        ("llama_gqa", "pope", "rope", "makes queries and keys wider"),
-        ("llama_gqa", None, {"scheme": "randomized", "inner": "rope", "max_position": 64}, "whole positions"),
-    ],
-)
-def test_what_cannot_act_by_degrees_is_refused_and_changes_nothing(architecture, old, new, message):
-    model = patched(architecture, old).eval()
-    before = _outputs(model, architecture)
-    for attempt in (lambda: begin_blend(model, new), lambda: swap_scheme(model, new, gradual=True)):
-        with pytest.raises(UnsupportedError, match=message):
+def test_what_cannot_act_by_degrees_is_refused_and_changes_nothing():
+    """As the old scheme; `tests/patching/test_needs.py` has those that cannot be the new one."""
+    model = patched("llama_gqa", "pope").eval()
+    before = _outputs(model)
+    for attempt in (lambda: begin_blend(model, "rope"), lambda: swap_scheme(model, "rope", gradual=True)):
+        with pytest.raises(UnsupportedError, match="makes queries and keys wider"):
             attempt()
-    assert torch.equal(_outputs(model, architecture), before)
-    assert hasattr(model, "position_encoding") == (old is not None)
+    assert torch.equal(_outputs(model), before)
+    assert model.position_encoding.config.name == "pope"
 
 
 def test_calls_out_of_turn_are_refused():

@@ -7,29 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import ViTConfig, ViTForImageClassification
 
 from hf_posenc import UnknownNameError, UnsupportedError, extend_context, patch_model, unpatch_model
 from hf_posenc.recipes import SchemePhases, begin_blend, drope, finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.schemes import AlibiConfig, RopeConfig
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
+from tests.patching.vision.models import image, vit
 
 LLAVA = COMPOSITES["llava"]
 SAMPLE = torch.randint(10, 90, (4, 24), generator=torch.Generator().manual_seed(3))
-
-
-def vision_transformer() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4)).eval()
-    nn.init.normal_(model.vit.embeddings.position_embeddings, std=0.3)
-    return model
-
-
-def image(side: int = 16) -> Tensor:
-    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(4))
 
 
 def learned_in_the_vision_part() -> Any:
@@ -101,7 +88,7 @@ def test_phases_of_one_part_leave_the_other_part() -> None:
     dropped = drope(10, 0.2, "alibi", part="vision")
     assert dropped.apply(model, 0)
     assert list(model.position_encoding.config.by_part()) == ["vision"]
-    assert drope(10, 0.2).apply(vision_transformer(), 9)
+    assert drope(10, 0.2).apply(vit(), 9)
 
 
 def test_a_phase_of_mrope_is_placed_once() -> None:
@@ -113,7 +100,7 @@ def test_a_phase_of_mrope_is_placed_once() -> None:
 
 @pytest.mark.parametrize(("scheme", "options"), [("learned", {}), ("sinusoidal", {"axes": 2}), ("alibi", {"axes": 2})])
 def test_swaps_in_a_model_of_images_start_as_a_patch(scheme: str, options: dict[str, Any]) -> None:
-    swapped, placed = vision_transformer(), vision_transformer()
+    swapped, placed = vit(), vit()
     torch.manual_seed(5)
     swap = swap_scheme(swapped, scheme, **options)
     torch.manual_seed(5)
@@ -122,7 +109,7 @@ def test_swaps_in_a_model_of_images_start_as_a_patch(scheme: str, options: dict[
     assert torch.equal(swapped(image()).logits, placed(image()).logits)
 
 
-@pytest.mark.parametrize("make", [vision_transformer, LLAVA.model], ids=["vit", "llava"])
+@pytest.mark.parametrize("make", [vit, LLAVA.model], ids=["vit", "llava"])
 def test_a_sample_of_text_is_refused_where_no_text_is_read(make: Callable[[], Any]) -> None:
     model = make()
     with pytest.raises(ValueError, match="does not read token ids"):
@@ -135,7 +122,7 @@ def test_a_sample_of_text_is_refused_where_no_text_is_read(make: Callable[[], An
 
 
 def test_a_context_length_belongs_to_text() -> None:
-    model = patch_model(vision_transformer(), "none")
+    model = patch_model(vit(), "none")
     with pytest.raises(UnsupportedError, match="larger images"):
         extend_context(model, length=500)
     composite = patch_model(LLAVA.model(), "none", part="vision")

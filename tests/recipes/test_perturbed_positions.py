@@ -13,6 +13,7 @@ from hf_posenc import SequenceLengthError, UnknownNameError, UnsupportedError, p
 from hf_posenc.recipes import PerturbedSelfDistillation, perturbed_positions, reverse_divergence
 from tests.documentation.pages import page_text
 from tests.matrix.running import patched, tokens
+from tests.thinning import in_turn
 
 torch.set_num_threads(1)
 
@@ -210,9 +211,11 @@ def test_transformers_takes_a_jump_of_positions_for_another_document():
         assert not torch.equal(behind(ids, attention_mask=mask), behind(changed, attention_mask=mask))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("scheme", [None, "rope", "alibi", "t5", ["native", "kerple"]])
-@pytest.mark.parametrize("shift", ["skip", "cyclic"])
+@pytest.mark.parametrize(
+    ("scheme", "attention", "shift"),
+    in_turn([None, "rope", "alibi", "t5", ["native", "kerple"]], ["eager", "sdpa"], ["skip", "cyclic"]),
+    ids=str,
+)
 def test_tokens_behind_a_jump_see_those_before_it_and_no_later_ones(attention, scheme, shift):
     model, ids = patched("llama_gqa", scheme), tokens(batch=1)
     model.set_attn_implementation(attention)

@@ -32,6 +32,7 @@ from hf_posenc.schemes.parts import LogitBias
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
+from tests.thinning import in_turn
 
 torch.set_num_threads(1)
 
@@ -259,8 +260,11 @@ def test_a_bias_for_every_layer_fits_better_than_one_for_all():
     assert max(errors[False]) < errors[True][0]
 
 
-@pytest.mark.parametrize("architecture", ["llama_gqa", "bert"])
-@pytest.mark.parametrize("new", ["t5", "kerple", "fire", AlibiConfig(learnable=True)], ids=str)
+@pytest.mark.parametrize(
+    ("new", "architecture"),
+    in_turn(["t5", "kerple", "fire", AlibiConfig(learnable=True)], ["llama_gqa", "bert"]),
+    ids=str,
+)
 def test_a_fit_is_nearer_to_the_old_scheme_than_the_default(architecture, new):
     torch.manual_seed(3)
     swap = swap_scheme(patched(architecture, None), new, sample=_sample())
@@ -336,32 +340,33 @@ def test_the_default_is_what_patch_model_does():
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("old", "scheme", "options", "error", "message"),
-    [
-        (None, "alibi", {"initialization": "fitted"}, UnsupportedError, "option learnable"),
-        (None, "none", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
-        ("none", "t5", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
-        (None, "shaw", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
-        (None, "t5", {}, ValueError, "sample=tokenizer"),
-        (None, "t5", {"sample": torch.zeros(2, 8, dtype=torch.long)}, ValueError, "at least 16"),
-        (None, "t5", {"sample": torch.zeros(2, 32)}, ValueError, "token ids"),
-        (None, "t5", {"initialization": "best"}, ValueError, "initialization is 'best'"),
-        (None, "learned", {"num_positions": 99, "table_extension": "cubic"}, ValueError, "table_extension is 'cubic'"),
-        (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "has none here"),
-        (None, "alibi", {"table_extension": "last"}, ValueError, "has none here"),
-        (
-            None,
-            "learned",
-            {"initialization": "default", "table_extension": "last"},
-            ValueError,
-            "does not fit anything",
-        ),
-        ("t5", "alibbi", {}, ValueError, "alibi"),
-    ],
-)
-@pytest.mark.parametrize("gradual", [False, True])
-def test_a_refused_swap_changes_nothing(old, scheme, options, error, message, gradual):
+#: The scheme before, the new one, options of the swap, and the refusal.
+REFUSED: list[tuple[Any, str, dict[str, Any], type[Exception], str]] = [
+    (None, "alibi", {"initialization": "fitted"}, UnsupportedError, "option learnable"),
+    (None, "none", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
+    ("none", "t5", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
+    (None, "shaw", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
+    (None, "t5", {}, ValueError, "sample=tokenizer"),
+    (None, "t5", {"sample": torch.zeros(2, 8, dtype=torch.long)}, ValueError, "at least 16"),
+    (None, "t5", {"sample": torch.zeros(2, 32)}, ValueError, "token ids"),
+    (None, "t5", {"initialization": "best"}, ValueError, "initialization is 'best'"),
+    (None, "learned", {"num_positions": 99, "table_extension": "cubic"}, ValueError, "table_extension is 'cubic'"),
+    (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "has none here"),
+    (None, "alibi", {"table_extension": "last"}, ValueError, "has none here"),
+    (
+        None,
+        "learned",
+        {"initialization": "default", "table_extension": "last"},
+        ValueError,
+        "does not fit anything",
+    ),
+    ("t5", "alibbi", {}, ValueError, "alibi"),
+]
+
+
+@pytest.mark.parametrize(("refused", "gradual"), in_turn(REFUSED, [False, True]))
+def test_a_refused_swap_changes_nothing(refused, gradual):
+    old, scheme, options, error, message = refused
     row, ids = ARCHITECTURES["llama_gqa"], tokens()
     model = patched("llama_gqa", old).eval()
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]

@@ -28,16 +28,6 @@ def rows(config: SchemeConfig, length: int, hidden: int = HIDDEN) -> torch.Tenso
     return result
 
 
-@given(shift=st.integers(1, 2000), position=st.integers(0, 60_000), pairs=st.integers(2, 16))
-@settings(max_examples=50, deadline=None)
-def test_a_shift_of_the_sinusoidal_is_a_fixed_linear_map(shift: int, position: int, pairs: int) -> None:
-    part = part_of(SinusoidalConfig(), hidden_size=2 * pairs)
-    here, there, step = part(at([position, position + shift, shift]))[0].view(3, pairs, 2)
-    sine, cosine = step[:, 0], step[:, 1]
-    moved = torch.stack((here[:, 0] * cosine + here[:, 1] * sine, here[:, 1] * cosine - here[:, 0] * sine), dim=-1)
-    torch.testing.assert_close(moved, there, rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("position", [5, 4096, 1_000_000])
 def test_sinusoidal_vectors_are_right_far_from_the_start(position: int) -> None:
     """Angles of thousands of positions need more than float32."""

@@ -11,7 +11,7 @@ from hf_posenc.schemes.refusals import VLLM
 from hf_posenc.serving.engine_schemes import refuse_settings, sites_for_engine
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
-from tests.recipes.test_parts import vision_transformer
+from tests.patching.vision.models import vit
 
 MODELS = {"llava": COMPOSITES["llava"].model, "qwen2_vl": COMPOSITES["qwen2_vl"].model, "whisper": speech_model}
 
@@ -28,4 +28,4 @@ def test_a_composite_is_refused_with_the_reason(name: str) -> None:
 
 def test_a_model_of_images_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match="decoders that generate text"):
-        sites_for_engine(patch_model(vision_transformer(), "none"), VLLM)
+        sites_for_engine(patch_model(vit(), "none"), VLLM)

@@ -25,7 +25,7 @@ def settings(source, **changes) -> StudySettings:
 def test_split_is_by_whole_documents_and_loses_nothing(text_folder, tokenizer):
     corpus = load_corpus(settings(text_folder), tokenizer, 16, 64)
     end = tokenizer.eos_token
-    parts = {name: tokenizer.decode(getattr(corpus, name).tokens()).split(end)[:-1] for name in ("train", "validation")}
+    parts = {name: tokenizer.decode(getattr(corpus, name).tokens).split(end)[:-1] for name in ("train", "validation")}
     texts = sorted(path.read_text() for path in text_folder.iterdir())
     assert sorted(parts["train"] + parts["validation"]) == texts
     assert len(parts["validation"]) == 2 == corpus.summary["validation_documents"]

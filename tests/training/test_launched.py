@@ -14,7 +14,7 @@ from accelerate import PartialState
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch, run, words, write_texts
 from training import compare
 from training.errors import SettingsError
-from training.launched import launched_on_cpu
+from training.machine import launched_on_cpu
 from training.one_run import exit_status
 from training.trainer import SavingError
 

@@ -14,10 +14,8 @@ from hf_posenc import patch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import patched
 from training.data.blocking import Batches, Blocking, check_reads, find_blocking
-from training.data.masking import RowMasking
 from training.data.order import EpochOrder
-from training.data.packing import PackedRows
-from training.data.tokens import TokenStream, tokenize
+from training.data.text import PackedRows, RowMasking, TokenStream, tokenize
 from training.errors import SettingsError
 from training.objectives import summed_cross_entropy, target_count
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from hf_posenc import AlibiConfig, SchemeConfig
-from training.scheme_code import scheme_code
+from training.checkpoints import scheme_code
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from docs.study.outputs import copy_cards, main
 from hf_posenc import patch_model
+from study_report.cards import study_cards
+from study_report.outputs import write_outputs
+from study_report.records import study_records
+from study_report.results import check_results
 from tests.training.study_results import LENGTHS, finished, row, study, three_seeds
-from training.study.cards import study_cards
-from training.study.outputs import main, write_outputs
-from training.study.records import study_records
-from training.study.results import check_results
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -40,7 +41,7 @@ def test_there_is_a_card_for_every_scheme_that_saved_a_model_and_no_other():
 
 def test_the_hub_reads_every_result_back(tmp_path):
     results = with_models(three_seeds())
-    write_outputs(results, tmp_path, tmp_path / "cards")
+    copy_cards(check_results(results), tmp_path / "cards")
     card = ModelCard.load(tmp_path / "cards" / "tiny-causal-rope-500k.md", ignore_metadata_errors=False)
     reported = {(score.metric_type, score.metric_name): score.metric_value for score in card.data.eval_results}
     losses = [[base + seed / 8 for seed in range(3)] for base in (2.5, 2.75, 3.0)]
@@ -59,7 +60,8 @@ def test_the_hub_reads_every_result_back(tmp_path):
     assert {score.task_type for score in masked.eval_results} == {"fill-mask"}
     copied = ModelCard.load(tmp_path / "cards" / "tiny-copy-native.md").data
     assert [score.metric_value for score in copied.eval_results] == [1.0, 1.0, 0.375, 0.0]
-    write_outputs(study([finished("copy", "rope", model="models/x")], name="other"), tmp_path, tmp_path / "cards")
+    other = study([finished("copy", "rope", model="models/x")], name="other")
+    copy_cards(check_results(other), tmp_path / "cards")
     index = (tmp_path / "cards" / "README.md").read_text()
     assert all(f"[{name}]({name}.md)" in index for name in ("other-copy-rope", "tiny-masked-none"))
 

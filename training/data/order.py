@@ -35,9 +35,6 @@ class EpochOrder(Sampler[EpochRow]):
         multiple: rows in a batch, over all processes and accumulated batches together.
         seed: of the permutations.
         shuffle: whether to permute at all.
-
-    Raises:
-        SettingsError: if there are fewer rows than one batch takes.
     """
 
     def __init__(self, rows: int, multiple: int, seed: int, shuffle: bool = True) -> None:

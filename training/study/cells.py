@@ -9,9 +9,9 @@ from typing import Any
 
 from hf_posenc import PositionEncodingError, get_scheme
 from hf_posenc.schemes.config import SchemeConfig
+from training.checkpoints import scheme_code
 from training.errors import SettingsError
 from training.files import read_json
-from training.scheme_code import scheme_code
 from training.study.settings import SchemeOptions, StudySettings, TaskOptions, TrainingSettings
 from training.study.tasks import CAUSAL, IMAGES, MASKED, StudyTask, study_task
 
@@ -94,11 +94,6 @@ class Cell:
         return self.task.train_lengths(self.settings)
 
     @property
-    def question_seed(self) -> int:
-        """Seed of the questions of a synthetic task: others for every seed, and never those of the validation (0)."""
-        return self.seed + 1
-
-    @property
     def goes_on(self) -> bool:
         """Whether it begins with trained weights: those of another cell, or pretrained ones."""
         return self.start is not None or self.task.pretrained
@@ -119,19 +114,13 @@ class Cell:
         return self.study_folder / "models" / self.name
 
     @property
-    def keeps_model(self) -> bool:
-        """Whether its trained model is wanted, by the user or by a training that starts from it."""
-        return self.study.save_models or self.is_start
-
-    @property
     def depth(self) -> int:
         """How many trainings have to come before this one."""
         return 0 if self.start is None else self.start.depth + 1
 
     def result(self) -> dict[str, Any] | None:
         """What this training came to, if it has ended."""
-        result: dict[str, Any] | None = read_json(self.folder / "result.json")
-        return result
+        return read_json(self.folder / "result.json")
 
     def head(self) -> dict[str, Any]:
         """What names it in `results.json`."""
@@ -146,12 +135,7 @@ class Cell:
         }
 
     def identity(self, digests: dict[str, str]) -> dict[str, Any]:
-        """Everything that its result depends on, JSON-ready.
-
-        Args:
-            digests: of the text ("corpus"), of the pictures ("pictures") and of pretrained weights ("model"), where
-                there are any.
-        """
+        """Everything that its result depends on, JSON-ready."""
         identity = {
             **self.settings.fingerprint(),
             "scheme": self.head()["config"],
@@ -163,8 +147,7 @@ class Cell:
             "model digest": digests.get("model"),
         }
         identity |= self.task.identity(self, digests)
-        code = scheme_code(self.config)
-        if code is not None:
+        if code := scheme_code(self.config):
             identity["code of the scheme"] = code
         return identity if self.start is None else identity | {"from": self.start.identity(digests)}
 
@@ -173,10 +156,6 @@ def study_cells(study: StudySettings) -> list[Cell]:
     """All trainings of a study, seed by seed, so that a study that is stopped has whole seeds to compare.
 
     One that starts from another comes after it.
-
-    Raises:
-        UnknownNameError: for an unknown task, scheme or option.
-        SettingsError: for settings that cannot work.
     """
     cells: dict[tuple[str, str, int], Cell] = {}
 
@@ -210,7 +189,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
 def _refuse_unused(study: StudySettings, tasks: list[StudyTask]) -> None:
     """Refuses a setting that no task of the study reads."""
     for name in sorted(study.model_fields_set):
-        if all(name in task.unused or (name == "mlm_probability" and task.name != MASKED) for task in tasks):
+        if all(name in task.unused for task in tasks):
             raise SettingsError(f"--{name} is given, and no task of this study ({', '.join(study.tasks)}) uses it.")
 
 
@@ -234,7 +213,6 @@ def _check(cell: Cell) -> None:
     swap.check_training(settings.max_steps, swap.lora)
     swap.check_objective(task.causal)
     fixed = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *task.unused}
-    fixed |= set() if task.name == MASKED else {"mlm_probability"}
     unused = sorted(fixed & set(cell.asked.training))
     problems = {
         f"{NATIVE!r} is the unpatched model; it has no options and takes no swap.": (

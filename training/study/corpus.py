@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from training.arguments import ModelArguments
 from training.data.loading import first_rows, load_named_dataset, require_column, split_rows
-from training.data.tokens import TokenStream, tokenize
+from training.data.text import TokenStream, tokenize
 from training.errors import SettingsError
 from training.starting_model import BYTES, load_tokenizer
 from training.study.settings import StudySettings
@@ -36,18 +36,13 @@ class Corpus:
     @classmethod
     def of(cls, train: TokenStream, validation: TokenStream, source: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         """The corpus with its summary."""
-        digest = hashlib.sha256(train.tokens().astype(np.int32).tobytes())
-        digest.update(validation.tokens().astype(np.int32).tobytes())
+        digest = hashlib.sha256(train.tokens.astype(np.int32).tobytes())
+        digest.update(validation.tokens.astype(np.int32).tobytes())
         summary = {
-            "source": source,
-            "train_documents": train.documents,
-            "validation_documents": validation.documents,
-            "train_tokens": len(train),
-            "validation_tokens": len(validation),
-            "tokenizer": type(tokenizer).__name__,
-            "vocabulary": len(tokenizer),
-            "digest": digest.hexdigest()[:16],
-        }
+            "source": source, "train_documents": train.documents, "validation_documents": validation.documents,
+            "train_tokens": len(train), "validation_tokens": len(validation), "tokenizer": type(tokenizer).__name__,
+            "vocabulary": len(tokenizer), "digest": digest.hexdigest()[:16],
+        }  # fmt: skip
         return cls(train, validation, summary)
 
     def save(self, folder: Path) -> None:
@@ -76,17 +71,7 @@ def study_tokenizer(study: StudySettings) -> PreTrainedTokenizerBase:
 def load_corpus(
     settings: StudySettings, tokenizer: PreTrainedTokenizerBase, train_length: int, max_length: int
 ) -> Corpus:
-    """Loads, splits by whole documents, and tokenises. The paragraphs of a single text file are its documents.
-
-    Args:
-        settings: which text, and how it is split.
-        tokenizer: to tokenise with.
-        train_length: tokens of the longest window that is trained on.
-        max_length: tokens of the longest window that is evaluated.
-
-    Raises:
-        SettingsError: if the dataset, its text column, or enough text in it cannot be found.
-    """
+    """Loads, splits by whole documents, and tokenises. The paragraphs of a single text file are its documents."""
     column = settings.text_column
     for sample_by in ("document", "paragraph"):
         dataset, source = load_named_dataset(

@@ -1,4 +1,4 @@
-"""The loss curve of a training, kept in the trainer's own log, which its checkpoints hold."""
+"""The loss curve of a training, kept in the trainer's own log, which its checkpoints hold; and other trackers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+
+from training.errors import SettingsError
+from training.study.settings import StudySettings
 
 #: What is evaluated during training, and what results call it.
 EVALUATED = {
@@ -32,15 +36,13 @@ class CurveCallback(TrainerCallback):
         self.every, self.on_step = every, on_step
         self._offsets = (0.0, 0.0)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes over the clock of the run that is resumed."""
         earlier = recorded_seconds(state)
         self._offsets = (earlier["seconds"] - time.monotonic(), earlier["cpu_seconds"] - time.process_time())
         self.on_step(state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Asks for a point where one is due."""
         self.on_step(state.global_step)
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
@@ -61,18 +63,32 @@ def recorded_curve(state: TrainerState) -> dict[str, Any]:
 
     The training loss is the mean since the point before, `None` before the first step.
     """
-    values: dict[str, dict[int, float]] = {
-        name: {entry["step"]: entry[name] for entry in state.log_history if name in entry}
-        for name in ("loss", *EVALUATED)
-    }
-    steps = sorted(next(points for name in EVALUATED if (points := values[name])))
-    losses = [values["loss"].get(step) for step in steps]
-    curve = {
-        "step": steps,
-        "train_loss": [None if loss is None else round(float(loss), 4) for loss in losses],
-    } | {
-        title: [round(float(values[name][step]), 4) for step in steps]
-        for name, title in EVALUATED.items()
-        if values[name]
-    }
+    points: dict[int, dict[str, Any]] = {}
+    for entry in state.log_history:
+        points.setdefault(entry["step"], {}).update(entry)
+    evaluated = {step: point for step, point in sorted(points.items()) if EVALUATED.keys() & point.keys()}
+    curve: dict[str, list[Any]] = {"step": list(evaluated)}
+    for name, title in {"loss": "train_loss", **EVALUATED}.items():
+        values = [point.get(name) for point in evaluated.values()]
+        if name == "loss" or any(value is not None for value in values):
+            curve[title] = [None if value is None else round(float(value), 4) for value in values]
     return {"curve": curve} | {key: round(value, 3) for key, value in recorded_seconds(state).items()}
+
+
+def check_trackers(study: StudySettings) -> None:
+    """Refuses a tracker that does not exist or is not installed, before anything is trained."""
+    names = study.report_to
+    try:
+        # A single word may be "all" or "none".
+        for callback in get_reporting_integration_callbacks(names[0] if len(names) == 1 else names):
+            callback()
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise SettingsError(f"--report_to: {error}") from error
+
+
+def finish_trackers(arguments: TrainingArguments) -> None:
+    """Closes what `Trainer` leaves open, so that the next training of this process has a run of its own."""
+    if "wandb" in arguments.report_to:
+        import wandb
+
+        wandb.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -13,29 +14,22 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from hf_posenc.errors import UnknownNameError
 from hf_posenc.installation import require
 from training.errors import SettingsError
-from training.study.settings import StudySettings, usable_cores
+from training.machine import usable_cores
+from training.study.settings import StudySettings
 
 #: What `LocalExecutor` of submitit reads. It ignores all other options.
 _SUBMITIT_LOCAL = {"timeout_min", "gpus_per_node", "stderr_to_stdout", "local_setup"}
 
 
-class Job(Protocol):
-    """What `concurrent.futures.Future` and submitit's jobs have in common."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    def result(self) -> Any:
-        """What the function returned. Raises if the worker was lost."""
-
-    def cancel(self) -> Any:
-        """Stops it, if the executor can."""
+#: A `concurrent.futures.Future`, or a job of submitit, which has `done`, `result` and `cancel` as well.
+Job = Any
 
 
 @dataclass
@@ -57,15 +51,7 @@ class Executor:
 
 @contextmanager
 def open_executor(study: StudySettings, jobs: int) -> Iterator[Executor]:
-    """Starts the executor that a study asks for, and stops it.
-
-    Args:
-        study: its settings.
-        jobs: how many trainings there are.
-
-    Raises:
-        SettingsError: if its package is missing, or for options that it refuses.
-    """
+    """Starts the executor that a study asks for, and stops it."""
     with {"local": _local, "dask": _dask, "submitit": _submitit}[study.executor](study, jobs) as executor:
         yield executor
 
@@ -144,6 +130,12 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
             else:
                 if "n_workers" in options:
                     raise ValueError("n_workers is --workers")
+                # What LocalCluster does not take itself goes to its workers, whose refusal is 68 lines long.
+                takers = distributed.LocalCluster, distributed.Nanny, distributed.Worker
+                known = {name for taker in takers for name in inspect.signature(taker).parameters}
+                if unknown := [name for name in options if name not in known]:
+                    listing = "help(distributed.LocalCluster) and help(distributed.Worker)"
+                    raise UnknownNameError("option", unknown[0], known, owner="dask's LocalCluster", listing=listing)
                 slots = study.worker_count(jobs, torch.cuda.device_count())
                 threads = max(1, usable_cores() // slots)
                 # A worker that is a daemon could not read data in processes of its own.

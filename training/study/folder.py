@@ -22,23 +22,13 @@ _LEASE_SECONDS = 30
 
 
 def lease_of(cell: Cell, on_loss: Callable[[], None] = lambda: None) -> SoftFileLease:
-    """What a process holds while it trains a cell. Locks of a shared file system may not reach other nodes.
-
-    Args:
-        cell: which one.
-        on_loss: called if the process was silent for so long that another one took the lease.
-    """
+    """What a process holds while it trains a cell. Locks of a shared file system may not reach other nodes."""
     path, seconds = cell.folder / LOCK, _LEASE_SECONDS
     return SoftFileLease(path, lease_duration=seconds, thread_local=False, on_compromise=lambda _: on_loss())
 
 
 def is_free(lease: SoftFileLease, keep: bool = False) -> bool:
-    """Whether no other process holds a lease.
-
-    Args:
-        lease: the same object each time, because it measures the silence of the holder.
-        keep: whether it is held from now on.
-    """
+    """Whether no other process holds a lease."""
     try:
         lease.acquire(timeout=0)
     except Timeout:
@@ -53,13 +43,6 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
     """Takes an output folder while what all trainings share is written. Waits for another process that does so.
 
     A study uses common names there (`data`, `models`, `results.json`): a folder with anything else in it is refused.
-
-    Args:
-        folder: made if missing.
-        writes: whether this process writes there.
-
-    Raises:
-        SettingsError: for a file, or a folder that does not belong to a study.
     """
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
@@ -81,38 +64,25 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
 def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Compares with what trainings began with, and records it for the new ones once all others fit.
 
-    Args:
-        cells: the trainings.
-        digests: see `Cell.identity`.
-
     Returns:
         What each begins with, by its name.
-
-    Raises:
-        SettingsError: if a setting or the text itself differs from that of a training that has begun, or if a training
-            has ended without the model that is now asked for.
     """
     new: dict[Path, dict[str, Any]] = {}
     identities = {cell.name: cell.identity(digests) for cell in cells}
     starts = {cell.start.name for cell in cells if cell.start is not None and cell.result() is None}
     for cell in cells:
-        path = cell.folder / "settings.json"
-        wanted = identities[cell.name]
+        path, wanted, result = cell.folder / "settings.json", identities[cell.name], cell.result()
         earlier = read_json(path)
-        if earlier is None:
+        changed = [] if earlier is None else differences(earlier, wanted)
+        if earlier is None or (changed and not _has_trained(cell)):
             new[path] = wanted
-        elif not (changed := differences(earlier, wanted)):
-            pass
-        elif not _has_trained(cell):
-            new[path] = wanted
-        else:
+        elif changed:
             raise SettingsError(
                 f"{cell.name} in {cell.study.output_dir} began with other settings: {'; '.join(changed)}. Results of "
                 "different settings cannot stand in one table. Name another --output_dir, go back to the earlier "
                 f"settings to resume, or remove {cell.folder} to train it again."
             )
         needed = cell.study.save_models or cell.name in starts
-        result = cell.result()
         if needed and result and result["status"] == FINISHED and not cell.model_folder.exists():
             raise SettingsError(
                 f"{cell.name} has ended in {cell.study.output_dir}, and its model is not there. Remove {cell.folder} "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
@@ -29,23 +28,14 @@ _NOT_BUILT = (
 )  # fmt: skip
 #: Fields of a config that a study sets, and what sets them.
 _SET = {
-    "hidden_size": "--hidden_size",
-    "num_hidden_layers": "--num_layers",
-    "num_attention_heads": "--num_heads",
-    "model_type": "--model_type",
-    "vocab_size": "the tokenizer",
-    "num_labels": "the pictures",
-    "image_size": "--train_resolution",
-    "patch_size": "--patch_size",
-}
+    "hidden_size": "--hidden_size", "num_hidden_layers": "--num_layers", "num_attention_heads": "--num_heads",
+    "model_type": "--model_type", "vocab_size": "the tokenizer", "num_labels": "the pictures",
+    "image_size": "--train_resolution", "patch_size": "--patch_size",
+}  # fmt: skip
 
 
 def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
-    """The class of a task's models, and a digest of pretrained weights; `None` for new ones.
-
-    Raises:
-        SettingsError: for a model that cannot be built, or does not fit the task.
-    """
+    """The class of a task's models, and a digest of pretrained weights; `None` for new ones."""
     if not task.pretrained:
         return type(task.new_model(task.settings, tokenizer, task.lengths[-1])).__name__, None
     model = starting_model(starting_arguments(study), tokenizer, task.causal, seed=0, loader=task.loader)
@@ -53,17 +43,7 @@ def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedToken
 
 
 def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, positions: int) -> Any:
-    """A model with new weights, with the sizes of the study wherever its architecture has a field for them.
-
-    Args:
-        task: what it is trained on, and its architecture.
-        settings: for the sizes.
-        tokenizer: for the vocabulary and the special tokens.
-        positions: of the longest evaluated sequence.
-
-    Raises:
-        SettingsError: if there is no such architecture for the task, or it cannot have these sizes.
-    """
+    """A model with new weights, with the sizes of the study wherever its architecture has a field for them."""
     padding, inner = tokenizer.pad_token_id or 0, 2 * settings.hidden_size
     wanted: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -91,43 +71,24 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
 
 
 def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -> Any:
-    """An image classifier with new weights, with the sizes of the study.
-
-    Args:
-        task: for its architecture.
-        settings: for the sizes.
-        classes: that it tells apart.
-
-    Raises:
-        SettingsError: if there is no such architecture, or it cannot have these sizes.
-    """
+    """An image classifier with new weights, with the sizes of the study."""
     wanted = {"image_size": settings.train_resolution, "patch_size": settings.patch_size}
     needed = ("hidden_size", "num_hidden_layers", "image_size", "patch_size")
     return _built(task, settings, "vit", wanted, needed, classes=classes)
 
 
 def _built(
-    task: StudyTask,
-    settings: TrainingSettings,
-    by_default: str,
-    wanted: dict[str, Any],
-    needed: tuple[str, ...],
-    required: dict[str, Any] | None = None,
-    classes: int | None = None,
-) -> Any:
-    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`.
-
-    Args:
-        task: what it is trained on.
-        settings: for the sizes.
-        by_default: the architecture, if the task names none.
-        wanted: fields that are set where the architecture has them, in addition to the sizes.
-        needed: fields without which models cannot be made small.
-        required: fields that are set in any case.
-        classes: that a classifier tells apart.
-    """
+    task: StudyTask, settings: TrainingSettings, by_default: str, wanted: dict[str, Any], needed: tuple[str, ...],
+    required: dict[str, Any] | None = None, classes: int | None = None,
+) -> Any:  # fmt: skip
+    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`."""
     model_type, overrides = task.settings.model_type or by_default, task.settings.config_overrides
-    stock = _stock_config(model_type)
+    if model_type not in CONFIG_MAPPING:
+        raise SettingsError(f"--model_type: {unknown_architecture(model_type)}")
+    try:
+        stock: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    except _NOT_BUILT as error:
+        raise SettingsError(f"--model_type {model_type} has no default config to start from: {error}") from error
     wanted |= {
         "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers,
@@ -138,7 +99,12 @@ def _built(
     lacking = [name for name in needed if not hasattr(stock, name)]
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
-    fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
+    fields = {
+        name: 0.0
+        for name, value in stock.to_dict().items()
+        if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("_pdrop"))
+    }
+    fields |= {name: value for name, value in wanted.items() if hasattr(stock, name)}
     names = stock.attribute_map
     check_overrides(stock, overrides)
     for name in overrides:
@@ -152,10 +118,8 @@ def _built(
             config.num_labels = classes
         model = task.loader.from_config(config)
     except _NOT_BUILT as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise SettingsError(
-            f"--model_type {stock.model_type} cannot be used for the task {task.name!r}: {reason}"
-        ) from error
+        what = f"--model_type {stock.model_type} cannot be used for the task {task.name!r}"
+        raise SettingsError(f"{what}: {type(error).__name__}: {error}") from error
     for name, value in overrides.items():
         built = getattr(config, name)
         if built != value and not (isinstance(built, dict) and built.items() >= value.items()):
@@ -163,32 +127,9 @@ def _built(
     return model
 
 
-def _stock_config(model_type: str) -> PreTrainedConfig:
-    if model_type not in CONFIG_MAPPING:
-        raise SettingsError(f"--model_type: {unknown_architecture(model_type)}")
-    try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
-    except _NOT_BUILT as error:
-        raise SettingsError(f"--model_type {model_type} has no default config to start from: {error}") from error
-    return config
-
-
-def _without_dropout(stock: PreTrainedConfig) -> dict[str, float]:
-    return {
-        name: 0.0
-        for name, value in stock.to_dict().items()
-        if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("_pdrop"))
-    }
-
-
-@dataclass
-class Beginning:
-    """What a training begins with.
-
-    Args:
-        model: with its scheme in place.
-        teacher: the model before the swap, frozen, where the training learns from it.
-        swap: what took over from the old scheme, and how well; `None` for a plain patch.
+class Beginning(NamedTuple):
+    """What a training begins with: the model with its scheme in place; the one before the swap, frozen, where the
+    training learns from it; and what took over from the old scheme, `None` for a plain patch.
     """
 
     model: Any
@@ -201,15 +142,6 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
 
     New weights are drawn from the cell's seed before the patch, so that every scheme starts from the same ones. They
     are built for all the positions that are evaluated: a learned table has rows there, which training never reaches.
-
-    Args:
-        cell: which one.
-        data: for the length of the longest sequence, and for the text that a start is fitted on.
-        tokenizer: for the size of the vocabulary.
-
-    Raises:
-        UnsupportedError: if this architecture cannot take the scheme.
-        ValueError: for a swap that cannot be made.
     """
     task, config, swap = cell.task, cell.config, cell.asked.swap
     set_seed(cell.seed)
@@ -230,9 +162,7 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
         return Beginning(model if cell.start is None else unpatch_model(model), teacher)
     if not swap.swaps:
         return Beginning(patch_model(model, config), teacher)
-    sample = None
-    if swap.initialization != "default":
-        length = min(cell.settings.train_length, native_capacity(model) or cell.settings.train_length)
-        sample = task.sample(data, length)
+    length = min(cell.settings.train_length, native_capacity(model) or cell.settings.train_length)
+    sample = None if swap.initialization == "default" else task.sample(data, length)
     # By name, so that options left out can be taken from the old scheme.
     return Beginning(model, teacher, swap.swap(model, config.name, sample, cell.options))

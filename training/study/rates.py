@@ -12,14 +12,7 @@ from training.study.settings import SchemeOptions, StudySettings, TaskOptions
 
 
 def rates_study(study: StudySettings) -> StudySettings:
-    """The study that a choice is made from: every scheme with every rate, with one seed that the study does not use.
-
-    Args:
-        study: with `learning_rates`.
-
-    Raises:
-        SettingsError: if no scheme is left to choose for.
-    """
+    """The study that a choice is made from: every scheme with every rate, with one seed that the study does not use."""
     rates, tasks = study.learning_rates, {}
     for name in study.tasks:
         options = {
@@ -58,15 +51,7 @@ def rates_study(study: StudySettings) -> StudySettings:
 
 
 def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySettings:
-    """The study in which each scheme has the rate with the lowest validation loss, in each task its own.
-
-    Args:
-        study: with `learning_rates`.
-        results: of its `rates_study`.
-
-    Raises:
-        SettingsError: if no rate of a scheme finished in a task, and the model could take the scheme.
-    """
+    """The study in which each scheme has the rate with the lowest validation loss, in each task its own."""
     task_options = dict(study.task_options)
     losses = losses_by_rate(results["runs"])
     unsupported = {(run["task"], run["scheme"]) for run in results["runs"] if run.get("status") == UNSUPPORTED}

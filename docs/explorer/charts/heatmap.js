@@ -28,11 +28,17 @@ export function colorScale(container, limit, signed) {
   };
 }
 
+/** Whether black can be read better than white on a colour. */
+export function isLight(color) {
+  const linear = color.map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.19;
+}
+
 /**
  * @param container
  * @param {{rows: number, columns: number, value: (row: number, column: number) => number | null, signed: boolean}} settings
  *   and those of `frame` without limits. Row 0 is at the top. `names` of rows and columns replace the numbers.
- * @returns the largest magnitude, at which the colour is full.
+ * @returns the chart, the numbers, the colours of numbers, and the magnitude at which the colour is full.
  */
 export function drawHeatmap(container, settings) {
   const { rows, columns, value, signed = true } = settings;
@@ -61,7 +67,7 @@ export function drawHeatmap(container, settings) {
   });
   small.addEventListener("pointerleave", () => readout.replaceChildren(...idle));
   container.append(small, readout);
-  return { chart, limit, numbers };
+  return { chart, limit, numbers, color };
 }
 
 function colorKey(limit, signed) {

@@ -1,17 +1,43 @@
 // How the effect of positions changes with the distance between two words.
 
-import { drawLines } from "../charts/lines.js";
+import { columns, layersInstead, sentences } from "../charts/columns.js";
+import { drawLines, limits } from "../charts/lines.js";
 import { html, seriesColor } from "../charts/svg.js";
 import { HEAD_DIM, HIDDEN } from "../model.js";
 import { dot, range } from "../numbers.js";
 
 const AWAY = -1000;
-/** What to look at, by what the scheme acts on. */
-const LOOK = {
-  added: "A peak at 0 means that near positions are alike; a slope without end means that the vectors only get longer.",
-  rotation: "The higher the line, the better a word matches an equal word at that distance. The wiggles come from pairs that turn at different speeds.",
-  bias: "Only differences within a line matter: where it is higher, the head looks more.",
+/** By what the scheme acts on: the quantity, its axis, and what to look at. */
+const CURVES = {
+  added: {
+    yLabel: "product / 64",
+    text: "product of the two position vectors, divided by their width",
+    look: "A peak at 0 means that near positions are alike; a slope without end means that the vectors only get longer.",
+  },
+  rotation: {
+    yLabel: "mean product",
+    text: "product of a query with an equal key, on average over random queries (1 at distance 0 without a scaling)",
+    look: "The higher the line, the better a word matches an equal word at that distance. The wiggles come from pairs that turn at different speeds.",
+  },
+  bias: {
+    yLabel: "bias",
+    text: "number added to the attention logit, one line per head",
+    look: "Only differences within a line matter: where it is higher, the head looks more.",
+  },
+  scale: {
+    yLabel: "factor",
+    xLabel: "position of the query",
+    text: "number that all logits of a query are multiplied by, over its position",
+    look: "A larger factor makes the attention sharper. It is the same for all keys of a query, so it tells no word from another. Without a causal mask all queries see the same number of keys.",
+  },
+  positions: {
+    yLabel: "position used",
+    xLabel: "position of the word",
+    text: "position that the other scheme is told, over the position of the word",
+    look: "Where the line is not a straight diagonal, words are told other positions than their own.",
+  },
 };
+const DISTANCE = "key − query position (tokens)";
 
 /** The mean product of a query with an equal key, in units of its value at distance 0: sum of cosines over the pairs. */
 export function rotationProduct(rotation, query, key) {
@@ -23,8 +49,10 @@ export function rotationProduct(rotation, query, key) {
   return (turning * factor ** 2 + (HEAD_DIM / 2 - frequencies.length)) / (HEAD_DIM / 2);
 }
 
-/** The curves of a scheme, by what it acts on: `[{quantity, unit, lines: [[distance, value]...] by head}]`. */
+/** The curves of a scheme, by what it acts on: `[{name, lines: [[x, y]...] by head, titles}]`. */
 export function decayCurves({ parts, place }) {
+  if (parts.recorded) return parts.recorded.curves;
+  if (parts.layers) return [];
   const last = place.length - 1;
   const query = place.causal ? last : Math.floor(last / 2);
   const keys = range(place.causal ? last + 1 : place.length).filter((key) => !(parts.reach <= Math.max(key, query) && parts.added));
@@ -33,46 +61,60 @@ export function decayCurves({ parts, place }) {
   const curves = [];
   if (parts.added && parts.added(query) !== null) {
     const own = parts.added(query);
-    curves.push({ name: "added", yLabel: "product / 64", text: "product of the two position vectors, divided by their width",
-                  lines: [over((key) => dot(own, parts.added(key)) / HIDDEN)] });
+    curves.push({ name: "added", lines: [over((key) => dot(own, parts.added(key)) / HIDDEN)] });
   }
-  if (parts.rotation) {
-    curves.push({ name: "rotation", yLabel: "mean product", text: "product of a query with an equal key, on average over random queries (1 at distance 0 without a scaling)",
-                  lines: [over((key) => rotationProduct(parts.rotation, ...at(key)))] });
-  }
+  if (parts.rotation) curves.push({ name: "rotation", lines: [over((key) => rotationProduct(parts.rotation, ...at(key)))] });
   if (parts.bias) {
-    curves.push({ name: "bias", yLabel: "bias", text: "number added to the attention logit, one line per head",
-                  lines: range(place.heads).map((head) => over((key) => parts.bias(head, ...at(key))).filter(([, value]) => value > AWAY)) });
+    const line = (head) => over((key) => parts.bias(head, ...at(key))).filter(([, value]) => value > AWAY);
+    curves.push({ name: "bias", lines: range(place.heads).map(line) });
   }
   return curves;
 }
 
-export function drawDecay(container, view) {
-  const curves = decayCurves(view);
-  container.replaceChildren();
+/** The limits of both axes by name of a curve, over all schemes that are shown. */
+function sharedLimits(curves) {
+  const limitsOf = {};
+  const distances = curves.filter(({ name }) => !CURVES[name].xLabel);
+  for (const { name } of curves) {
+    const same = curves.filter((one) => one.name === name);
+    const xs = (CURVES[name].xLabel ? same : distances).flatMap(({ lines }) => lines.flat().map(([x]) => x));
+    limitsOf[name] = { x: [Math.min(...xs, -1 * !CURVES[name].xLabel), Math.max(...xs, 0)], y: limits(same.flatMap(({ lines }) => lines.flat().map(([, y]) => y))) };
+  }
+  return limitsOf;
+}
+
+export function drawDecay(container, views) {
+  const found = views.map(decayCurves);
+  // A second line for every head would hide the first ones.
+  const single = (i, name) => found[i].some((one) => one.name === name && one.lines.length === 1);
+  const others = views.map(({ reference, place }, i) => (reference ? decayCurves({ parts: reference.parts, place }).filter(({ name }) => single(i, name)) : []));
+  const own = views.map((_, i) => [...found[i], ...others[i]]);
+  const { same } = views[0].state;
+  const boxes = columns(container, views);
+  views.forEach((view, i) => drawCurves(boxes[i], view, found[i], others[i], sharedLimits(same ? own.flat() : own[i])));
+  const drawn = sentences(views, ({ parts }) => (parts.recorded?.readsWords ? "The words matter too: this is one text of 64 random words." : ""));
+  const names = [...new Set(found.flat().map(({ name }) => name))];
+  document.getElementById("decay-what").textContent = [names.length === 1 ? `Drawn: ${CURVES[names[0]].text}.` : "", drawn].join(" ");
+}
+
+function drawCurves(container, view, curves, others, shared) {
+  if (view.parts.layers) {
+    container.append(layersInstead(view.parts));
+    return;
+  }
   if (curves.length === 0) {
     const why = view.parts.reach ? "The position in the middle has no vector here: " + view.parts.reachReason : "";
     container.append(html("p", { class: "empty" }, why || "Nothing depends on distance: there is no line to draw. That is the problem."));
   }
-  const others = view.reference ? decayCurves({ parts: view.reference.parts, place: view.place }) : [];
-  for (const { yLabel, text, lines, name } of curves) {
+  for (const { name, lines, titles } of curves) {
+    const { xLabel = DISTANCE, yLabel, text, look } = CURVES[name];
     const box = html("div", { class: "chart", "data-chart": name });
     container.append(box);
-    const xs = lines.flat().map(([x]) => x);
-    const series = lines.map((points, head) => ({ text: `head ${head + 1}`, points, color: seriesColor(head) }));
-    if (lines.length === 1) Object.assign(series[0], { text: view.scheme.name, color: "var(--accent)" });
+    const series = lines.map((points, head) => ({ text: titles?.[head] ?? `head ${head + 1}`, points, color: seriesColor(head) }));
+    if (lines.length === 1) Object.assign(series[0], { text: titles?.[0] ?? view.scheme.name, color: "var(--accent)" });
     const other = others.find((one) => one.name === name);
-    // A second line for every head would hide the first ones.
-    if (other && lines.length === 1) series.unshift({ text: view.reference.text, points: other.lines[0], color: "var(--series-8)", dash: "5 3" });
-    drawLines(box, {
-      series,
-      x: [Math.min(...xs, -1), Math.max(...xs, 0)],
-      xLabel: "key position − query position (tokens)",
-      yLabel,
-      height: curves.length > 1 ? 190 : 320,
-      label: `${text}, over distance`,
-    });
-    box.append(html("p", { class: "caption" }, curves.length > 1 ? `Above: ${text}. ${LOOK[name]}` : LOOK[name]));
+    if (other) series.unshift({ text: view.reference.text, points: other.lines[0], color: "var(--series-8)", dash: "5 3" });
+    drawLines(box, { series, ...shared[name], xLabel, yLabel, height: curves.length > 1 ? 190 : 320, label: `${text}, over ${CURVES[name].xLabel ? "position" : "distance"}` });
+    box.append(html("p", { class: "caption" }, curves.length > 1 ? `Above: ${text}. ${look}` : look));
   }
-  document.getElementById("decay-what").textContent = curves.length === 1 ? `Drawn: ${curves[0].text}.` : "";
 }

@@ -1,19 +1,22 @@
 // The dog test: the distance between the outputs of two places of one word, for every scheme.
 
+import { titleOf } from "../charts/columns.js";
 import { html, short } from "../charts/svg.js";
 import { GROUPS } from "../schemes/registry.js";
 
 /** Where the axis ends: the next quarter above the longest bar. */
 const axisEnd = (dogs) => Math.max(Math.ceil(Math.max(...dogs.map(({ distance }) => distance ?? 0)) * 4) / 4, 0.25);
 
-export function drawDog(container, view) {
+export function drawDog(container, views) {
+  const [view] = views;
   const note = document.getElementById("dog-note");
   drawWordChoice(view);
   const name = view.pair?.key ?? "dog";
   document.getElementById("dog-title").textContent =
     name === "dog" ? "Can it tell the two dogs apart?" : `Can it tell the two places of “${name}” apart?`;
   if (!view.dogs) {
-    container.replaceChildren();
+    for (const one of [container, document.getElementById("dog-chosen")]) one.replaceChildren();
+    document.getElementById("dog-full").textContent = "";
     note.textContent = view.words.length
       ? "No word occurs twice. Repeat a word, and its two places are compared."
       : "Type a sentence in which a word occurs twice.";
@@ -26,30 +29,39 @@ export function drawDog(container, view) {
     (state.causal
       ? "With a causal mask even “none” is above 0: the two words see different beginnings of the sentence."
       : "At 0 the layer cannot tell the two apart.") +
-    (view.place.forced ? ` ${view.scheme.name} is for causal models: tick the causal mask to see its bar.` : "");
-  const list = html("ol", { class: "bars" });
+    views.map(({ place, scheme }) => (place.forced ? ` ${scheme.name} is for causal models: tick the causal mask to see its bar.` : "")).join("");
   const full = axisEnd(view.dogs);
+  document.getElementById("dog-full").textContent = `A full bar is ${short(full)}.`;
+  const few = views.map(({ dog }, i) => bar(dog, views, full, titleOf(views, i), i));
+  if (views.every(({ scheme }) => scheme.name !== "none")) few.unshift(bar(view.dogs.find(({ scheme }) => scheme.name === "none"), views, full));
+  document.getElementById("dog-chosen").replaceChildren(html("ol", { class: "bars few" }, ...few));
+  const list = html("ol", { class: "bars all" });
   let group = "";
-  for (const { scheme, distance, refusal, causalOnly } of view.dogs) {
-    if (scheme.group !== group) list.append(html("li", { class: "group", "aria-hidden": "true" }, GROUPS[scheme.group]));
-    group = scheme.group;
-    const chosen = scheme === view.scheme;
-    const row = html("li", { class: chosen ? "bar chosen" : "bar", "data-scheme": scheme.name });
-    row.append(html("a", { href: `#${scheme.name}`, ...(chosen ? { "aria-current": "true" } : {}) }, scheme.name));
-    if (distance === null || causalOnly) {
-      row.append(html("span", { class: "why", title: refusal ?? "" }, causalOnly ? "causal models only" : refusal));
-    } else {
-      const share = Math.min(distance / full, 1) * 100;
-      const track = html("span", { class: "track" }, html("span", { class: "fill", style: `width: ${share}%` }));
-      row.append(track, html("span", { class: "value" }, short(distance)));
-      row.dataset.distance = String(distance);
-    }
+  for (const dog of view.dogs) {
+    const row = bar(dog, views, full);
+    if (dog.scheme.group !== group) list.append(html("li", { class: "group", "aria-hidden": "true" }, GROUPS[dog.scheme.group]));
+    group = dog.scheme.group;
     list.append(row);
   }
-  const scale = html("li", { class: "bar scale", "aria-hidden": "true" }, html("span"), html("span", { class: "ends" }));
-  scale.lastChild.append(...[0, full / 2, full].map((value) => html("span", {}, short(value))));
-  list.append(scale);
   container.replaceChildren(list);
+}
+
+/** The row of one scheme: its name, and its distance as a bar or why it has none. */
+function bar({ scheme, distance, refusal, short: reason, causalOnly }, views, full, title = scheme.name, side = views.findIndex((view) => view.scheme === scheme)) {
+  const other = views[1];
+  const place = ["", " chosen", " chosen second"][side + 1];
+  const row = html("li", { class: `bar${place}`, "data-scheme": scheme.name });
+  const address = other ? `#${scheme.name},${other.scheme.name}` : `#${scheme.name}`;
+  row.append(html("a", { href: address, ...(place ? { "aria-current": "true" } : {}) }, title));
+  if (causalOnly || distance === null) {
+    row.append(html("span", { class: "why", title: refusal ?? "" }, causalOnly ? "causal models only" : (reason ?? refusal)));
+    return row;
+  }
+  const share = Math.min(distance / full, 1) * 100;
+  const track = html("span", { class: "track" }, html("span", { class: "fill", style: `width: ${share}%` }));
+  row.append(track, html("span", { class: "value" }, short(distance)));
+  row.dataset.distance = String(distance);
+  return row;
 }
 
 function drawWordChoice({ repeated, pair }) {

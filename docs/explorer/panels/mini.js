@@ -17,9 +17,8 @@ export function drawMini(container, view) {
     const color = lines.length === 1 ? "var(--accent)" : seriesColor(head);
     root.append(svg("path", { class: "series", d: `M${path.join("L")}`, style: `stroke: ${color}` }));
   });
-  const own = view.dogs?.find(({ scheme }) => scheme === view.scheme);
-  const distance = own?.distance ?? null;
+  const distance = view.dog?.distance ?? null;
   const text = document.createElement("span");
   text.textContent = distance === null ? "effect over distance" : `over distance; the two words: ${short(distance)}`;
-  container.replaceChildren(root, text);
+  container.replaceChildren(...(lines.length ? [root] : []), text);
 }

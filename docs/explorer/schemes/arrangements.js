@@ -4,7 +4,6 @@ import { plus } from "../numbers.js";
 
 export const none = {
   name: "none",
-  group: "none",
   steps: "nothing",
   learn: "Nothing tells the model where a word stands. Equal words get equal outputs.",
   failure: "Fails at order itself: “dog bites man” and “man bites dog” are the same bag of words, unless a causal mask hides the later words.",
@@ -21,7 +20,6 @@ const innerAlone = ({ inner }, place) => ({ text: `${inner} alone`, parts: place
 
 export const selfExtend = {
   name: "self_extend",
-  group: "arrangement",
   steps: "pairs",
   learn: "Near words keep their exact distance. Far words share positions in groups, so no distance is longer than in training.",
   failure: "Fails at exact far positions: within a group, words have no order.",
@@ -39,7 +37,6 @@ export const selfExtend = {
 
 export const rerope = {
   name: "rerope",
-  group: "arrangement",
   steps: "pairs",
   learn: "Distances stop growing at the window, or grow more slowly with a factor.",
   failure: "Fails at order beyond the window: without a factor, all far words are equally far.",
@@ -57,7 +54,6 @@ export const rerope = {
 
 export const positionScale = {
   name: "position_scale",
-  group: "arrangement",
   steps: "pairs",
   learn: "All positions are squeezed, so that a long text fits into the positions of a short one.",
   failure: "Fails at neighbours: they come closer together than in training, until the model is trained for it.",
@@ -78,7 +74,6 @@ export const positionScale = {
 
 export const composed = {
   name: "composed",
-  group: "arrangement",
   steps: "bias",
   learn: "Vectors and biases add up; at most one part may rotate.",
   failure: "Fails where the parts disagree: a bias that hides far words also hides what a rotation could find there.",

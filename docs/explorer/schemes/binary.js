@@ -4,7 +4,6 @@ import { HIDDEN } from "../model.js";
 
 export const binary = {
   name: "binary",
-  group: "added",
   steps: "bits",
   learn: "Fast digits on the left, slow ones on the right. All numbers stay between 0 and the scale.",
   failure:

@@ -13,7 +13,6 @@ function slopes(heads) {
 
 export const alibi = {
   name: "alibi",
-  group: "bias",
   steps: "bias",
   learn: "A straight line per head: steep heads see only the next words, flat heads see far.",
   failure:
@@ -39,7 +38,6 @@ export const alibi = {
 
 export const kerple = {
   name: "kerple",
-  group: "bias",
   steps: "bias",
   learn: "Two learned numbers per head bend ALiBi's line. The logarithm hardly falls after the first words.",
   failure:
@@ -69,7 +67,6 @@ export const kerple = {
 
 export const sandwich = {
   name: "sandwich",
-  group: "bias",
   steps: "bias",
   learn: "The product of two sinusoidal vectors, without the words. It falls first and then swings.",
   failure:

@@ -15,7 +15,6 @@ function direction(name, tables) {
 
 export const integer = {
   name: "integer",
-  group: "added",
   steps: "shift",
   learn: "Every word vector is pushed along one direction, one step further for each position.",
   failure:
@@ -29,7 +28,6 @@ export const integer = {
 
 export const normalizedInteger = {
   name: "normalized_integer",
-  group: "added",
   steps: "shift",
   learn: "The push is bounded now: the last word of any sequence gets almost the same one.",
   failure:

@@ -18,7 +18,6 @@ function stretched(rows, position, length) {
 
 export const learned = {
   name: "learned",
-  group: "added",
   steps: "rows",
   learn: "Before training the rows are noise. In MiniLM's trained table, neighbouring rows have become alike.",
   failure:

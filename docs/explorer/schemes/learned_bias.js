@@ -22,7 +22,6 @@ const fewestDistances = (options, place) => (options.num_buckets ?? TRAINED_BUCK
 
 export const t5 = {
   name: "t5",
-  group: "bias",
   steps: "bias",
   learn: "One learned number per group of distances. Near distances have one each; far ones share.",
   failure:
@@ -47,7 +46,6 @@ export const t5 = {
 
 export const tisa = {
   name: "tisa",
-  group: "bias",
   steps: "bias",
   learn: "Each head places bumps along the distance: higher is where it looks. Left and right may differ.",
   failure: "Fails far away: beyond its bumps the bias is zero, so all distant words look equally far.",
@@ -71,7 +69,6 @@ export const tisa = {
 
 export const fire = {
   name: "fire",
-  group: "bias",
   steps: "bias",
   learn: "A small network reads the distance as a share of the longest one, so longer texts bring no new numbers.",
   failure: "Fails at exactness: in a long text, nearby distances are squeezed together and hard to tell apart.",

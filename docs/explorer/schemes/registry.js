@@ -1,15 +1,17 @@
-// The schemes of the explorer, in the order of its list.
+// The schemes of the explorer: all of the library's, in the order of data/options.json.
 //
-// To add a scheme:
-//   1. Add its name to SCHEMES in docs/explorer/make_data.py and run that script. It reads the names, defaults, limits
+// A scheme has a formula in this folder, or the library has computed its pictures (recorded.js). A new scheme of the
+// library is in data/options.json and data/recorded.json after `python docs/explorer/make_data.py`, and then on the page.
+//
+// To give a scheme sliders and the reader's own sentence, write its formula:
+//   1. Add its name to FORMULAS in docs/explorer/make_data.py and run that script. It reads the names, defaults, limits
 //      and meanings of the options from the library's config class, so that they are not typed here.
 //   2. Write one file in this folder, or add an entry to the file of its family, and list it below.
 //   3. tests/explorer/test_formulas.py then compares it with the library: add option values to try in `CASES` there.
-// An entry for a runtime, another modality or a study result can carry more fields; panels read only those they know.
 //
 // An entry is an object with these fields:
 //   name      the library's name of the scheme.
-//   group     "none", "added", "bias", "rotation" or "arrangement".
+//   group     added here: a key of the groups in data/options.json.
 //   steps     the animation that explains it: a name in steps/index.js.
 //   learn     what to look at, one or two sentences.
 //   failure   where the scheme fails, one sentence.
@@ -36,41 +38,51 @@ import { integer, normalizedInteger } from "./integer.js";
 import { learned } from "./learned.js";
 import { fire, t5, tisa } from "./learned_bias.js";
 import { composed, none, positionScale, rerope, selfExtend } from "./arrangements.js";
+import { recordedScheme } from "./recorded.js";
 import { hope, pRope, rope } from "./rope.js";
 import { sinusoidal } from "./sinusoidal.js";
 import { xpos } from "./xpos.js";
 
-export const SCHEMES = [
-  none,
-  integer,
-  normalizedInteger,
-  binary,
-  sinusoidal,
-  learned,
-  alibi,
-  t5,
-  kerple,
-  sandwich,
-  tisa,
-  fire,
-  rope,
-  pRope,
-  hope,
-  xpos,
-  selfExtend,
-  rerope,
-  positionScale,
-  composed,
+const FORMULAS = [
+  none, integer, normalizedInteger, binary, sinusoidal, learned, alibi, t5, kerple, sandwich, tisa, fire,
+  rope, pRope, hope, xpos, selfExtend, rerope, positionScale, composed,
 ];
 
-export const GROUPS = {
-  none: "No positions",
-  added: "Added to the words",
-  bias: "Added to the attention",
-  rotation: "Rotates queries and keys",
-  arrangement: "Changes another scheme",
-};
+export const SCHEMES = [];
+export const GROUPS = {};
+
+/** Lists every scheme of the library. Called once, before anything else of this folder. */
+export function fillRegistry(library, recorded) {
+  Object.assign(GROUPS, library.groups);
+  for (const [name, { group, formulas }] of Object.entries(library.schemes)) {
+    const own = formulas ? FORMULAS.find((scheme) => scheme.name === name) : recordedScheme(name, recorded);
+    SCHEMES.push({ ...own, group });
+  }
+}
 
 export function schemeNamed(name) {
   return SCHEMES.find((scheme) => scheme.name === name);
+}
+
+/** The names that look most like a text, at most `count` of them. */
+export function nearest(text, count = 3) {
+  const wanted = text.toLowerCase();
+  const far = (name) => (wanted.length > 2 && name.includes(wanted) ? 0.5 : edits(wanted, name));
+  return SCHEMES.map(({ name }) => [far(name), name])
+    .sort(([a], [b]) => a - b)
+    .slice(0, count)
+    .map(([, name]) => name);
+}
+
+/** How many letters have to be added, removed or replaced to make one text of the other. */
+function edits(one, other) {
+  let row = Array.from({ length: other.length + 1 }, (_, i) => i);
+  for (const [i, letter] of [...one].entries()) {
+    const next = [i + 1];
+    for (let j = 1; j <= other.length; j++) {
+      next.push(Math.min(next[j - 1] + 1, row[j] + 1, row[j - 1] + (letter === other[j - 1] ? 0 : 1)));
+    }
+    row = next;
+  }
+  return row[other.length];
 }

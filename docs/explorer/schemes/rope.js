@@ -27,7 +27,6 @@ export function layoutOf(options) {
 
 export const rope = {
   name: "rope",
-  group: "rotation",
   steps: "plane",
   learn: "Query and key turn with their position. The angle between them, and so their product, depends on the distance only.",
   failure:
@@ -42,7 +41,6 @@ export const rope = {
 
 export const pRope = {
   name: "p_rope",
-  group: "rotation",
   steps: "plane",
   learn: "The slowest pairs stand still. They carry meaning that no distance disturbs.",
   failure: "Fails like RoPE past the training length if it keeps pairs that are too slow to complete a turn there.",
@@ -57,7 +55,6 @@ export const pRope = {
 
 export const hope = {
   name: "hope",
-  group: "rotation",
   steps: "plane",
   learn: "Only pairs that complete a turn within the training length rotate, so a longer text brings no new angles.",
   failure: "Fails at far distances: without slow pairs, distant positions repeat the angles of near ones and are harder to tell apart.",

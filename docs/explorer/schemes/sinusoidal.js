@@ -12,7 +12,6 @@ export function sinusoidalFrequencies({ base, frequencies }, hidden = HIDDEN) {
 
 export const sinusoidal = {
   name: "sinusoidal",
-  group: "added",
   steps: "waves",
   learn:
     "Like binary digits that turn smoothly: fast waves in the first dimensions, slow ones in the last. The product of two position vectors depends on their distance only.",

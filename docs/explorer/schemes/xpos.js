@@ -4,7 +4,6 @@ import { layoutOf, plainRope, ROTARY_CONTROLS, ropeFrequencies } from "./rope.js
 
 export const xpos = {
   name: "xpos",
-  group: "rotation",
   steps: "plane",
   learn: "Queries shrink and keys grow with their position, so that a product fades with distance, fast pairs first.",
   failure: "Fails in models that read both ways: towards later words the factor would grow instead of fade.",

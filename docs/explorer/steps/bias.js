@@ -2,7 +2,7 @@ import { drawHeatmap } from "../charts/heatmap.js";
 import { short, svg } from "../charts/svg.js";
 import { range, softmax } from "../numbers.js";
 
-export function drawBias(container, { parts, place }, position) {
+export function drawBias(container, { parts, place, scheme }, position) {
   const query = Math.round(position);
   const keys = range(Math.min(place.length, 64));
   const rows = range(place.heads).map((head) => {
@@ -21,7 +21,7 @@ export function drawBias(container, { parts, place }, position) {
     yLabel: "",
     height: 275,
     margin: { left: 52, top: 24 },
-    label: `Attention of the word at position ${query} if all words were equal`,
+    label: `Attention of the word at position ${query} ${scheme.examples ? "by the effect of positions alone" : "if all words were equal"}`,
     tell: (head, key) => `head ${head + 1} on position ${key}`,
   });
   const x = chart.sx(query);

@@ -3,6 +3,7 @@
 
 import { drawBias } from "./bias.js";
 import { drawBits } from "./bits.js";
+import { drawLayers } from "./layers.js";
 import { drawNothing } from "./nothing.js";
 import { drawPairs } from "./pairs.js";
 import { drawPlane } from "./plane.js";
@@ -17,6 +18,8 @@ export const STEPS = {
   waves: { draw: drawWaves, title: "A fast and a slow wave", smooth: true },
   rows: { draw: drawRows, title: "One row of the table per position" },
   bias: { draw: drawBias, title: "Where each head looks among equal words" },
+  bias_alone: { draw: drawBias, title: "Where the bias alone makes each head look" },
+  layers: { draw: drawLayers, title: "Layer by layer", start: 0 },
   plane: { draw: drawPlane, title: "Query and key turn, their angle stays", smooth: true, turning: true },
   pairs: { draw: drawPairs, title: "The distances that the model is told", start: 40 },
 };

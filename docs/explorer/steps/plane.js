@@ -7,7 +7,8 @@ export function drawPlane(container, { parts }, position, settings) {
   const sign = layout === "half_reversed" ? -1 : 1;
   const width = Math.max(container.clientWidth, 200);
   const height = 300;
-  const [cx, cy, radius] = [width / 2, height / 2, 125];
+  // The names beside the arrows need room on both sides.
+  const [cx, cy, radius] = [width / 2, height / 2, Math.min(125, width / 2 - 66)];
   const root = svg("svg", { width, height, role: "img", "aria-label": `Pair ${m}: query and key as arrows in the plane` });
   root.append(svg("circle", { class: "orbit", cx, cy, r: radius }));
   root.append(svg("line", { class: "grid", x1: cx - radius - 12, x2: cx + radius + 12, y1: cy, y2: cy }));

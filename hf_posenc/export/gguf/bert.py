@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_posenc.errors import UnsupportedError
@@ -14,6 +12,7 @@ from hf_posenc.export.gguf.blocks import (
     model_length,
     refuse_other_biases,
     rotate_halves,
+    sizes,
 )
 from hf_posenc.export.gguf.file import GgufForm, named_weights
 from hf_posenc.export.layers import ModelParts, rotations_of, rows_of
@@ -62,24 +61,15 @@ def _form(parts: ModelParts, architecture: str) -> GgufForm:
 
     llama.cpp adds the first row of the table of token types to every token.
     """
-    model, attention = parts.model, parts.stack.attentions[0]
-    config: Any = model.config
+    model, config = parts.model, parts.model.config
     _refuse_other_blocks(parts)
     # The architectures differ in what they do with positions; the names are those of 'bert'.
     tensors = named_weights(model, "bert", len(parts.layers), without=("pooler",))
     tensors.pop("position_embd.weight", None)
     return GgufForm(
         architecture,
-        {
-            "block_count": len(parts.layers),
-            "context_length": model_length(parts),
-            "embedding_length": int(config.hidden_size),
-            "feed_forward_length": int(config.intermediate_size),
-            "attention.head_count": attention.num_heads,
-            "attention.layer_norm_epsilon": float(config.layer_norm_eps),
-            "attention.causal": False,
-            "vocab_size": int(config.vocab_size),
-        },
+        sizes(parts, tensors, model_length(parts))
+        | {"attention.layer_norm_epsilon": float(config.layer_norm_eps), "attention.causal": False},
         tensors,
         {"ggml.token_type_count": int(tensors["token_types.weight"].shape[0])},
         carrier=f"the architecture {architecture!r}",

@@ -39,6 +39,18 @@ def model_length(parts: ModelParts) -> int:
     return int(length if longest is None else min(length, longest))
 
 
+def sizes(parts: ModelParts, tensors: dict[str, Tensor], length: int) -> Metadata:
+    """The hyperparameters that all models with one stack have."""
+    return {
+        "block_count": len(parts.layers),
+        "context_length": length,
+        "embedding_length": tensors["token_embd.weight"].shape[1],
+        "feed_forward_length": tensors["blk.0.ffn_up.weight"].shape[0],
+        "attention.head_count": parts.stack.attentions[0].num_heads,
+        "vocab_size": int(parts.stack.config.vocab_size),
+    }
+
+
 def refuse_missing(parts: ModelParts, tensors: dict[str, Tensor], required: Iterable[str], blocks: str) -> None:
     """Refuses a model that lacks weights of some blocks.
 

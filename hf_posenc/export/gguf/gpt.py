@@ -21,6 +21,7 @@ from hf_posenc.export.gguf.blocks import (
     rotate_halves,
     scale_queries,
     scaled_entries,
+    sizes,
 )
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rotations_of, rows_of
@@ -164,15 +165,9 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
         for key in [key for key in tensors if key.startswith(("blk.", "output_norm.")) and key.endswith(".weight")]:
             zeros = torch.zeros(tensors[key].shape[0])
             tensors.setdefault(f"{key.removesuffix('.weight')}.bias", zeros)
-    metadata: Metadata = {
-        "block_count": len(parts.layers),
-        "context_length": model_length(parts),
-        "embedding_length": tensors["token_embd.weight"].shape[1],
-        "feed_forward_length": tensors["blk.0.ffn_up.weight"].shape[0],
-        "attention.head_count": attention.num_heads,
+    metadata = sizes(parts, tensors, model_length(parts)) | {
         "attention.head_count_kv": attention.num_key_value_heads,
         "attention.layer_norm_epsilon": _epsilon(stack.module),
-        "vocab_size": int(config.vocab_size),
     }
     if clamp:
         if architecture != "mpt":

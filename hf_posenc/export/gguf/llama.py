@@ -23,6 +23,7 @@ from hf_posenc.export.gguf.blocks import (
     refuse_without_logits,
     scale_queries,
     scaled_entries,
+    sizes,
 )
 from hf_posenc.export.gguf.file import GgufForm, named_weights
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation, rotations_of
@@ -148,17 +149,12 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
         scale_queries(tensors, index, attention.num_heads * attention.head_dim, factor)
     return GgufForm(
         architecture,
-        {
-            "block_count": len(parts.layers),
-            "context_length": int(config.max_position_embeddings),
-            "embedding_length": int(config.hidden_size),
-            "feed_forward_length": int(config.intermediate_size),
-            "attention.head_count": attention.num_heads,
+        sizes(parts, tensors, int(config.max_position_embeddings))
+        | {
             "attention.head_count_kv": attention.num_key_value_heads,
             "attention.key_length": attention.head_dim,
             "attention.value_length": attention.head_dim,
             "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-            "vocab_size": int(config.vocab_size),
         },
         tensors,
         carrier=carrier,

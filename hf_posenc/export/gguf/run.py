@@ -166,16 +166,7 @@ def encode_and_decode(
 def _run(
     file: Path, by: str, method: str, jobs: Sequence[dict[str, Any]], context: int = 256, precise: bool = True
 ) -> list[Any]:
-    """Runs the script, and returns the result of each job.
-
-    Args:
-        file: of the model.
-        by: the class of the script.
-        method: its method.
-        jobs: arguments of the method.
-        context: size of the cache in tokens.
-        precise: whether only the file rounds.
-    """
+    """Runs a method of a class of the script for each job, which has its arguments, and returns the results."""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder, "results"), Path(folder, "log.txt")
         task = {"file": str(file), "results": str(results), "threads": torch.get_num_threads(), "precise": precise}

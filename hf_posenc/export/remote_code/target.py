@@ -28,8 +28,8 @@ from hf_posenc.export.records import Check
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
 from hf_posenc.export.stock.rope_parameters import fold
 from hf_posenc.export.stock.target import TOLERANCE, StockExport
-from hf_posenc.patching.anatomy.layer_context import native_pairing, native_rotary_dim
-from hf_posenc.patching.anatomy.tables import table_origin
+from hf_posenc.patching.anatomy.discovery import table_origin
+from hf_posenc.patching.anatomy.sites import native_pairing, native_rotary_dim
 from hf_posenc.patching.place.config_entry import native_lengths, write_lengths
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalEncoding, frequencies_of

@@ -22,10 +22,9 @@ from hf_posenc.export.stock.form import (
     write_current_length,
 )
 from hf_posenc.export.stock.rope_parameters import stated_head_dim, write_rope_parameters
-from hf_posenc.patching.anatomy.layer_context import build_context
+from hf_posenc.patching.anatomy.discovery import table_origin, table_weight
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
-from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.anatomy.tables import table_origin, table_weight
+from hf_posenc.patching.anatomy.sites import Stack, build_context
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.schemes import (

@@ -18,8 +18,8 @@ from hf_posenc.export.stock.form import (
     stock_state,
     write_current_length,
 )
-from hf_posenc.patching.anatomy.layer_context import build_context, native_pairing
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
+from hf_posenc.patching.anatomy.sites import build_context, native_pairing
 from hf_posenc.schemes import BuildContext
 
 

@@ -20,7 +20,7 @@ from hf_posenc.export.stock.form import StockForm
 from hf_posenc.export.stock.other_classes import gpt_neox, mpnet, roformer, smollm3
 from hf_posenc.export.stock.own_class import own_class, own_table
 from hf_posenc.export.stock.rope_parameters import own_rotation
-from hf_posenc.patching.call.cache_notes import cache_argument, first_cache
+from hf_posenc.patching.call.cache import cache_argument, first_cache
 from hf_posenc.schemes.needs import BIASES, Need
 
 #: Maximum difference at which two models count as equal, in float32; relative for outputs larger than 1.

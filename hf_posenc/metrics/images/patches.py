@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.preserve import evaluation_mode
 
 _INTERPOLATES = "interpolate_pos_encoding"

@@ -14,7 +14,7 @@ from hf_posenc.metrics.evaluation import Measured, digest, evaluation_result, me
 from hf_posenc.metrics.images.patches import PatchSize, run_images
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
 from hf_posenc.metrics.statistics import wilson_interval
-from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -1,27 +1,112 @@
-"""What a model has: its parts and their stacks. Found in one walk over its modules, and passed on."""
+"""What a model has: its parts and their stacks. Found in one walk over its modules, and passed on.
+
+The parts of a model are text, vision, audio and others, each with a position encoding of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.entry import REMOTE_CODE
+from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
 from hf_posenc.patching.anatomy.discovery import attentions_of, read_stack, reason_to_skip
-from hf_posenc.patching.anatomy.kinds import TemporaryChanges, layout_of
-from hf_posenc.patching.anatomy.layer_context import execution_device
-from hf_posenc.patching.anatomy.parts import check_part, default_part, name_parts
-from hf_posenc.patching.anatomy.sites import AddedModule, Stack
+from hf_posenc.patching.anatomy.sites import AddedModule, Stack, TemporaryChanges, layout_of
 from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
+from hf_posenc.patching.anatomy.weights import execution_device
+from hf_posenc.patching.forwards import forward_parameters
 
 if TYPE_CHECKING:
     from hf_posenc.patching.layouts.layout import Layout
+
+TEXT = "text"
+CONNECTOR = "connector"
+VISION = "vision"
+#: Names of parts for the modalities of transformers' `input_modalities`.
+_MODALITIES = {"image": VISION, "video": VISION, "audio": "audio", "time": "time series", "text": TEXT}
+#: Arguments of a forward that show what it reads. Token ids take precedence, because the decoder of a speech model has
+#: the modality of the whole model.
+_ARGUMENTS = {
+    "input_ids": TEXT,
+    "pixel_values": VISION,
+    "pixel_values_videos": VISION,
+    "grid_thw": VISION,
+    "input_features": "audio",
+    "input_values": "audio",
+    "past_values": "time series",
+}
+#: Keys of sub-configs that do not name a modality.
+_NEUTRAL = frozenset(("encoder", "decoder", "model"))
+
+
+def name_parts(model: PreTrainedModel, stacks: Sequence[StackModules]) -> None:
+    """Writes the name of its part to every `PreTrainedModel` in a model.
+
+    A part is named after the key of its sub-config (`vision_config` -> "vision"), or after what its forward reads if
+    the key says nothing about it (the encoder of Whisper). In nested composites the names of outer parts precede it
+    where it would otherwise be ambiguous ("talker.text"). Attention that belongs to no part of a composite, but
+    connects two of them, is the part "connector".
+    """
+    keys = _config_keys(model.config)
+    own = [_key_of(stack.path, stack.module, model, keys) for stack in stacks]
+    for stack, key in zip(stacks, own, strict=True):
+        stack.part = _shortest_name(key, set(own))
+
+
+def _config_keys(config: PreTrainedConfig) -> dict[int, tuple[str, ...]]:
+    """The keys that lead to every sub-config, by the id of the sub-config."""
+    found: dict[int, tuple[str, ...]] = {}
+
+    def visit(outer: Any, keys: tuple[str, ...]) -> None:
+        for name, inner in outer.__dict__.items():
+            if isinstance(inner, PreTrainedConfig) and id(inner) not in found:
+                found[id(inner)] = (*keys, name.removesuffix("_config"))
+                visit(inner, found[id(inner)])
+
+    visit(config, ())
+    return found
+
+
+def _key_of(
+    path: str, module: PreTrainedModel, model: PreTrainedModel, keys: dict[int, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The name of the part of one module, with the names of the parts around it."""
+    names = path.split(".") if path else []
+    for above in (".".join(names[:count]) for count in range(len(names), -1, -1)):
+        key = keys.get(id(getattr(model.get_submodule(above), "config", None)))
+        if key is not None:
+            named = tuple(name for name in key if name not in _NEUTRAL)
+            return named or (_modality_of(module),)
+    composite = any(key[-1] == TEXT for key in keys.values())
+    return (CONNECTOR if composite and module.config is model.config else _modality_of(module),)
+
+
+def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
+    """The last names of a key that no other part shares."""
+    for count in range(1, len(key)):
+        own = key[-count:]
+        if not any(other != key and other[-count:] == own for other in known):
+            return ".".join(own)
+    return ".".join(key)
+
+
+def _modality_of(module: nn.Module) -> str:
+    """What a module reads, according to its forward or else to its class."""
+    parameters = forward_parameters(type(module))
+    for name, part in _ARGUMENTS.items():
+        if name in parameters:
+            return part
+    stated = getattr(module, "input_modalities", TEXT)
+    modalities = [stated] if isinstance(stated, str) else list(stated)
+    return next((_MODALITIES.get(one, one) for one in modalities if one != TEXT), TEXT)
 
 
 @dataclass
@@ -103,9 +188,6 @@ def _belongs_to(child: PreTrainedModel, owner: StackModules) -> bool:
 class Anatomy:
     """The parts and the stacks of a model as it is now.
 
-    Args:
-        model: the model.
-
     Raises:
         UnsupportedError: if it has no attention layers, or its architecture is not supported.
 
@@ -138,16 +220,18 @@ class Anatomy:
 
     @cached_property
     def main(self) -> str:
-        """The part that is patched if none is named."""
-        return default_part(self.model, self.parts)
+        """The part that is patched if none is named: the text part, or the only one, or that of the main input."""
+        texts = sorted((part for part in self.parts if f".{part}".endswith(f".{TEXT}")), key=len)
+        if texts:
+            return texts[0]
+        main = _modality_of(self.model)
+        return main if main in self.parts else self.parts[0]
 
     def part(self, name: str | None) -> str:
-        """The name of a part; `None` stands for the one that is patched by default.
-
-        Raises:
-            UnknownNameError: if the model has no such part.
-        """
-        return self.main if name is None else check_part(name, self.parts, self.model)
+        """The name of a part; `None` stands for the one that is patched by default."""
+        if name is not None and name not in self.parts:
+            raise UnknownNameError("part", str(name), self.parts, owner=type(self.model).__name__)
+        return self.main if name is None else str(name)
 
     def stacks(self, parts: Collection[str] | None = None) -> list[Stack]:
         """The stacks of some parts, with their attention layers, tables and rotary modules. Each is read once.
@@ -159,7 +243,7 @@ class Anatomy:
             UnsupportedError: if the architecture of a stack is not supported.
             UnknownNameError: for a part that the model does not have.
         """
-        wanted = [self.main] if parts is None else [check_part(name, self.parts, self.model) for name in parts]
+        wanted = [self.main] if parts is None else [self.part(name) for name in parts]
         owners = [owner for owner in self._owners if owner.part in wanted]
         for owner in owners:
             if owner.path not in self._read:
@@ -169,10 +253,6 @@ class Anatomy:
 
     def verify(self, part: str, changes: TemporaryChanges) -> None:
         """Checks by short runs that discovery was right about a part, once. A model on the meta device is not checked.
-
-        Args:
-            part: the name of the part.
-            changes: changes the model for a run.
 
         Raises:
             UnsupportedError: if a stack is causal and was taken for another, or the other way round, or if positions
@@ -202,11 +282,6 @@ def find_stacks(model: PreTrainedModel, parts: Collection[str] | None = None) ->
     return Anatomy(model).stacks(parts)
 
 
-def model_parts(model: PreTrainedModel) -> list[str]:
-    """`Anatomy.parts` of a model."""
-    return Anatomy(model).parts
-
-
 def _refuse_declared(model: PreTrainedModel) -> None:
     refusal = architecture_of(model.config).refusal(model.config)
     if refusal:
@@ -233,3 +308,69 @@ def _name(path: str, base: str) -> str:
 def natural_order(path: str) -> list[tuple[int, Any]]:
     """A sort key that puts "layers.10" after "layers.9"."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without a PEFT model around it.
+
+    Raises:
+        TypeError: for anything else.
+        UnsupportedError: if no scheme can be placed in the model.
+    """
+    base: Any = getattr(model, "get_base_model", None)
+    inner = model if base is None else base()
+    if isinstance(inner, PreTrainedModel):
+        _refuse_part(inner)
+        _refuse_recomputed_queries(inner)
+    else:
+        advice = (
+            "Load it first, for example with AutoModel.from_pretrained."
+            if isinstance(inner, str)
+            else "Patch the model before it is wrapped (DistributedDataParallel, torch.compile), or pass the model "
+            "inside the wrapper."
+        )
+        raise TypeError(f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. {advice}")
+    return inner
+
+
+def is_part(model: PreTrainedModel) -> bool:
+    """Whether a model cannot be saved separately: an encoder or a decoder that transformers does not export."""
+    name = type(model).__name__
+    return type(model).__module__.startswith("transformers.models.") and not hasattr(transformers, name)
+
+
+def refuse_remote_code(model: PreTrainedModel) -> None:
+    """Refuses a model that was exported to "remote_code": its file has replaced the positions of the stock class."""
+    if (parts := getattr(model.config, REMOTE_CODE, None)) is not None:
+        raise UnsupportedError(
+            f"This {type(model).__name__} runs the code of an export, with the positions {parts['scheme']!r}. They "
+            "cannot be exchanged or exported again. Load the checkpoint that was exported, or the stock model, and "
+            "patch that."
+        )
+
+
+def _refuse_part(model: PreTrainedModel) -> None:
+    if is_part(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is a part of a model and is saved with it, so a scheme in this part alone would "
+            "be lost. Patch the whole model (the options `layers` and `elsewhere` choose layers; in a model "
+            "of several modalities, `part` chooses the part)."
+        )
+
+
+def _refuse_recomputed_queries(model: nn.Module) -> None:
+    """Refuses a model with adaption prompts whose queries are rotated."""
+    for module in model.modules():
+        kind = type(module)
+        if (kind.__module__, kind.__name__) == ("peft.tuners.adaption_prompt.layer", "AdaptedAttention"):
+            raise UnsupportedError(
+                f"{_PROMPTS}, so the scheme of this {type(model).__name__} cannot change under them. Patch the model "
+                "before they are made, or remove them (delete_adapter of the PeftModel, for each adapter) and patch "
+                "the model inside (peft_model.base_model.model)."
+            )
+
+
+_PROMPTS = (
+    "PEFT's adaption prompts (Llama-Adapter) compute the queries of a layer a second time and rotate them with the "
+    "phases of the stock model"
+)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture
-from hf_posenc.patching.anatomy.forward_code import (
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, RelativeMechanism, Stack
+from hf_posenc.patching.forwards import (
     INTERFACE,
     is_of_transformers,
     names_used,
@@ -21,12 +25,127 @@ from hf_posenc.patching.anatomy.forward_code import (
     rotary_names,
     unknown_seam,
 )
-from hf_posenc.patching.anatomy.parts import inner_part
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, RelativeMechanism, Stack
 from hf_posenc.schemes import ShawConfig, TransformerXLConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import StackModules
+
+#: The config attribute with the number of tokens that the table of an encoder of features has.
+SOURCE_LENGTH = "max_source_positions"
+
+
+def inner_part(module: nn.Module, config: Any) -> str | None:
+    """The part of a stack that a module belongs to, if its config is not that of the stack, but one inside it."""
+    own = getattr(module, "config", None)
+    names = (name for name, inner in config.__dict__.items() if isinstance(inner, PreTrainedConfig) and inner is own)
+    name = next(names, None)
+    return None if name is None else name.removesuffix("_config")
+
+
+_TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
+#: Attributes that hold the weight of a position table.
+WEIGHT_NAMES = ("weight", "weights")
+
+
+def table_weight(module: nn.Module) -> Tensor | None:
+    """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
+    for name in WEIGHT_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor) and value.dim() == 2:
+            return value
+    return None
+
+
+def table_origin(module: nn.Module) -> int:
+    """The row of the first real token.
+
+    OPT and BART have an `offset`; fairseq's tables (RoBERTa, M2M100) start after the padding row.
+    """
+    offset = getattr(module, "offset", None)
+    if isinstance(offset, int) and offset > 0 and not hasattr(module, "create_position_ids_from_input_ids"):
+        return offset
+    padding_idx = getattr(module, "padding_idx", None)
+    return 0 if padding_idx is None else int(padding_idx) + 1
+
+
+@dataclass
+class PositionTable(NamedModule):
+    """A module in which an architecture looks up the vectors of positions."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.module)
+        assert weight is not None
+        return weight
+
+    @property
+    def origin(self) -> int:
+        """The row of the first real token."""
+        return table_origin(self.module)
+
+
+@dataclass
+class OwnedTable(NamedModule):
+    """A table with a row per token that `module` owns and adds to its input: a parameter, tensor or embedding.
+
+    Args:
+        name: attribute that holds the table.
+        prefix_rows: number of rows before those of the input, for class tokens.
+        channels_first: whether the table is `(1, hidden, rows, columns)`.
+    """
+
+    name: str
+    prefix_rows: int
+    channels_first: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """Path of the table below the stack."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
+    def value(self) -> Any:
+        """The parameter, tensor or embedding that holds the table."""
+        return getattr(self.module, self.name)
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
+        assert isinstance(weight, Tensor)
+        if self.channels_first:
+            return weight[0].flatten(1).T
+        return weight.reshape(-1, weight.shape[-1])
+
+    def in_order_of_tokens(self, others: int) -> Tensor:
+        """The table with the rows of all tokens without a place first, `(rows, hidden)`."""
+        weight, behind = self.weight, others - self.prefix_rows
+        if behind <= 0:
+            return weight
+        return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
+
+
+def position_tables(modules: StackModules) -> list[PositionTable]:
+    """The modules of a stack that are tables with a row for each position."""
+    architecture, config = modules.architecture, modules.module.config
+    named = modules.select(
+        lambda path, module: (
+            path in architecture.tables or (_TABLE_NAME.search(path) and not architecture.table_is_rotary)
+        )
+    )
+    return [
+        PositionTable(path, module)
+        for path, module in named
+        if table_weight(module) is not None
+        and not any(inner_part(above, config) for above in _on_the_way(path, modules.module))
+    ]
+
+
+def _on_the_way(path: str, stack: nn.Module) -> Iterator[nn.Module]:
+    """The modules that lead from a stack to one inside it, which is the last of them."""
+    return map(stack.get_submodule, itertools.accumulate(path.split("."), lambda above, name: f"{above}.{name}"))
+
 
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
 #: What a stack names that asks bidirectional modules for causal attention: the text model of CLIP.
@@ -86,12 +205,9 @@ def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> st
     named = _CROSS.search(path) or _CROSS.search(type(attention).__name__)
     if named or getattr(attention, "is_cross_attention", False) is True:
         return "cross-attention: its keys belong to another sequence"
-    reason = modules.kind.leaves_alone(path)
-    if reason is not None:
-        return reason
-    left_alone = modules.architecture.left_alone
-    if left_alone is not None and re.search(left_alone[0], path):
-        return left_alone[1]
+    for left_alone in (modules.kind.left_alone, modules.architecture.left_alone):
+        if left_alone is not None and re.search(left_alone[0], path):
+            return left_alone[1]
     part = inner_part(attention, modules.module.config)
     return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
 

@@ -17,29 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import rebind
-from hf_posenc.patching.anatomy.layer_context import build_context
-from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
-from hf_posenc.patching.anatomy.rotary_spectra import describes, frequencies_by_axis, phases_of, spectra_of
-from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.anatomy.tables import check_fixed_tables
-from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
-from hf_posenc.schemes import (
-    ComposedConfig,
-    MRopeConfig,
-    NoneConfig,
-    RopeConfig,
-    ScheduleConfig,
-    from_rope_parameters,
+from hf_posenc.patching.anatomy.architectures.declaration import undescribed
+from hf_posenc.patching.anatomy.formulas import (
+    check_fixed_tables,
+    describes,
+    frequencies_by_axis,
+    phases_of,
+    spectra_of,
 )
+from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
+from hf_posenc.patching.anatomy.short_runs import run_briefly
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context
+from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
+from hf_posenc.patching.forwards import rebind
+from hf_posenc.schemes import ComposedConfig, MRopeConfig, NoneConfig, RopeConfig, ScheduleConfig, from_rope_parameters
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.mrope import AXES
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+    from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
 #: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
 _TOLERANCE = 1e-5
@@ -133,9 +131,9 @@ def declared_scheme(stack: Stack) -> SchemeConfig | None:
     if not architecture.mechanism and not architecture.rotary_method:
         return None
     if architecture.native is None:
-        raise UnsupportedError(
+        raise undescribed(
             f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'undeclared'}) is not "
-            "among the schemes of this library. Any scheme can replace it, and unpatch_model restores it."
+            "among the schemes of this library."
         )
     return architecture.native(stack)
 
@@ -154,9 +152,10 @@ def layer_schemes(stack: Stack, vectors: list[SchemeConfig], rotations: Mapping[
 
 def several_tables(stack: Stack, names: list[str]) -> UnsupportedError:
     """The error for a stack with more than one table."""
-    return UnsupportedError(
+    return undescribed(
         f"{type(stack.module).__name__} adds several position tables ({', '.join(names)}), which a single scheme "
-        "cannot describe. Any scheme can replace them, and unpatch_model restores them."
+        "cannot describe.",
+        "them",
     )
 
 
@@ -169,14 +168,13 @@ def composed(parts: list[SchemeConfig]) -> SchemeConfig:
 
 
 def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping[str, Rotation]) -> SchemeConfig:
-    if attention.relative is not None and attention.relative.scheme is None:
-        raise UnsupportedError(
+    if attention.relative is not None:
+        if attention.relative.scheme is not None:
+            return attention.relative.scheme
+        raise undescribed(
             f"{attention.path} of this {type(stack.module).__name__} rotates its input before queries and keys are "
-            "projected, so its logits depend on more than distances. No scheme of this library does this. Any scheme "
-            "can replace it, and unpatch_model restores it."
+            "projected, so its logits depend on more than distances. No scheme of this library does this."
         )
-    if attention.relative is not None and attention.relative.scheme is not None:
-        return attention.relative.scheme
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()
@@ -249,10 +247,9 @@ def _multimodal_scheme(by_axis: Tensor, parameters: Any, layout: str, stack: Sta
     known = parameters if isinstance(parameters, dict) else {}
     scaled = known.get("rope_type", "default") not in ("default", "mrope")
     if scaled or not torch.equal((by_axis != 0).sum(0), torch.ones_like(axes)):
-        raise UnsupportedError(
+        raise undescribed(
             f"{type(stack.module).__name__} rotates pairs with positions on three axes in a way that no scheme of this "
-            f"library describes (rope_type {known.get('rope_type')!r}). Any scheme can replace it, and unpatch_model "
-            "restores it."
+            f"library describes (rope_type {known.get('rope_type')!r})."
         )
     pairs, theta = len(axes), known.get("rope_theta")
     stated: dict[str, Any] = {"rotary_dim": 2 * pairs, "layout": layout}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import unknown_seam
+from hf_posenc.patching.forwards import unknown_seam
 
 Layout = Literal["half", "half_reversed", "interleaved"]
 
@@ -163,13 +163,10 @@ def _observed_axes(
     return axes
 
 
-def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> tuple[str, int]:
+def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> tuple[Kind, int]:
     """The kind of phases that a rotary module returns, and the number of dimensions of a head that it rotates.
 
     Works on modules on the meta device.
-
-    Returns:
-        `("full" | "half_width" | "complex", rotary_dim)`.
     """
     if not has_inverse_frequencies(module, layer_type):
         kind, angles = angles_in(_first_phases(module, 2))
@@ -276,11 +273,7 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
 
 
 def grid_pairing(function: Callable[..., Any]) -> Layout:
-    """Same as `pairing` for a function whose phases may be as wide as a head or half as wide.
-
-    Raises:
-        UnsupportedError: as in `pairing`.
-    """
+    """Same as `pairing` for a function whose phases may be as wide as a head or half as wide."""
     try:
         return pairing(function, "full")
     except UnsupportedError:
@@ -367,9 +360,6 @@ def refuse_other_angles(module: nn.Module, angles: Tensor, ids: Tensor, stored: 
         angles: `(length, pairs)` float64.
         ids: `(length,)`, the positions of the angles, from 0 and 1 on.
         stored: the inverse frequencies in the module; `None` if it stores none.
-
-    Raises:
-        UnsupportedError: if some angle is not the product of position and frequency, up to a constant.
     """
     frequencies = angles[1] - angles[0] if stored is None else stored.double()
     grown = angles - angles[0] - ids.unsqueeze(-1) * frequencies

@@ -16,23 +16,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import forward_parameters, is_of_transformers, registered_function
+from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.short_runs import (
+    ORDER,
     NotRunnableError,
+    TokenOrder,
     attended_twice,
     distance,
     embedded,
+    has_convolution,
+    in_both_orders,
     run_briefly,
     seen_briefly,
+    sees_all,
 )
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.anatomy.token_order import ORDER, TokenOrder, has_convolution, in_both_orders, sees_all
+from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+    from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
 #: Number of tokens of which two are exchanged, and of those whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8
@@ -53,9 +58,6 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
     the output for the first token does not change. Only stacks whose attention modules have an `is_causal` that
     differs from the result of discovery are checked, and only if their architecture is not declared. Other models are
     not run.
-
-    Raises:
-        UnsupportedError: if a stack that was classified as causal is bidirectional, or the other way round.
     """
     doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
     if not doubtful:
@@ -103,9 +105,6 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: Temp
     code from outside transformers, some tokens close to each other must be equal at the input of the first layer if all
     frames of a series or pixels of an image are, and the first attention must not depend on the order of its keys. The
     latter is not compared for attention with a convolution over its keys.
-
-    Raises:
-        UnsupportedError: if such a stack depends on the order of tokens.
     """
     text = [stack for stack in stacks if stack.layout.takes_tokens]
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
@@ -246,17 +245,13 @@ def verify_native(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], c
         config: the scheme that is declared to be equivalent to the native mechanism.
         stacks: the stacks of the model.
         changes: places the scheme for a run.
-
-    Raises:
-        UnsupportedError: if the outputs differ, or the scheme cannot be placed.
     """
     difference = _difference(anatomy, config, stacks, changes)
     if difference is not None:
-        raise UnsupportedError(
+        raise undescribed(
             f"The position mechanism of this {type(anatomy.model).__name__} does not match the declaration of its "
             f"architecture: with {config} in its place the outputs for {_TOKENS} tokens differ by {difference:.2g} of "
-            "their size. A table or a setting of the mechanism is unusual. Any scheme can replace it, and "
-            "unpatch_model restores it."
+            "their size. A table or a setting of the mechanism is unusual."
         )
 
 
@@ -266,9 +261,6 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
     With the native tables, the declared scheme must reproduce the stock outputs, whatever values the tables hold. If
     it does not, this version of transformers uses the tables differently, or discovery has failed, and adopted tables
     would have another meaning. Models without such tables are not run.
-
-    Raises:
-        UnsupportedError: if the outputs differ.
     """
     model = anatomy.model
     declared = [

@@ -1,8 +1,11 @@
-"""Base class of all patched attention layers: maps queries and keys, either before or after the cache."""
+"""One call of a patched attention layer: queries and keys are mapped, either before or after they enter the cache."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -11,17 +14,110 @@ from torch import Tensor
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
-from hf_posenc.patching.call.cache_notes import QUANTISED_LAYER
+from hf_posenc.patching.call.cache import QUANTISED_LAYER
+from hf_posenc.patching.call.cache_checks import check_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridState, GridTokens, numbers_in
 from hf_posenc.patching.call.key_positions import key_positions
-from hf_posenc.patching.call.layer_call import LayerCall
-from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.call.paged_requests import heads_first
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.refusals import CHANGED_QUERIES, QUANTISED_CACHE
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
+
+
+@dataclass
+class LayerCall:
+    """A record of one call of a layer.
+
+    Args:
+        state: the state of the stack's call that this call belongs to.
+        hidden_states: `(batch, query_len, hidden)`, the layer's input.
+        rotations: number of rotary function calls that were replaced by the scheme's map.
+        keys_mapped: whether keys were mapped before they entered the cache.
+        attended: whether the attention function was reached.
+        writes_pages: whether the attention function has the keys of requests, already mapped. Before transformers 5.24
+            it updates the cache itself.
+        rotated: what was returned in place of a rotary function, `(batch, heads, query_len, width)` each: the query, or
+            query and key of a function that is called for one tensor at a time.
+        next_token: the first token whose attention has not been computed, in layers that compute it in parts.
+        key_features: the features of the bias for each key, cached ones included, once they are known.
+        rotation: the factors with which the layer's input has rotated the keys of the new tokens before they entered
+            the cache, if it has.
+    """
+
+    state: ForwardState
+    hidden_states: Tensor
+    rotations: int = 0
+    keys_mapped: bool = False
+    attended: bool = False
+    writes_pages: bool = False
+    rotated: tuple[Tensor, ...] = ()
+    key_features: Tensor | None = None
+    rotation: RotationFactors | None = None
+    next_token: int = 0
+
+    def of_next(self, length: int) -> LayerCall:
+        """The call for the next `length` tokens, if the layer computes attention for one part of its tokens at a time.
+
+        Layers whose tokens are the patches of several images call the attention function once per image, or once per
+        window.
+        """
+        self.attended = True
+        state = self.state
+        if not isinstance(state, GridTokens) or state.query_length == length:
+            return self
+        start, self.next_token = self.next_token, self.next_token + length
+        if self.next_token > state.query_length:
+            return self
+        part = state.shared(("part", start), lambda: state.part(start, length), length)
+        hidden_states = self.hidden_states[:, start : self.next_token]
+        return dataclasses.replace(self, state=part, hidden_states=hidden_states)
+
+
+#: In older versions, compiled code deletes the attribute although it has never set it.
+_CANNOT_DELETE = torch.__version__ < "2.13"
+
+
+class CacheUpdateHook:
+    """Context manager that replaces the `update` method of a cache by a function.
+
+    Args:
+        cache: the cache of this layer's keys, or `None`.
+        on_update: `(call, update, key_states, value_states, *args, **kwargs) -> (keys, values)`.
+        call: the first argument of the function.
+    """
+
+    def __init__(self, cache: Any, on_update: Callable[..., Any], call: LayerCall) -> None:
+        self.cache = cache
+        self.on_update = on_update
+        self.call = call
+
+    def __enter__(self) -> None:
+        if self.cache is None:
+            return
+        # The instance may already carry another wrapper.
+        self.own_update = vars(self.cache).get("update")
+        self.update = self.cache.update
+        self.cache.update = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.cache is None:
+            return
+        if self.own_update is not None:
+            self.cache.update = self.own_update
+        elif _CANNOT_DELETE and torch.compiler.is_compiling():
+            self.cache.update = self.update
+        else:
+            del self.cache.update
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls `on_update` in place of the cache's `update`."""
+        return self.on_update(self.call, self.update, *args, **kwargs)
+
 
 Phases = tuple[Tensor, ...]
 
@@ -97,11 +193,7 @@ class AttentionSite(LogitSite):
             self.rotates_in_place = True
 
     def require_rotation(self, rotated: bool) -> None:
-        """Refuses a call that skipped the rotary function although earlier calls used it.
-
-        Raises:
-            UnsupportedError: unless `rotated`.
-        """
+        """Refuses a call that skipped the rotary function although earlier calls used it."""
         if not rotated:
             raise UnsupportedError(
                 f"{type(self.module).__name__} called its rotary function in earlier calls but not in this one, so its "
@@ -209,11 +301,7 @@ class AttentionSite(LogitSite):
         return state.shared(("key phases", id(query_key_map)), compute, key_length)
 
     def check_rotated(self, call: LayerCall, query: Tensor) -> None:
-        """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time.
-
-        Raises:
-            UnsupportedError: if the module changes queries after the rotation, for example with a norm.
-        """
+        """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time."""
         query_key_map = self.encoding.query_key_map
         again = query_key_map is not None and query_key_map.mapped_again
         if not again or self.rotation_is_last or not call.rotated or query.is_meta or torch.compiler.is_compiling():

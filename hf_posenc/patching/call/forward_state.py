@@ -1,30 +1,120 @@
-"""The positions of the tokens in one forward call of a stack."""
+"""The positions of the tokens in one forward call of a stack, for each thread, and which of them are padding."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from threading import get_ident
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.offloading import copied_to
-from hf_posenc.patching.call.cached_positions import recorded
-from hf_posenc.patching.call.padding import counted_tokens
+from hf_posenc.patching.anatomy.rotary_functions import AXES
+from hf_posenc.patching.anatomy.weights import copied_to
+from hf_posenc.patching.call.cache import counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions, gradients_may_be_shared
 
 Value = TypeVar("Value")
+_MAIN_THREAD = threading.main_thread().ident
+
+
+class PerThread(Generic[Value]):
+    """Values of the calls in progress on each thread, the innermost on top.
+
+    A call pushes its value and removes it even if an error or an interrupt occurs::
+
+        own = values.own()
+        depth = len(own)
+        try:
+            own.append(value)
+            ...
+        finally:
+            del own[depth:]
+
+    The last line calls no function, so Python cannot deliver a signal before it completes. It also removes values that
+    inner calls have left behind.
+    """
+
+    def __init__(self) -> None:
+        self._main: list[Value] = []
+        self._others: dict[int, list[Value]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_main": [], "_others": {}}
+
+    def own(self) -> list[Value]:
+        """The calling thread's own stack."""
+        # The id of a thread cannot be traced, so compiled code always uses the stack of the main thread.
+        if is_compiling() or get_ident() == _MAIN_THREAD:
+            return self._main
+        return self._others.setdefault(get_ident(), [])
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a call is in progress on any thread."""
+        return bool(self._main) or any(self._others.values())
+
+    @property
+    def top(self) -> Value | None:
+        """The value on top, or `None`."""
+        # Inlined for speed, because every layer reads it.
+        own = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())
+        return own[-1] if own else None
+
+
+def padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Tensor | None:
+    """`(batch, key_len)`, 1 at real tokens, from any kind of mask; `None` if the mask does not show padding.
+
+    `generate` may pass prepared masks, `(batch, 1, query_len, key_len)`, one for each kind of layer. In a layer without
+    a window the last query sees exactly the real tokens, unless the caller passed a custom mask, for example with one
+    block per packed document.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    elif isinstance(mask, Tensor) and mask.dim() == 4 and getattr(stack.config, "sliding_window", None):
+        return None
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 4:
+        if mask.shape[1] != 1:
+            return None  # A separate mask for each head does not show which tokens are padding.
+        # A finite penalty does not hide a key.
+        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+        last = visible[:, -1]
+        # A single query sees what the last one sees.
+        single = visible.shape[1] == 1
+        if not single and not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
+            return None
+        return last.to(torch.int64)
+    return mask if mask.dim() == 2 else None
+
+
+def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
+    """Whether every query sees the keys up to itself that the last query sees, and any of the later ones.
+
+    The queries of an image see all its keys in Gemma 3 and PaliGemma.
+    """
+    last = visible[:, -1:]
+    slots = torch.arange(visible.shape[2], device=visible.device)
+    own = torch.arange(visible.shape[1], device=visible.device) + (0 if offset is None else offset)
+    earlier = last & (slots <= own.unsqueeze(-1))
+    # A padding token sees no keys, or all keys if a kernel does not support rows without keys.
+    own_is_real = last[:, 0].gather(1, own.clamp(max=visible.shape[2] - 1).expand(visible.shape[0], -1)).unsqueeze(-1)
+    idle = ~own_is_real & (visible == visible[..., :1]).all(-1, keepdim=True)
+    return bool((((earlier <= visible) & (visible <= last)) | idle).all())
+
+
 PartType = TypeVar("PartType", bound=Part)
 #: The number of tokens of a call in which only the modules of the stack know it.
 UNKNOWN = -1
-#: Number of axes of M-RoPE. A model may pass the place in the sequence before them.
-AXES = 3
 
 
 @dataclass
@@ -218,12 +308,7 @@ class ForwardState:
         return value
 
     def keep(self, name: tuple[Any, ...], value: Any) -> None:
-        """Keeps what one layer made for others, unless there is much of this kind: every layer may have its own.
-
-        Args:
-            name: begins with the kind.
-            value: the value.
-        """
+        """Keeps what one layer made for others, unless there is much of this kind: every layer may have its own."""
         if sum(type(known) is tuple and known[0] == name[0] for known in self.scratch) < MOST_MATRICES:
             self.scratch[name] = value
 

@@ -271,11 +271,7 @@ class GridTokens(ForwardState):
         return dataclasses.replace(placed, memo=self.memo).bounded(self.query_length)
 
     def check_places(self, part: Part) -> None:
-        """Refuses tokens without places for a part that reads them.
-
-        Raises:
-            UnsupportedError: with the number of tokens.
-        """
+        """Refuses tokens without places for a part that reads them."""
         if part.reads_coordinates and self.grid is None and (self.given is None or self.given.coordinates is None):
             raise UnsupportedError(
                 f"{type(part).__name__} reads the rows and columns of patches, but a layer of this model computes "

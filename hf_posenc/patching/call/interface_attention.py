@@ -19,19 +19,11 @@ from torch import Tensor, nn
 from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with, reads_mask
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import (
-    INTERFACE,
-    in_decorators,
-    names_used,
-    rebind,
-    relative_names,
-    rotary_names,
-    unknown_seam,
-)
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
-from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
-from hf_posenc.patching.call.cache_notes import cache_of_call, first_cache
-from hf_posenc.patching.call.layer_call import CacheUpdateHook, LayerCall, LayerEncoding
+from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
+from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.forward_state import PerThread
+from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
     PREFIX,
@@ -42,8 +34,16 @@ from hf_posenc.patching.call.paged_requests import (
     requests_of,
     without_requests,
 )
-from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.forwards import (
+    INTERFACE,
+    in_decorators,
+    names_used,
+    rebind,
+    relative_names,
+    rotary_names,
+    unknown_seam,
+)
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared, traced
 
 #: The argument through which models pass their own relative bias to the attention function.
@@ -70,8 +70,8 @@ class InterfaceAttention(AttentionSite):
         module: nn.Module,
         runtime: StackRuntime,
         encoding: LayerEncoding,
-        operand_factors: Callable[[nn.Module], tuple[float, float]] | None = None,
-        native_bias: str = "unknown",
+        operand_factors: Callable[[nn.Module], tuple[float, float]] | None,
+        native_bias: str,
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.operand_factors = None if operand_factors is None else operand_factors(module)

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.call.cache_notes import self_attention_cache
-from hf_posenc.patching.call.cached_positions import CachedPositions, record, recorded
+from hf_posenc.patching.call.cache import (
+    GENERATION,
+    CachedPositions,
+    counted_tokens,
+    record,
+    recorded,
+    self_attention_cache,
+)
+from hf_posenc.patching.call.cache_checks import NEGATIVE, negative_positions
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.generation_call import GENERATION
-from hf_posenc.patching.call.length_checks import NEGATIVE, negative_positions
-from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import Positions, assert_in_graph, exporting, traced
 
 #: Number of query-key pairs compared at a time.
@@ -53,11 +57,7 @@ def regularity(state: ForwardState) -> Regularity:
 
 
 def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int) -> Positions:
-    """The positions of `key_length` keys from slot `first_slot` on, negative at padding.
-
-    Raises:
-        UnsupportedError: if the positions of cached tokens cannot be determined.
-    """
+    """The positions of `key_length` keys from slot `first_slot` on, negative at padding."""
 
     def resolve() -> Positions:
         own = state.positions()
@@ -85,9 +85,6 @@ def all_positions_below(state: ForwardState, end: int) -> bool:
     """Whether the positions of all new tokens are below `end`, so that no visible pair is `end` or more apart.
 
     Computed once for all layers. Always `False` in a compiled or exported graph, which serves all lengths.
-
-    Raises:
-        UnsupportedError: if the positions of cached tokens cannot be determined.
     """
     if traced() or state.positions().ids.is_meta:
         return False

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import parameters_of
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.forwards import parameters_of
 
 PREFIX = "paged|"
 #: The argument by which the calls of continuous batching are told.
@@ -186,10 +186,6 @@ def _decoding_batch(rows: list[list[int]], device: torch.device) -> Requests:
 
 def cut(packed: Tensor, rows: slice | Tensor) -> Tensor:
     """Selects some requests from the packed row.
-
-    Args:
-        packed: `(1, all tokens, ...)`.
-        rows: `Requests.queries` or `Requests.keys`.
 
     Returns:
         `(requests, length, ...)`.

@@ -2,60 +2,174 @@
 
 A stack is a `PreTrainedModel` that owns attention layers: `LlamaModel`, `BartEncoder`, `T5Stack`. Its forward is
 replaced on the instance, and provides the `ForwardState` of the call in progress to the patched modules.
+
+Under gradient checkpointing, a layer is recomputed after the call has ended, possibly after another call. The
+checkpointing function of every layer is therefore wrapped to restore the state of its own call.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import types
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import named_arguments
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.call.cache_notes import (
+from hf_posenc.patching.call.cache import (
+    GENERATION,
     cache_among,
     cached_length,
     first_cache,
+    has_given_positions,
     kept_values,
+    matches_keys,
     note_of,
+    remember_keys,
     remember_length,
     self_attention_cache,
     set_note,
 )
-from hf_posenc.patching.call.cache_scheme import SCHEME, check_cached_scheme
-from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
-from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
-from hf_posenc.patching.call.generation_call import GENERATION
+from hf_posenc.patching.call.cache_checks import SCHEME, check_cached_scheme
+from hf_posenc.patching.call.forward_state import (
+    AXES,
+    UNKNOWN,
+    ForwardState,
+    PerThread,
+    SeriesState,
+    one_axis,
+    padding_mask,
+    places_in_sequence,
+)
 from hf_posenc.patching.call.key_positions import differs_from_expected
-from hf_posenc.patching.call.padding import padding_mask
+from hf_posenc.patching.call.module_sites import SlotBuffers
 from hf_posenc.patching.call.parallel import refuse_context_parallel, refuse_unsynchronised
-from hf_posenc.patching.call.per_thread import PerThread
-from hf_posenc.patching.call.placed_forward import PlacedForward
-from hf_posenc.patching.call.recomputation import Recomputation
-from hf_posenc.patching.call.slot_buffers import SlotBuffers
-from hf_posenc.patching.call.view import Viewed
+from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import KeptValues, exporting
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.continuous_batching import PagesCheck
+    from hf_posenc.patching.place.generation import PagesCheck
     from hf_posenc.patching.place.stack_record import StackRecord
+
+#: Attributes that hold the checkpointing function: in transformers' layers, and in FSDP's wrappers around them.
+_CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+class Recomputation:
+    """Makes the layers of one stack recompute under the state of their original call."""
+
+    def __init__(self, states: PerThread[ForwardState]) -> None:
+        self.states = states
+        #: Whether the scheme has been removed from the model.
+        self.removed = False
+        #: Whether a layer has run since the scheme was placed.
+        self.has_run = False
+        #: Modules that may be checkpointed: the children of the parent module, the name among them, and the module.
+        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_places": None}
+
+    def check(self) -> None:
+        """Refuses to recompute a layer whose forward ran with another scheme, or without one."""
+        if self.removed or (not self.has_run and torch._C._current_graph_task_id() != -1):
+            raise UnsupportedError(
+                "A layer is recomputed in the backward pass (gradient checkpointing), but the position encoding of the "
+                "model was placed, changed or removed after its forward, so the gradients would be those of another "
+                "model. Call backward before patch_model and unpatch_model, or run the forward again."
+            )
+        self.has_run = True
+
+    def keep_state(self, stack: nn.Module) -> None:
+        """Wraps the checkpointing function of every layer of the stack that has one."""
+        for module in self._candidates(stack):
+            for name in _CHECKPOINT_FUNCTIONS:
+                checkpoint = module.__dict__.get(name)
+                if checkpoint is not None and not isinstance(checkpoint, CheckpointWithState):
+                    module.__dict__[name] = CheckpointWithState(checkpoint, self)
+
+    def _candidates(self, stack: nn.Module) -> Iterable[nn.Module]:
+        """The modules that may be checkpointed. The search is repeated only if one of them has been replaced."""
+        if torch.compiler.is_compiling():
+            return stack.modules()
+        if self._places is None or any(children.get(name) is not module for children, name, module in self._places):
+            # Layers, wrappers around them, and patched attention, which may be wrapped later.
+            named = {*_CHECKPOINT_FUNCTIONS, "forward"}
+            self._places = [
+                (parent._modules, name, one)
+                for parent in stack.modules()
+                for name, one in parent._modules.items()
+                if one is not None and (hasattr(one, "gradient_checkpointing") or named & one.__dict__.keys())
+            ]
+        return (stack, *(module for _, _, module in self._places))
+
+
+class CheckpointWithState:
+    """A layer's gradient checkpointing function that replays the layer under the state of its own call."""
+
+    def __init__(self, checkpoint: Callable[..., Any], recomputation: Recomputation) -> None:
+        self.checkpoint = checkpoint
+        self.recomputation = recomputation
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `checkpoint(function, ...)`.
+
+        The second run starts with the same shared values as the first and computes the others again, because torch
+        compares the tensors that both runs save for the backward pass.
+        """
+        states = self.recomputation.states
+        state = states.top
+        scratch, memo = ({}, {}) if state is None else (dict(state.scratch), dict(state.memo))
+
+        def replay(*inputs: Any, **options: Any) -> Any:
+            if state is None or states.top is state:
+                return function(*inputs, **options)
+            self.recomputation.check()
+            calls = states.own()
+            depth = len(calls)
+            try:
+                calls.append(dataclasses.replace(state, scratch=dict(scratch), memo=_ReplayedMemo(memo, state.memo)))
+                return function(*inputs, **options)
+            finally:
+                del calls[depth:]
+
+        return self.checkpoint(replay, *args, **kwargs)
+
+
+class _ReplayedMemo(dict[Hashable, Any]):
+    """The memo of a second run. Random values drawn again are replaced by those of the first run.
+
+    They are still drawn, so that the random generator has the same state in both runs for dropout later on.
+    """
+
+    def __init__(self, found: dict[Hashable, Any], first_run: dict[Hashable, Any]) -> None:
+        super().__init__(found)
+        self.first_run = first_run
+
+    def __setitem__(self, name: Hashable, value: Any) -> None:
+        super().__setitem__(name, self.first_run.get(name, value))
+
+
+def unwrap_checkpointing(stack: nn.Module) -> None:
+    """Undoes `Recomputation.keep_state`."""
+    for module in stack.modules():
+        for name in _CHECKPOINT_FUNCTIONS:
+            checkpoint = module.__dict__.get(name)
+            if isinstance(checkpoint, CheckpointWithState):
+                module.__dict__[name] = checkpoint.checkpoint
+
 
 #: Arguments of a stack with one row per token.
 _TOKENS = ("input_ids", "inputs_embeds", "input", "hidden_states")
 
 
 class StackRuntime:
-    """Holds the `ForwardState` of the call in progress of one stack.
-
-    Args:
-        scheme: the scheme of the stack.
-        stack: the stack.
-    """
+    """Holds the `ForwardState` of the call in progress of one stack."""
 
     def __init__(self, scheme: SchemeConfig, stack: Stack) -> None:
         self.scheme = scheme
@@ -260,18 +374,21 @@ class StackForward(PlacedForward):
         if position_ids is not None:
             self.runtime.slots.reach_positions(stack, position_ids)
         token_ids = arguments.get("input_ids")
+        changed = cache is not None and not matches_keys(cache)
         if features is not None:
-            return self._of_features(features, offset, position_ids, padding, cache), kwargs
+            given = SeriesState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
+            given.expected = layout.tokens_of(features)
+            return given, kwargs
         state = ForwardState(
-            query_length=query_length,
-            offset=offset,
-            position_ids=position_ids,
-            attention_mask=padding,
-            mask_hides_padding=mask is not None and padding is None,
-            cache_object=cache,
-            cache_changed=cache is not None and not matches_keys(cache),
-            coordinates=coordinates,
-            token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
+            query_length,
+            offset,
+            position_ids,
+            padding,
+            coordinates,
+            token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
+            mask is not None and padding is None,
+            cache,
+            changed,
         )
         if cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             state.memo[KeptValues] = kept_values(cache)
@@ -282,19 +399,6 @@ class StackForward(PlacedForward):
             return state, kwargs
         ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
         return state, kwargs | {"attention_mask": ones}
-
-    def _of_features(
-        self, features: Tensor, offset: int | Tensor | None, position_ids: Any, padding: Any, cache: Any
-    ) -> SeriesState:
-        return SeriesState(
-            UNKNOWN,
-            offset=offset,
-            position_ids=position_ids,
-            attention_mask=padding,
-            cache_object=cache,
-            cache_changed=cache is not None and not matches_keys(cache),
-            expected=self.runtime.layout.tokens_of(features),
-        )
 
     def _split_axes(
         self, position_ids: Tensor | None, cache: Any, offset: int | Tensor | None, padding: Tensor | None

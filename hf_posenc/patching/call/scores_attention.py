@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.scores import Factor, ScoresMode
-from hf_posenc.patching.anatomy.forward_code import in_decorators, rebind, rotary_names, unknown_seam
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
-from hf_posenc.patching.call.attention_site import AttentionSite
-from hf_posenc.patching.call.cache_notes import cache_of_call, first_cache
-from hf_posenc.patching.call.layer_call import CacheUpdateHook, LayerCall, LayerEncoding
-from hf_posenc.patching.call.per_thread import PerThread
+from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
+from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.forward_state import PerThread
+from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.call.view import view_of
+from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
 from hf_posenc.schemes.parts import QueryKeyMap
 
 
@@ -29,11 +28,7 @@ class ScoresAttention(AttentionSite):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        runtime: StackRuntime,
-        encoding: LayerEncoding,
-        bias_arguments: tuple[str, ...] = (),
+        self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, bias_arguments: tuple[str, ...]
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.bias_arguments = bias_arguments
@@ -73,9 +68,7 @@ class ScoresAttention(AttentionSite):
 
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
         mode = ScoresMode(
-            self.encoding.head_dim,
-            pair_map if self.encoding.parts else None,
-            bias if adds_bias else None,
+            self.encoding.head_dim, pair_map if self.encoding.parts else None, bias if adds_bias else None
         )
         function = in_decorators(type(self.module).forward, self._rebind(forward, call))
         cache = cache_of_call(args, kwargs) if self.intercepts_cache_update else None

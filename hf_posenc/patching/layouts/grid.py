@@ -14,15 +14,14 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
-from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
-from hf_posenc.patching.anatomy.forward_code import forward_parameters, named_arguments
-from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+from hf_posenc.patching.anatomy.architectures.declaration import numbers
+from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.anatomy.tables import OwnedTable
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, TemporaryChanges
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
+from hf_posenc.patching.forwards import forward_parameters, named_arguments
 from hf_posenc.patching.layouts.grid_native import GridBias, find_biases, native_grid_scheme, window_of
 from hf_posenc.patching.layouts.grid_sites import (
     GridRotarySite,

@@ -18,23 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.anatomy.architectures.silencers import zero_bias_of
-from hf_posenc.patching.anatomy.forward_code import names_used
-from hf_posenc.patching.anatomy.layer_context import build_context, native_pairing
+from hf_posenc.patching.anatomy.architectures.declaration import undescribed, zero_bias_of
+from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack
-from hf_posenc.patching.anatomy.tables import OwnedTable, vectors_of
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack, build_context, native_pairing
 from hf_posenc.patching.call.grid_state import in_raster
-from hf_posenc.patching.call.placed_forward import ZeroOutput, forward_on_instance, unrotated
 from hf_posenc.patching.call.scores_attention import ScoresAttention
+from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
 from hf_posenc.schemes import LearnedConfig, RopeConfig, RopeNdConfig, SinusoidalConfig, SwinConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.kinds import TemporaryChanges
+    from hf_posenc.patching.anatomy.sites import TemporaryChanges
     from hf_posenc.patching.layouts.grid import Grid
 
 
@@ -155,17 +154,13 @@ def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:
 
 
 def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None:
-    """The scheme of the biases of a stack; `None` without any.
-
-    Raises:
-        UnsupportedError: if no scheme describes them.
-    """
+    """The scheme of the biases of a stack; `None` without any."""
     if not biases:
         return None
     if any(bias.table is None for bias in biases):
-        raise UnsupportedError(
+        raise undescribed(
             f"The native mechanism in the attention of {type(stack).__name__} ({biases[0]}) is not among the "
-            "schemes of this library. Any scheme can replace it, and unpatch_model restores it."
+            "schemes of this library."
         )
     found = set()
     for bias in biases:
@@ -179,9 +174,10 @@ def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None
             )
         found.add(SwinConfig(grid=window, class_entries=table.shape[0] > rows, shared=len(biases) == 1))
     if len(found) > 1:
-        raise UnsupportedError(
-            f"The layers of {type(stack).__name__} have windows of different sizes, which a single scheme "
-            "cannot describe. Any scheme can replace them, and unpatch_model restores them."
+        raise undescribed(
+            f"The layers of {type(stack).__name__} have windows of different sizes, which a single scheme cannot "
+            "describe.",
+            "them",
         )
     return found.pop()
 
@@ -205,11 +201,7 @@ _GRID_OF_AXES = {2: (14,), 3: (14, 14)}
 def native_grid_scheme(
     stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
 ) -> SchemeConfig:
-    """The scheme of the tables, the biases and the rotations of a stack of patches.
-
-    Raises:
-        UnsupportedError: if no scheme describes one of them.
-    """
+    """The scheme of the tables, the biases and the rotations of a stack of patches."""
     if len(grid.tables) > 1:
         raise several_tables(stack, [table.full_name for table in grid.tables])
     found = [_table_scheme(table, grid) for table in grid.tables]
@@ -280,9 +272,9 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
     """The config with the options with which the architecture resizes the table, determined with its own method."""
     if hasattr(table.module, _MODE):
         if getattr(table.module, _PADDING, "border") != "border":
-            raise UnsupportedError(
+            raise undescribed(
                 f"The position table {table.full_name} is resized with zeros around it, which no scheme of this "
-                "library does. Any scheme can replace it, and unpatch_model restores it."
+                "library does."
             )
         mode, align_corners = (getattr(table.module, name) for name in (_MODE, _ALIGN_CORNERS))
         return dataclasses.replace(learned, interpolation=mode, align_corners=align_corners)
@@ -319,11 +311,7 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
 def _rotation_scheme(
     stack: Stack, attention: AttentionLayer, rotation: Rotation, anatomy: Anatomy, changes: TemporaryChanges
 ) -> SchemeConfig:
-    """The scheme with the phases that a layer received in a short run.
-
-    Raises:
-        UnsupportedError: if no scheme has these phases.
-    """
+    """The scheme with the phases that a layer received in a short run."""
     layout = native_pairing(stack, attention)
     assert layout is not None
     positions = _positions_of(stack, anatomy, changes)
@@ -337,9 +325,10 @@ def _rotation_scheme(
                 continue
             if _agrees(query_key_map.angles(positions)[0], positions, shown):
                 return config
-    raise UnsupportedError(
+    raise undescribed(
         f"The phases in a layer of {type(stack.module).__name__} ({attention.path}) are those of no scheme of this "
-        "library. Any scheme can replace them, and unpatch_model restores them."
+        "library.",
+        "them",
     )
 
 

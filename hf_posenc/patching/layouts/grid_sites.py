@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
-from hf_posenc.patching.anatomy.tables import OwnedTable
+from hf_posenc.patching.anatomy.discovery import OwnedTable
+from hf_posenc.patching.call.cache_checks import check_cache
 from hf_posenc.patching.call.grid_state import GridState, pixels_among
-from hf_posenc.patching.call.length_checks import check_cache
-from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.call.view import Viewed
+from hf_posenc.patching.forwards import PlacedForward, Viewed, forward_parameters, names_used
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 #: An argument without which a module refuses pictures of another size than its table has.
@@ -266,10 +264,6 @@ class GridTableSite(Viewed, PlacedForward):
 
     def vectors(self, name: str, length: int | None = None) -> Tensor:
         """`(batch or 1, prefix rows + patches, hidden)`: what stands in for a table in this call.
-
-        Args:
-            name: the attribute that holds the table.
-            length: number of rows, if the call states it.
 
         Raises:
             UnsupportedError: if the grid of the call is unknown.

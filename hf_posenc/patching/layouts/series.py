@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,26 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import StackModules
-from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
-from hf_posenc.patching.anatomy.discovery import WIDTHS, first_int
-from hf_posenc.patching.anatomy.forward_code import forward_parameters, names_used
-from hf_posenc.patching.anatomy.parts import FEATURES, SOURCE_LENGTH
+from hf_posenc.patching.anatomy.architectures.declaration import FRAMES, SAMPLES, numbers, undescribed
+from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, OwnedTable, first_int, table_origin
+from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import NamedModule, Stack
-from hf_posenc.patching.anatomy.tables import OwnedTable, sinusoids_like
+from hf_posenc.patching.call.cache_checks import check_cache
+from hf_posenc.patching.forwards import PlacedForward, Viewed, WithOverrides, forward_parameters, names_used, view_of
 from hf_posenc.patching.layouts.layout import Layout
-from hf_posenc.patching.layouts.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
 from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding
 
+if TYPE_CHECKING:
+    from hf_posenc.patching.call.runtime import StackRuntime
+
+#: Arguments that hold features and not tokens, so that their shape does not show the number of tokens.
+FEATURES = ("input_features", "input_values", "past_values", "patch_input", "audio_mel", "spectrogram", "latents")
 _CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
 _FUNCTION = re.compile(r"(^|\.)pos(ition(al)?)?_emb(ed(ding)?s?)?$")
 _PARAMETER = re.compile(r"^pos(ition(al)?)?_(enc(oding)?s?|emb(ed(ding)?s?)?)$")
-_ADAPTER = re.compile(r"(^|\.)adapter\.")
 #: Patches of a time series.
 _PATCHES = 16
 #: Config attributes for the number of features of a frame.
@@ -47,7 +50,6 @@ _NEIGHBOURS = (
     "convolutions mix neighbouring frames before or between the layers of attention, so the order of the input still "
     "shows without positions"
 )
-
 VectorKind = Literal["convolution", "sinusoids"]
 
 
@@ -98,6 +100,7 @@ class Series(Layout):
 
     has_own_length = True
     in_definition_order = True
+    left_alone = (r"(^|\.)adapter\.", "attention of an adapter, which has no positions")
     token_axes = (2, 3)
 
     vectors: list[VectorModule] = field(default_factory=list)
@@ -137,11 +140,6 @@ class Series(Layout):
             for layer in stack.module.modules()
         )
         return series
-
-    @classmethod
-    def leaves_alone(cls, path: str) -> str | None:
-        """Adapters after an encoder have no positions."""
-        return "attention of an adapter, which has no positions" if _ADAPTER.search(path) else None
 
     @classmethod
     def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
@@ -255,20 +253,17 @@ def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None
 def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:
     owner = f"{vectors.path} ({type(vectors.module).__name__}) of this {type(stack.module).__name__}"
     if vectors.kind == "convolution":
-        raise UnsupportedError(
+        raise undescribed(
             f"{owner} computes its positions with a convolution over neighbouring embeddings. They depend on the "
-            "content of the sequence, so no scheme of this library describes them. Any scheme can replace them, and "
-            "unpatch_model restores them."
+            "content of the sequence, so no scheme of this library describes them.",
+            "them",
         )
     with torch.no_grad():
         rows = vectors.module(seq_length=_COMPARED)[0].float()
     formula = sinusoids_like(rows)
     if formula is not None:
         return formula
-    raise UnsupportedError(
-        f"{owner} computes sinusoids that follow no formula of this library. Any scheme can replace them, and "
-        "unpatch_model restores them."
-    )
+    raise undescribed(f"{owner} computes sinusoids that follow no formula of this library.", "them")
 
 
 def starts_with_bins(model: nn.Module) -> bool:
@@ -373,3 +368,113 @@ def _periodic(value: Tensor, axis: int | None, period: int) -> Tensor:
         return value
     frames = torch.arange(value.shape[axis], device=value.device) % period
     return value.index_select(axis, frames)
+
+
+class InputView(Viewed):
+    """Runs an encoder that accepts one number of frames only with as many as a call has.
+
+    Such an encoder adds all rows of its position table to its tokens, and raises an error unless the config says that
+    there are as many. In its view, the table and the config state the number of tokens of this call.
+
+    Args:
+        module: the encoder.
+        found: what fixes its number of tokens.
+        runtime: its runtime, which knows the number of tokens of the call in progress.
+    """
+
+    def __init__(self, module: Any, found: FixedInput, runtime: StackRuntime) -> None:
+        self.module = module
+        self.found = found
+        self.runtime = runtime
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the call in progress."""
+        return int(getattr(self.runtime.state, "expected"))  # noqa: B009
+
+    def replaced(self) -> dict[str, Any]:
+        """The config and the table."""
+        return {
+            "config": property(lambda _: WithOverrides(self.module.config, **{SOURCE_LENGTH: self.tokens})),
+            self.found.table: property(lambda _: _WholeTable(getattr(self.module, self.found.table), self.tokens)),
+        }
+
+
+class _WholeTable:
+    """A table with a row for every token of the call. Its rows are looked up in the patched table."""
+
+    def __init__(self, table: Any, tokens: int) -> None:
+        self.table = table
+        self.num_embeddings = tokens
+
+    def __call__(self, rows: Tensor) -> Any:
+        return self.table(rows)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(tokens, hidden)`, or one row of zeros for no vectors."""
+        origin = table_origin(self.table)
+        device = next(self.table.parameters()).device
+        rows: Tensor = self.table(torch.arange(origin, origin + self.num_embeddings, device=device))
+        return rows.squeeze(0)
+
+
+class _Vectors(PlacedForward):
+    """Base class: stands in for the `forward` of a module that makes or adds vectors, with those of the scheme."""
+
+    def __init__(self, found: Any, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+        super().__init__(found.module, runtime)
+        self.found = found
+        self.additive = additive
+
+    def vectors(self, length: int, like: Tensor) -> Tensor:
+        """`(batch or 1, length, hidden)` in the dtype of `like`; zeros without an additive part."""
+        if self.additive is None:
+            return like.new_zeros(()).expand(1, length, like.shape[-1])
+        state = self.runtime.state_for(length, like.device)
+        check_cache(self.additive, state)
+        encoded: Tensor = state.own(self.additive)(state.positions())
+        return encoded.to(like.dtype)
+
+
+class ConvolutionSite(_Vectors):
+    """Stands in for a convolution over neighbouring embeddings whose output is added to them.
+
+    With a stride it takes and returns `(batch, hidden, length)`, otherwise `(batch, length, hidden)`.
+    """
+
+    def __call__(self, hidden_states: Tensor) -> Any:
+        """Returns one vector per token, in the axis order of the convolution."""
+        if self.retired:
+            return self.stock(hidden_states)
+        if self.found.stride == 1:
+            return self.vectors(hidden_states.shape[1], hidden_states)
+        by_token = hidden_states.transpose(1, 2)
+        return self.vectors(by_token.shape[1] // self.found.stride, by_token).transpose(1, 2)
+
+
+class LengthSite(_Vectors):
+    """Stands in for a module that computes sinusoids from a length."""
+
+    def __call__(self, seq_length: int | None = None, **kwargs: Any) -> Any:
+        """Returns `(1, seq_length, hidden)`."""
+        if self.retired:
+            return self.stock(seq_length, **kwargs)
+        if seq_length is None or any(value is not None for value in kwargs.values()):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} was called with {', '.join(kwargs) or 'nothing'} and not with a length, "
+                "so the positions of its vectors are unknown."
+            )
+        return self.vectors(seq_length, self.stock(1))
+
+
+class ParameterSite(_Vectors):
+    """Stands in for a module that adds a parameter with a row per token: the module finds the vectors in its place."""
+
+    def __call__(self, embeddings: Tensor) -> Any:
+        """`embeddings` are `(..., length, hidden)`."""
+        if self.retired or self.inner is not None:
+            return self.stock(embeddings)
+        rows = self.vectors(embeddings.shape[-2] + self.found.prefix_rows, embeddings)
+        rows = rows if self.found.value.dim() == 3 else rows.squeeze(0)
+        return type(self.module).forward(view_of(self.module, {self.found.name: rows}), embeddings)

@@ -1,14 +1,12 @@
-"""The entry for a position encoding in a model's config, in memory and in `config.json`.
+"""The position encoding in a model's config and in its name, in memory and in `config.json`.
 
 In memory the config has the same class name and `model_type` as before, and one more attribute. Code that uses the
 config to look up a model (auto classes, pipelines, PEFT, `generate`) therefore keeps working. The attribute is a
 dictionary with `format`, `scheme` and other fields that are saved with the scheme.
 
 On disk the config must be unreadable for a process without this package, because stock transformers ignores unknown
-keys and would run the model with its native positions. Four fields of `config.json` ensure this:
+keys and would run the model with its native positions. Three fields of `config.json` ensure this:
 
-- `configuration_files` lists config files for versions of transformers. The one in the list is named after the command
-  that installs this package, which is no version. transformers stops there and quotes it, before any class is chosen;
 - `model_type` is `"hf_posenc"` and an instruction: the auto classes refuse it, and quote it in their error;
 - `transformers_weights` is a sentence: a concrete class such as `LlamaForCausalLM` only warns about an unknown
   `model_type`, but fails to find a weights file of that name, and quotes the name in its error;
@@ -20,6 +18,9 @@ class is built.
 
 `to_dict` returns the `model_type` of the model in memory, which PEFT and others rely on, and users write its result to
 `config.json` themselves. It therefore contains the sentence as well. A config built from it drops the sentence.
+
+Programs rebuild a model from `config._name_or_path`, for example TRL's trainers for the reference model of DPO. The
+files under that name do not contain a scheme that was placed in memory, so the name itself carries it (`SchemeName`).
 """
 
 from __future__ import annotations
@@ -28,15 +29,23 @@ import dataclasses
 import functools
 import json
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
+import torch
+import yaml
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from yaml.representer import Representer, SafeRepresenter
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
-from hf_posenc.patching.anatomy.parts import SOURCE_LENGTH
+from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH
 from hf_posenc.version import __version__
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import PositionEncoding
 
 ARCHITECTURE_PREFIX = "hf_posenc."
 #: The field of an entry with the position fields of the stock config, by name of the sub-config. They are compared when
@@ -61,12 +70,6 @@ SOURCE_NAMES = (SOURCE_LENGTH,)
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
 #: Fields with such a name that state a length, or that belong to this package.
 _OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
-#: The field with config files by version of transformers, and its value. transformers says "Invalid version: '...'".
-FILES_KEY = "configuration_files"
-COMMAND_FILE = (
-    f"config.{INSTALL} (this model has a position encoding of the package hf_posenc: install it, and import hf_posenc "
-    "before loading).json"
-)
 WEIGHTS_KEY = "transformers_weights"
 _WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"
 WEIGHTS_SENTENCE = (
@@ -304,7 +307,6 @@ def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
     """Converts the dictionary of a config with an entry from its form in memory to that of `config.json`."""
     disk = _with_sentence(memory)
     disk["model_type"] = STORED_MODEL_TYPE
-    disk[FILES_KEY] = [COMMAND_FILE]
     disk["architectures"] = [
         architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
         for architecture in memory.get("architectures") or []
@@ -329,3 +331,108 @@ def without_sentence(value: Any) -> Any:
     if isinstance(value, dict) and "model_type" in value:
         return {key: without_sentence(item) for key, item in value.items() if key != WEIGHTS_KEY}
     return value
+
+
+class SchemeName(str):
+    """A model's name or path, together with the scheme of the model in memory.
+
+    It equals the plain string, and is written as a plain string to JSON and YAML. `str(name)` is the plain string,
+    which refers to the files without the scheme. A copied or pickled config keeps the scheme, but after unpickling the
+    reference to the model is lost.
+
+    Args:
+        text: the name.
+        entry: the scheme's dictionary; `None` for a model that was unpatched, but whose files have a scheme.
+        holder: the base model that holds the encoding, stored as a weak reference. `None` if the files under this name
+            contain the scheme and its parameters.
+        length: the context length that was chosen for the model, or `None`.
+    """
+
+    entry: dict[str, Any] | None
+    length: int | None
+
+    def __new__(  # noqa: D102
+        cls, text: str, entry: dict[str, Any] | None, holder: nn.Module | None = None, length: int | None = None
+    ) -> SchemeName:
+        name = super().__new__(cls, text)
+        name.entry = entry
+        name.length = length
+        name._holder = None if holder is None else weakref.ref(holder)  # type: ignore[attr-defined]
+        return name
+
+    def encoding(self) -> PositionEncoding | None:
+        """The encoding in force in the model, if the model still exists and still has this scheme."""
+        holder = self.holder
+        encoding = None if holder is None else holder._modules.get(ATTRIBUTE)
+        same = isinstance(encoding, PositionEncoding) and encoding.config.to_dict() == self.entry
+        return encoding if same else None  # type: ignore[return-value]
+
+    @property
+    def holder(self) -> nn.Module | None:
+        """The base model, if it still exists."""
+        reference: Any = self.__dict__["_holder"]
+        return None if reference is None else reference()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SchemeName:
+        # The name of a copied model refers to the copy. The name of a copied config still refers to the original model.
+        holder = self.holder
+        return type(self)(str(self), self.entry, memo.get(id(holder), holder), self.length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.entry, None, self.length)
+
+
+for _representer in (SafeRepresenter, Representer):
+    yaml.add_representer(SchemeName, lambda dumper, name: dumper.represent_str(str(name)), Dumper=_representer)
+# `torch.load` reads only types that it knows.
+torch.serialization.add_safe_globals([SchemeName])
+
+
+def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
+    """Adds the scheme to the names of a model, until the patch is undone. A model without a name is not changed."""
+    entry = encoding.config.to_dict()
+    for target, attribute in _places(model):
+        name = target.__dict__.get(attribute)
+        if not isinstance(name, str) or not name:
+            continue
+        if isinstance(name, SchemeName) and name.entry is not None:  # the config was copied from a patched model's
+            target.__dict__[attribute] = str(name)
+        encoding.record.journal.set(
+            target, attribute, SchemeName(str(name), entry, model.base_model, _length(encoding))
+        )
+
+
+def refresh_names(encoding: PositionEncoding, *, scheme_changed: bool = False) -> None:
+    """Updates the names of a model after its length, or the config of its encoding, was changed.
+
+    Args:
+        encoding: the encoding in force.
+        scheme_changed: whether the files under a plain name, which contain the scheme and its parameters, have another
+            scheme.
+    """
+    for change in _marks(encoding):
+        name = change.target.__dict__[change.attribute]
+        holder = encoding.__dict__["holder"] if scheme_changed else getattr(name, "holder", None)
+        change.put(SchemeName(str(name), encoding.config.to_dict(), holder, _length(encoding)))
+
+
+def unmark_names(encoding: PositionEncoding) -> None:
+    """Restores plain names, for a model whose files contain the scheme. Undoing the patch marks them as unpatched."""
+    for change in _marks(encoding):
+        plain = str(change.target.__dict__[change.attribute])
+        change.put(plain)
+        change.value = SchemeName(plain, None)
+
+
+def _length(encoding: PositionEncoding) -> int | None:
+    return None if encoding.lengths is None else encoding.lengths.chosen
+
+
+def _marks(encoding: PositionEncoding) -> list[Any]:
+    names = ("_name_or_path", "name_or_path")
+    return [change for change in encoding.record.journal.changes if change.attribute in names]
+
+
+def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [(model.config, "_name_or_path"), *((module, "name_or_path") for module in models)]

@@ -1,36 +1,275 @@
-"""The module that holds a scheme in a model: its config, its parts and the report; and how it is found in a model."""
+"""The module that holds a scheme in a model: its config, its parts in every stack, and how it is found in a model."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+import math
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.sites import AddedModule, Stack
-from hf_posenc.patching.call.attention_site import AttentionSite
-from hf_posenc.patching.call.placed_forward import forward_on_instance
+from hf_posenc.patching.anatomy.sites import AddedModule, Stack, build_context, with_layout
+from hf_posenc.patching.anatomy.weights import execution_device
+from hf_posenc.patching.call.logit_site import LayerEncoding
+from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.stack_record import is_attention_site
+from hf_posenc.schemes import LayeredConfig, refusals
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
-from hf_posenc.schemes.needs import Need
-from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.needs import Environment, Need, needs_of
+from hf_posenc.schemes.parts import (
+    AdditiveEncoding,
+    DistanceBias,
+    LogitScale,
+    PairwiseBias,
+    Part,
+    QueryKeyMap,
+    SchemeParts,
+)
 from hf_posenc.schemes.reach import Reach, shortest
-from hf_posenc.schemes.refusals import GROWING_CACHE
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.install import PatchReport
-    from hf_posenc.patching.place.journal import Journal
     from hf_posenc.patching.place.lengths import Lengths
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "additive": (AdditiveEncoding,),
+    "query_key_map": (QueryKeyMap,),
+    "logit_bias": (DistanceBias, PairwiseBias),
+    "logit_scale": (LogitScale,),
+}
+
+
+class UnfilledTable(NamedTuple):
+    """How many rows of a scheme's table stay random, of how many; rows of the native table; whether it was adopted."""
+
+    random: int
+    rows: int
+    native_rows: int
+    taken: bool
+
+
+class StackEncoding(nn.Module):
+    """The parts of a scheme in one stack. A part that several layers share is stored once.
+
+    Args:
+        config: the scheme, or a schedule of schemes.
+        stack: the stack in which it is placed.
+        device: device on which parts are built; `None` for torch's default device.
+
+    Raises:
+        UnsupportedError: if the layers of a schedule add different encodings to the embeddings.
+    """
+
+    def __init__(self, config: SchemeConfig, stack: Stack, device: torch.device | None = None) -> None:
+        super().__init__()
+        self._device = device
+        #: The part of the model that the stack belongs to.
+        self.part = stack.part
+        self.runtime = StackRuntime(config, stack)
+        self.groups = nn.ModuleList()
+        self.additive: AdditiveEncoding | None = None
+        self.layers: list[LayerEncoding] = []
+        #: The native weights that parts took over when they were first placed; `None` before that.
+        self.adopted: list[str] | None = None
+        #: What native tables did not fill of the tables that could have taken them over.
+        self.unfilled: list[UnfilledTable] = []
+        self._built: dict[Hashable, SchemeParts] = {}
+        self._build(config, stack)
+
+    def _build(self, config: SchemeConfig, stack: Stack) -> None:
+        additive_layers: dict[SchemeConfig, AdditiveEncoding | None] = {}
+        for attention in stack.attentions:
+            layer_config = config
+            if isinstance(config, LayeredConfig):
+                layer_config = config.for_layer(attention.layer, attention.layer_type)
+            context = build_context(stack, attention)
+            layer_config = with_layout(layer_config, stack, attention)
+            parts = self._parts(layer_config, context, attention.path)
+            for environment in _environments(stack, attention.module):
+                layer = f"layer {attention.layer} ({type(attention.module).__name__})"
+                environment.refuse(needs_of(parts), f"the scheme {scheme_label(layer_config)!r} in {layer}")
+            stack.layout.check_parts(layer_config, parts)
+            additive_layers.setdefault(layer_config, parts.additive)
+            self.layers.append(
+                LayerEncoding(
+                    parts.query_key_map,
+                    parts.logit_bias,
+                    parts.logit_scale,
+                    attention.causal,
+                    attention.num_heads,
+                    attention.num_key_value_heads,
+                    attention.head_dim,
+                    attention.num_cached_heads,
+                )
+            )
+        self._built.clear()
+        self.additive = _one_additive(additive_layers)
+        self._check_shared_keys(stack)
+        needs = self.needs()
+        self.problems = refusals.generation_problems(needs, self.acting_parts())
+        self.runtime.split_problem = refusals.CONTEXT_PARALLELISM.problem(needs)
+        self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
+
+    def acting_parts(self) -> Iterator[Part]:
+        """The parts that are in use. A part that several layers share appears once for each."""
+        if self.additive is not None:
+            yield self.additive
+        for layer in self.layers:
+            yield from layer.parts
+
+    def needs(self) -> dict[Need, Part]:
+        """What the parts in use need."""
+        places = {tuple(map(id, layer.parts)): layer.parts for layer in self.layers}
+        needs = needs_of([] if self.additive is None else [self.additive])
+        for parts in places.values():
+            needs = needs_of(parts) | needs
+        return needs
+
+    def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
+        """The parts at one layer: those of an earlier layer, unless the scheme has separate parts in every layer.
+
+        In a composed scheme each scheme is shared separately and named in the state dict; their sum is not. The two
+        sides of a blend share nothing, even if they hold the same scheme.
+        """
+        key = (config, context, path if config.per_layer else None, side)
+        if key in self._built:
+            return self._built[key]
+        if config.merges_children:
+            sides = {place: side if config.shares_children else f"{side}.{place}" for place in config.children()}
+            children = config.children().items()
+            parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])
+        else:
+            with contextlib.nullcontext() if self._device is None else self._device:
+                parts = config.build(context)
+                _check_parts(config, parts)
+            in_layers = [part for part in parts if part is not parts.additive]
+            if in_layers:
+                self.groups.append(nn.ModuleList(in_layers))
+        self._built[key] = parts
+        return parts
+
+    def _check_shared_keys(self, stack: Stack) -> None:
+        """Refuses a layer that reads keys which an earlier layer has mapped in another way."""
+        owners: dict[str | None, tuple[int, Any]] = {}
+        for attention, layer in zip(stack.attentions, self.layers, strict=True):
+            mapped = (layer.query_key_map, layer.rotation_before_cache)
+            if not _reads_earlier_keys(attention.module):
+                owners[attention.layer_type] = (attention.layer, mapped)
+                continue
+            source, found = owners.get(attention.layer_type, (None, mapped))
+            if found != mapped:
+                raise UnsupportedError(
+                    f"Layer {attention.layer} reads the keys of layer {source}, so both need the same rotation, but "
+                    "the schedule gives them different ones. Give both the same rotation, or choose layers whose keys "
+                    "no other layer reads."
+                )
+
+    def follow_layers(self, stack: Stack) -> None:
+        """Moves every part to the device of the first layer that uses it."""
+        for attention, layer in reversed(list(zip(stack.attentions, self.layers, strict=True))):
+            for part in layer.parts:
+                if next(part.parameters(), None) is not None:
+                    part.to(execution_device(attention.module))
+
+    def adopt(self, stack: Stack) -> list[str]:
+        """Copies native weights into parts that can use them; returns what was adopted."""
+        adopted = []
+        vectors = None if self.additive is None else stack.layout.native_vectors(stack, self.additive)
+        if self.additive is not None and vectors is not None:
+            table, path = vectors
+            if table.device.type != "meta" and self._takes_over(self.additive, table):
+                adopted.append(f"additive: {path}")
+        for index, (attention, layer) in enumerate(zip(stack.attentions, self.layers, strict=True)):
+            native = stack.layout.native_bias(stack, attention)
+            if layer.logit_bias is None or native is None or native.device.type == "meta":
+                continue
+            # The other layers copy the same numbers into a part that they share.
+            first = all(layer.logit_bias is not other.logit_bias for other in self.layers[:index])
+            if self._takes_over(layer.logit_bias, native) if first else layer.logit_bias.adopt(native):
+                adopted.append(f"logit_bias: {attention.path}")
+        return adopted
+
+    def _takes_over(self, part: Part, native: Tensor) -> bool:
+        """Whether a part copies a native table; notes the rows that keep their random numbers."""
+        before = {name: weight.detach().clone() for name, weight in part.named_parameters()}
+        taken = bool(part.adopt(native))
+        for name, weight in part.named_parameters():
+            rows = (weight.detach() == before[name]).all(-1) if weight.ndim else weight.new_zeros(())
+            # Tables of another kind, such as that of DeBERTa for T5's buckets, are not expected to fit.
+            same_kind = weight.shape[-1:] == native.shape[-1:] and native.ndim - weight.ndim in (0, 1)
+            unfilled = UnfilledTable(int(rows.sum()), rows.numel(), math.prod(native.shape[:-1]), taken)
+            if same_kind and unfilled.random and type(part).adopt is not Part.adopt and unfilled not in self.unfilled:
+                self.unfilled.append(unfilled)
+        return taken
+
+
+def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
+    if len(found) <= 1:
+        return next(iter(found.values()), None)
+    additives = [part for part in found.values() if part is not None]
+    if not additives:
+        return None
+    raise UnsupportedError(
+        "The layers of the schedule add different encodings to the embeddings "
+        f"({', '.join(config.name for config in found)}). An additive scheme acts once, before the first layer, so it "
+        "has to be the same in every layer. Rotations and biases can differ between layers. To remove the additive "
+        "scheme everywhere, pass elsewhere='none'. To keep it, compose it with the scheme of every layer."
+    )
+
+
+def _check_parts(config: SchemeConfig, parts: Any) -> None:
+    """Refuses with a `TypeError` what is not `SchemeParts` with parts of the right types."""
+    owner = f"{type(config).__name__}.build"
+    if not isinstance(parts, SchemeParts):
+        raise TypeError(f"{owner} returned {type(parts).__name__}; expected SchemeParts(...).")
+    for name, kinds in _KINDS.items():
+        part = getattr(parts, name)
+        if part is not None and not isinstance(part, kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
+    if isinstance(parts.logit_bias, DistanceBias):
+        _check_bias(parts.logit_bias)
+
+
+@torch.no_grad()
+def _check_bias(bias: DistanceBias) -> None:
+    """Refuses a bias that does not return `(heads, *distance.shape)`, by three distances. Not on the meta device."""
+    distance = torch.arange(-2, 1)
+    if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
+        return
+    found = tuple(bias(distance).shape)
+    if len(found) != 2 or found[1:] != distance.shape:
+        raise ValueError(
+            f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
+            f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
+        )
+
+
+def _environments(stack: Stack, module: nn.Module) -> Iterator[Environment]:
+    """What limits the parts of a scheme in one attention module."""
+    if stack.architecture.limits is not None:
+        yield stack.architecture.limits
+    if hasattr(module, "kv_lora_rank"):
+        yield refusals.LATENT_ATTENTION
+    if getattr(module, "attn_logit_softcapping", None):
+        yield refusals.CAPPED_LOGITS
+    if _reads_earlier_keys(module):
+        yield refusals.SHARED_KEYS
+
+
+def _reads_earlier_keys(module: nn.Module) -> bool:
+    """Whether a layer reads the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
+    return bool(getattr(module, "is_kv_shared_layer", False))
 
 
 class PositionEncoding(AddedModule):
@@ -64,11 +303,7 @@ class PositionEncoding(AddedModule):
         return self.record.lengths_by_part.get(None)
 
     def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
-        """The parts in use, without duplicates. A part that contains others is listed in their place.
-
-        Args:
-            stacks: names of stacks; all by default.
-        """
+        """The parts in use in some stacks, by default all. One that contains others stands in their place."""
         chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
         found = [part for stack in chosen for part in stack.acting_parts()]
         return list({id(part): part for part in found}.values())
@@ -78,11 +313,7 @@ class PositionEncoding(AddedModule):
         return {need: part for stack in self.stacks.values() for need, part in stack.needs().items()}
 
     def reach(self, stacks: Collection[str] | None = None) -> Reach:
-        """The longest sequence that the scheme can encode, and the length it was made for.
-
-        Args:
-            stacks: names of stacks; all by default.
-        """
+        """The longest sequence that the scheme can encode in some stacks, by default all, and that it was made for."""
         return shortest(part.length_reach for part in self.parts(stacks))
 
     def extra_repr(self) -> str:
@@ -110,23 +341,13 @@ class PositionEncoding(AddedModule):
         key = prefix + MARK
         destination[key] = placed_mark(destination[key], self.__dict__.get("holder", self))
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """Reports weights of another scheme as mismatched keys, which raises an error if loading is strict.
 
         torch does not tell a module whether loading is strict: `strict` is always true here.
         """
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        _, _, missing_keys, unexpected_keys, _ = others
         key, found = prefix + MARK, self.loaded_scheme()
         if key in missing_keys:
             missing_keys.remove(key)
@@ -152,46 +373,10 @@ class PositionEncoding(AddedModule):
         return clone
 
 
-class PartParameters:
-    """Stands in for the method `parameters` of an encoder or another part of a model.
-
-    The base model holds the scheme of all its parts. Code that freezes a part, clips its gradients or gives it to an
-    optimizer asks the part for its parameters, and means those of its scheme too.
-
-    Args:
-        module: the part.
-        schemes: the schemes of the stacks in it.
-    """
-
-    def __init__(self, module: nn.Module, schemes: list[nn.Module]) -> None:
-        self.module = module
-        self.schemes = schemes
-
-    def __call__(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Iterates over the parameters of the part, then over those of its scheme."""
-        yield from type(self.module).parameters(self.module, recurse)
-        for scheme in self.schemes if recurse else ():
-            yield from scheme.parameters()
-
-    @classmethod
-    def place(cls, base: nn.Module, schemes: Mapping[int, nn.Module], journal: Journal) -> None:
-        """Sets an instance on every module between a base model and its stacks.
-
-        Args:
-            base: the module that holds the schemes.
-            schemes: the scheme of each stack that has parameters, by the identity of the stack.
-            journal: records the changes.
-        """
-        for module in base.modules():
-            inside = [schemes[id(one)] for one in module.modules() if id(one) in schemes]
-            if inside and module is not base:
-                journal.set(module, "parameters", cls(module, inside))
-
-
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
     growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
-    return any(GROWING_CACHE.problem(stack.needs()) for stack in growing)
+    return any(stack.problems[refusals.GROWING_CACHE.name] for stack in growing)
 
 
 def parameter_count(module: nn.Module) -> int:
@@ -273,19 +458,12 @@ def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
     return found[0] if found else None
 
 
-def has_patched_layers(model: nn.Module) -> bool:
-    """Whether any attention layer of a model is patched, including layers shared with another model."""
-    placed = [site for encoding in encodings(model) for site in encoding.record.journal.forwards()]
-    shared = [forward_on_instance(module) for module in model.modules()]
-    return any(isinstance(forward, AttentionSite) for forward in (*placed, *shared))
-
-
 def difference(model: PreTrainedModel) -> str:
     """How a model differs from what was placed, or its positions from its config; empty if they agree."""
     entry, found = read_entry(model.config), encodings(model)
     if found:
         return next(filter(None, (encoding.record.agrees(model) for encoding in found)), "")
-    if has_patched_layers(model):
+    if any(map(is_attention_site, model.modules())):
         return (
             "it uses a position encoding that it does not hold itself, because it is a part of a patched model or "
             "shares layers with one. Its files could not be loaded with this encoding. Save or export the model that "
@@ -301,22 +479,14 @@ def difference(model: PreTrainedModel) -> str:
 
 
 def refuse_changed(model: PreTrainedModel) -> None:
-    """Refuses to save or export a model that is not what was placed, or whose positions are not those of its config.
-
-    Raises:
-        UnsupportedError: naming the first difference.
-    """
+    """Refuses to save or export a model that is not what was placed, or whose positions are not those of its config."""
     problem = difference(model)
     if problem:
         raise UnsupportedError(f"This {type(model).__name__} is not saved or exported: {problem}")
 
 
 def named_part(model: PreTrainedModel, part: str | None) -> str:
-    """The name of a part of a model; `None` stands for the one that `patch_model` patches by default.
-
-    Raises:
-        UnknownNameError: if the model has no such part.
-    """
+    """The name of a part of a model; `None` stands for the one that `patch_model` patches by default."""
     return Anatomy(model).part(part)
 
 

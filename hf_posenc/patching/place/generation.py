@@ -1,22 +1,36 @@
-"""Checks at the start of `generate` that refuse calls which would otherwise fail halfway or corrupt the model."""
+"""`generate` and `generate_batch` of a patched model: checks and settings before a call begins.
+
+The checks refuse calls which would otherwise fail halfway or corrupt the model.
+
+Transformers runs `generate_batch` in a thread that logs its errors and returns empty results. All entry points call
+`init_continuous_batching`, which runs in the caller's thread, so the checks are made there.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import transformers
-from transformers import GenerationMixin, PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import ContinuousBatchingConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
+from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cache_notes import cache_argument
-from hf_posenc.patching.call.generation_call import GENERATION, Generation
+from hf_posenc.patching.call.cache import GENERATION, Generation, cache_argument, note_of, set_note
+from hf_posenc.patching.call.logit_site import LayerEncoding
+from hf_posenc.patching.call.scores_attention import ScoresAttention
+from hf_posenc.patching.forwards import WithOverrides
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.refusals import GROWING_CACHE
+from hf_posenc.schemes.refusals import GROWING_CACHE, PAGES, PAGES_IN_GRAPHS, PAGES_OF_FLASH
 
 _DEPTH = "num_hidden_layers"
 _POSITIONAL = ("inputs", "generation_config")
@@ -28,13 +42,7 @@ _COUNTING = (
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The arguments of one call of `generate`.
-
-    Args:
-        model: the patched model.
-        encoding: the encoding in force.
-        arguments: the keyword arguments of the call.
-    """
+    """The arguments of one call of `generate`."""
 
     model: PreTrainedModel
     encoding: PositionEncoding
@@ -56,7 +64,6 @@ class GenerateCall:
 
 #: Raises `UnsupportedError` if the scheme in force does not support a call.
 GenerateCheck = Callable[[GenerateCall], None]
-
 #: Arguments of `generate`, and options of a generation config, that require a cache.
 _NEEDS_CACHE = (
     "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size",
@@ -95,11 +102,7 @@ def refuse_growing_caches(call: GenerateCall) -> None:
 
 
 def refuse_unnoticed_caches(call: GenerateCall) -> None:
-    """Refuses prompt learning by a PEFT that looks for the cache under another name than the model's.
-
-    Raises:
-        UnsupportedError: if PEFT would take every step for the first one.
-    """
+    """Refuses prompt learning by a PEFT that looks for the cache under another name than the model's."""
     prepare: Any = call.model.prepare_inputs_for_generation
     config: Any = getattr(prepare.__self__, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
@@ -162,11 +165,7 @@ class CheckedGenerate(CheckedMethod):
     method = "generate"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the checks, then `generate`.
-
-        Raises:
-            UnsupportedError: if a check refuses the call.
-        """
+        """Runs the checks, then `generate`."""
         if self.in_force:
             call = GenerateCall(self.model, self.encoding, dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
             for check in CHECKS:
@@ -200,3 +199,197 @@ class CheckedGenerate(CheckedMethod):
         # The rows of RoBERTa's table do not begin at 0.
         shifted = any(getattr(forward, "origin", 0) for forward in self.encoding.record.journal.forwards())
         return stock and not shifted and kwargs.get("position_ids") is None
+
+
+#: Attribute of the manager that `generate_batch(persistent_manager=True)` keeps on the model for later calls.
+KEPT_MANAGER = "_cached_continuous_batching_manager"
+_CONFIG = "continuous_batching_config"
+#: A note about a cache: the check that it has passed.
+_CHECKED_FOR = "_hf_posenc_checked_for"
+
+
+class CheckedContinuousBatching(CheckedMethod):
+    """Stands in for `init_continuous_batching`."""
+
+    method = "init_continuous_batching"
+
+    @classmethod
+    def place(cls, encoding: PositionEncoding, model: Any) -> None:
+        """Sets an instance on the model, and removes a kept manager, whose pages hold keys of another scheme."""
+        super().place(encoding, model)
+        if hasattr(model, cls.method):
+            encoding.record.journal.put_aside(model, KEPT_MANAGER)
+            check = PagesCheck(encoding, model)
+            for stack in encoding.stacks.values():
+                stack.runtime.pages = check
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts continuous batching."""
+        if not self.in_force:
+            return self.__wrapped__(*args, **kwargs)
+        layers = _decoder_layers(self.encoding)
+        given = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
+        refuse_pages(self.encoding, self.model)
+        # Without hints, each prompt is checked when it is added.
+        hints = given.get("workload_hints")
+        if longest := 0 if hints is None else hints.max_prompt_length + hints.max_generated_length:
+            self.encoding.reach().check(torch.tensor([longest - 1]))
+        if any(layer.reads_pages for layer in layers):
+            given[_CONFIG] = self._settings(given)
+        manager = self.__wrapped__(**given)
+        width = _needed_width(self.encoding, self.model)
+        if any(width > layer.head_dim for layer in layers) and manager.batch_processor is None:
+            manager._create_batch_processor = WidePages(manager, width)
+        return manager
+
+    def _settings(self, given: dict[str, Any]) -> ContinuousBatchingConfig:
+        """The settings of a call, so that no graph or kernel reads pages itself; refuses those that ask for it."""
+        generation_config = given.get("generation_config") or self.model.generation_config
+        settings = given.get(_CONFIG) or getattr(generation_config, _CONFIG, None) or ContinuousBatchingConfig()
+        for asked in ("use_cuda_graph", "varlen_compile_config", "decode_compile_config", "default_compile_level"):
+            value = getattr(settings, asked, None)
+            if any(value) if isinstance(value, tuple) else value:
+                PAGES_IN_GRAPHS.refuse(self.encoding.needs(), f"{self.encoding.label} ({asked})")
+        settings = copy.copy(settings)
+        settings.use_cuda_graph = False
+        # If the kernel reads pages itself, the scheme has no access to the keys. Flash kernels support only few biases.
+        settings.max_blocks_per_request = 0
+        settings.auto_switch_to_flash = False
+        return settings
+
+
+class PagesCheck:
+    """Checks the pages of a call once, for managers that were created before the scheme was placed."""
+
+    def __init__(self, encoding: PositionEncoding, model: Any) -> None:
+        self.encoding = encoding
+        self.model = model
+
+    def check(self, cache: Any) -> None:
+        """Checks the cache of a call in the manager's thread, which passes errors to the caller of every request."""
+        if note_of(cache, _CHECKED_FOR) is self:
+            return
+        refuse_pages(self.encoding, self.model)
+        layers, needed = _decoder_layers(self.encoding), _needed_width(self.encoding, self.model)
+        found = width_of_pages(cache, min((layer.head_dim for layer in layers), default=0))
+        reads_pages = any(layer.reads_pages for layer in layers)
+        if found is not None and found < needed:
+            problem = f"the keys of this scheme have width {needed}, but its pages have width {found}"
+        elif reads_pages and self.model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            problem = PAGES_IN_GRAPHS.problem(self.encoding.needs())
+        else:
+            set_note(cache, _CHECKED_FOR, self)
+            return
+        raise UnsupportedError(
+            f"Continuous batching cannot run {self.encoding.label} with this manager, which was created before the "
+            f"scheme was placed: {problem}. Create a new one with model.init_continuous_batching()."
+        )
+
+
+def _needed_width(encoding: PositionEncoding, model: Any) -> int:
+    return max((page_width(layer, model.dtype) for layer in _decoder_layers(encoding)), default=0)
+
+
+def refuse_pages(encoding: PositionEncoding, model: Any) -> None:
+    """Refuses a scheme that cannot be computed from paged keys."""
+    for site in encoding.record.journal.forwards():
+        if isinstance(site, ScoresAttention):
+            raise UnsupportedError(
+                f"Continuous batching cannot run {encoding.label}: {type(site.module).__name__} computes its scores "
+                f"itself, without the attention interface that reads paged keys. {PAGES.remedy}"
+            )
+    if is_length_dependent(encoding):
+        PAGES.refuse(encoding.needs(), encoding.label)
+    if "flash" in (model.config._attn_implementation or ""):
+        for layer in _decoder_layers(encoding):
+            PAGES_OF_FLASH.refuse(layer.needs(), encoding.label)
+
+
+def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:
+    return [layer for stack in encoding.stacks.values() for layer in stack.layers]
+
+
+def refuse_running_batches(model: nn.Module) -> None:
+    """Refuses to change the scheme of a model while a thread of continuous batching uses the model.
+
+    A call in progress would run some layers with the old scheme and some with the new one. Even if the manager is
+    paused, its pages still hold keys of the old scheme.
+    """
+    for thread in threading.enumerate():
+        # `_target` is the function that a `threading.Thread` runs. It is deleted when the thread ends.
+        manager = getattr(getattr(thread, "_target", None), "__self__", None)
+        if not isinstance(manager, ContinuousBatchingManager):
+            continue
+        if model in manager.model.modules() or manager.model in model.modules():
+            raise UnsupportedError(
+                f"Continuous batching is running on this {type(model).__name__}, and its pages hold keys of the "
+                "current position encoding, which therefore cannot be changed now. Stop it first "
+                "(manager.stop(block=True)), and call model.init_continuous_batching() again afterwards."
+            )
+
+
+def drop_kept_pages(model: nn.Module) -> None:
+    """Makes a manager that is kept on the model allocate new pages when it is restarted.
+
+    Requests with a common prefix share pages. Without this, a request could reuse keys from before the scheme was
+    changed.
+    """
+    manager: Any = model.__dict__.get(KEPT_MANAGER)
+    if manager is not None:
+        manager.batch_processor = None
+        manager.warmed_up = False
+
+
+def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
+    """The width of the keys of one layer when they are written to a page."""
+    factor = 1 if layer.query_key_map is None else layer.query_key_map.width_factor
+    numbers = layer.feature_heads // (layer.num_cached_heads or layer.num_key_value_heads) * layer.num_features
+    if layer.rotation_before_cache is not None:
+        numbers = 0
+    return layer.head_dim * factor + num_channels(numbers, dtype)
+
+
+def width_of_pages(cache: Any, head_dim: int) -> int | None:
+    """The width of the pages of a cache; `None` if the cache is not of transformers' class."""
+    update = vars(cache).get("update")
+    if isinstance(update, _PaddedUpdate):
+        return update.width
+    return head_dim if isinstance(cache, PagedAttentionCache) else None
+
+
+class WidePages:
+    """Replaces a manager's `_create_batch_processor` to create a cache with wide pages.
+
+    Pages are as wide as the heads in the config. Keys are wider with some maps, and with cached features of a bias.
+    """
+
+    def __init__(self, manager: Any, width: int) -> None:
+        self.manager = manager
+        self.width = width
+
+    def __call__(self) -> Any:
+        """Creates the batch processor, or resets the existing one."""
+        manager, model = self.manager, self.manager.model
+        text_config = WithOverrides(model.config.get_text_config(), head_dim=self.width)
+        # Transformers 5.16 reads the width from the config itself.
+        config = WithOverrides(model.config, get_text_config=lambda *_, **__: text_config, head_dim=self.width)
+        seen = WithOverrides(manager, model=WithOverrides(model, config=config))
+        processor = type(manager)._create_batch_processor(seen)
+        if "update" not in vars(processor.cache):
+            processor.cache.update = _PaddedUpdate(processor.cache, self.width)
+        return processor
+
+
+class _PaddedUpdate:
+    """Replaces a cache's `update`: pads keys and values to the width of a page, and removes the padding afterwards."""
+
+    def __init__(self, cache: Any, width: int) -> None:
+        self.cache = cache
+        self.width = width
+
+    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Calls the cache's `update` with padded keys and values."""
+        widths = key_states.shape[-1], value_states.shape[-1]
+        wide_keys, wide_values = (pad(each, (0, self.width - each.shape[-1])) for each in (key_states, value_states))
+        keys, values = type(self.cache).update(self.cache, wide_keys, wide_values, *args, **kwargs)
+        return keys[..., : widths[0]], values[..., : widths[1]]

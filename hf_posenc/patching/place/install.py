@@ -1,28 +1,42 @@
-"""Placing the parts of one stack at its sites, and the report of what was replaced and placed."""
+"""Placing the parts of a scheme in a model: at the sites of each stack, and in each process of several.
+
+Under tensor parallelism every process holds all parameters of a scheme, so that checkpoints are the same as those of a
+single process. Only the values computed from them are split, by the parts in `patching/call/parallel.py`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.call.module_sites import AddToHiddenStates
-from hf_posenc.patching.call.parallel import refuse_replicas
-from hf_posenc.patching.call.placed_forward import ZeroOutput, unrotated
+from hf_posenc.patching.call.logit_site import LayerEncoding
+from hf_posenc.patching.call.module_sites import AddToHiddenStates, RotaryModuleSite
+from hf_posenc.patching.call.parallel import HeadShard, refuse_replicas, split_part
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.call.view import WithoutTable
-from hf_posenc.patching.place.journal import Journal
-from hf_posenc.patching.place.record import SchemeRecord
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, unrotated
+from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
+from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import StackRecord
+from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass
@@ -94,19 +108,7 @@ class PatchReport:
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
-    """Disables the native mechanisms of a stack and installs the parts of the scheme in their place.
-
-    Args:
-        stack: the stack.
-        encoding: the parts of the scheme.
-        record: records every change.
-
-    Returns:
-        What was replaced and placed.
-
-    Raises:
-        UnsupportedError: if an additive scheme cannot be placed.
-    """
+    """Installs a scheme in place of the native mechanisms of a stack; returns what was replaced and placed."""
     architecture, journal = stack.architecture, record.journal
     encoding.runtime.slots.measure(stack.module)
     report = StackReport(stack.name, stack.part, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
@@ -186,3 +188,183 @@ def _install_attention(
     for name in ("query_key_map", "logit_bias", "logit_scale"):
         if getattr(layer, name) is not None:
             report.placed.append(f"{name}: {attention.path}")
+
+
+class PartParameters:
+    """Stands in for the method `parameters` of an encoder or another part of a model.
+
+    The base model holds the scheme of all its parts. Code that freezes a part, clips its gradients or gives it to an
+    optimizer asks the part for its parameters, and means those of its scheme too.
+    """
+
+    def __init__(self, module: nn.Module, schemes: list[nn.Module]) -> None:
+        self.module = module
+        self.schemes = schemes
+
+    def __call__(self, recurse: bool = True) -> Iterator[Parameter]:
+        """Iterates over the parameters of the part, then over those of its scheme."""
+        yield from type(self.module).parameters(self.module, recurse)
+        for scheme in self.schemes if recurse else ():
+            yield from scheme.parameters()
+
+    @classmethod
+    def place(cls, base: nn.Module, schemes: Mapping[int, nn.Module], journal: Journal) -> None:
+        """Sets an instance on every module between a base model and its stacks.
+
+        Args:
+            base: the module that holds the schemes.
+            schemes: the scheme of each stack that has parameters, by the identity of the stack.
+            journal: records the changes.
+        """
+        for module in base.modules():
+            inside = [schemes[id(one)] for one in module.modules() if id(one) in schemes]
+            if inside and module is not base:
+                journal.set(module, "parameters", cls(module, inside))
+
+
+#: Styles of a plan with which every process has all heads of a projection.
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+#: Styles of a plan with which a module sees only some of the tokens.
+_SEQUENCE = ("sequence_parallel",)
+
+
+def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
+    """Restricts the patched attention layers of a model to the heads that this process computes.
+
+    Args:
+        encoding: the encoding in force.
+        model: a model loaded by transformers, with or without a plan for tensor parallelism.
+
+    Raises:
+        UnsupportedError: on every process, if the heads of a process are unknown, or tokens are split as well.
+    """
+    mesh = _mesh(model)
+    if mesh is None:
+        return
+    plan = getattr(model, "tp_plan", None) or {}
+    paths = {id(module): path for path, module in model.named_modules()}
+    placed = [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
+    sites = [site for site in placed if site.encoding.shard is None]
+    _refuse_split_sequences(plan, encoding)
+    known: dict[int, Part] = {}
+    for site in sites:
+        shard = _shard(site, paths[id(site.module)], plan, mesh)
+        if shard is not None:
+            site.encoding = _split(site.encoding, shard, known)
+    _broadcast_parameters(encoding, mesh)
+
+
+def _mesh(model: nn.Module) -> Any:
+    """The processes that share the heads of a layer; `None` without tensor parallelism."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is not None:
+        return manager.get_mesh("tp")
+    mesh: Any = model._device_mesh
+    return mesh if mesh.ndim == 1 else mesh["tp"]
+
+
+@torch.no_grad()
+def _broadcast_parameters(encoding: PositionEncoding, mesh: Any) -> None:
+    """Copies the parameters of the first process to all others, because each has initialised its own."""
+    group = mesh.get_group()
+    for parameter in encoding.parameters():
+        if parameter.device.type != "meta" and not hasattr(parameter, "device_mesh"):
+            torch.distributed.broadcast(parameter.data, group_src=0, group=group)
+
+
+def _refuse_split_sequences(plan: dict[str, str], encoding: PositionEncoding) -> None:
+    rules = [name for name, style in plan.items() if style in _SEQUENCE]
+    if rules:
+        raise UnsupportedError(
+            f"The tensor-parallel plan of this model splits sequences between processes ({rules[0]!r}: "
+            f"{plan[rules[0]]!r}), so a layer sees only some of the tokens and their positions are unknown. "
+            f"{encoding.config.name!r} needs all tokens: remove the sequence-parallel rules from the plan."
+        )
+
+
+def _shard(site: AttentionSite, path: str, plan: dict[str, str], mesh: Any) -> HeadShard | None:
+    """The heads of one module in this process, if they divide by the number of processes; `None` if it has all."""
+    styles = {
+        name: plan.get(re.sub(r"\d+", "*", f"{path}.{name}"), "")
+        for name, child in site.module.named_modules()
+        if "_is_hooked" in child.__dict__ and name
+    }
+    split = [name for name, style in styles.items() if "colwise" in style and style not in _GATHERED]
+    if not split:
+        return None
+    heads, key_heads = site.encoding.num_heads, site.encoding.num_key_value_heads
+    keys = [name for name, child in site.module.named_children() if name[0] == "k" and hasattr(child, "in_features")]
+    shared_keys = bool(keys) and not set(keys) & set(split)
+    kind = type(site.module).__name__
+    if shared_keys and key_heads > 1:
+        raise UnsupportedError(
+            f"The tensor-parallel plan splits the queries of {kind} across {mesh.size()} processes and keeps all "
+            f"{key_heads} key heads in each of them, so it is unknown which key head a query head reads. Split "
+            f"{keys[0]!r} and the values as well (style 'colwise')."
+        )
+    for count, what in ((heads, "query"), (mesh.size() if shared_keys else key_heads, "key")):
+        if count % mesh.size():
+            raise UnsupportedError(
+                f"{kind} has {count} {what} {'head' if count == 1 else 'heads'}, which {mesh.size()} processes cannot "
+                "share evenly under this tensor-parallel plan. Use a number of processes that divides them."
+            )
+    return HeadShard(mesh, shared_keys)
+
+
+def _split(encoding: LayerEncoding, shard: HeadShard, known: dict[int, Part]) -> LayerEncoding:
+    """The layer restricted to the heads of this process. Parts that layers share remain shared."""
+
+    def own(part: Any) -> Any:
+        if part is None:
+            return None
+        if id(part) not in known:
+            known[id(part)] = split_part(part, shard)
+        return known[id(part)]
+
+    return dataclasses.replace(
+        encoding,
+        query_key_map=own(encoding.query_key_map),
+        logit_bias=own(encoding.logit_bias),
+        logit_scale=own(encoding.logit_scale),
+        num_heads=encoding.num_heads // shard.size,
+        shard=shard,
+        num_key_value_heads=1 if shard.shared_keys else encoding.num_key_value_heads // shard.size,
+        num_cached_heads=None,
+    )
+
+
+_FSDP = "torch.distributed.fsdp"
+
+
+def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_native: bool) -> None:
+    """Gives the adaption prompts of a patched model, which have no positions, the phases of its queries.
+
+    Raises:
+        UnsupportedError: if the scheme rotates queries in another way than the stock model.
+    """
+    sites = [site for site in encoding.record.journal.forwards() if isinstance(site, RotaryModuleSite)]
+    if sites and not is_native:
+        ADAPTION_PROMPTS.refuse(encoding.needs(), encoding.label)
+    for site in sites:
+        site.neutral, site.unused = not is_native, site.unused and not is_native
+
+
+def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None:
+    """Refuses to add parameters to a model that `fully_shard` has sharded.
+
+    FSDP2 manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
+    each process would initialise its own and train them on its part of the batch only.
+    """
+    if not _is_sharded(model) or all(hasattr(weight, "device_mesh") for weight in encoding.parameters()):
+        return
+    SHARDED_WEIGHTS.refuse(encoding.needs(), encoding.label)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    if _FSDP not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())

@@ -13,7 +13,7 @@ import math
 import operator
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,15 +21,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
-from hf_posenc.patching.anatomy.forward_code import leads_to, registered_function
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
-from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
-from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
+from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
-from hf_posenc.patching.place.journal import Journal, remove_hook
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import StackEncoding
+    from hf_posenc.patching.place.record import Journal
 
 #: The field of a config that names its attention function.
 _BACKEND = "_attn_implementation_internal"
@@ -88,11 +89,7 @@ class StackRecord:
         self._reset()
 
     def check(self) -> None:
-        """Refuses a call of a stack that is not what was placed.
-
-        Raises:
-            UnsupportedError: naming the first difference.
-        """
+        """Refuses a call of a stack that is not what was placed."""
         if not torch.compiler.is_compiling() and self._is_unchanged():
             return
         problem = answer_of(self.number, "problem")
@@ -101,11 +98,7 @@ class StackRecord:
             raise UnsupportedError(problem)
 
     def refuse_unattended(self) -> None:
-        """Refuses a call in which a patched attention module did not run, in training after many: layers are dropped.
-
-        Raises:
-            UnsupportedError: naming the first such module.
-        """
+        """Refuses a call in which a patched attention module did not run; in training only after many."""
         compiling = torch.compiler.is_compiling()
         if self.stack.training and (compiling or self._missed < _MISSED_IN_TRAINING):
             self._missed += not compiling
@@ -258,12 +251,7 @@ class StackRecord:
 
     @torch.no_grad()
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
-        """Copies the parameters of the layers that are still in a stack into new parts of the same scheme.
-
-        Args:
-            encoding: the new parts.
-            stack: the stack as it is found now.
-        """
+        """Copies the parameters of the layers that are still in a stack into new parts of the same scheme."""
         # From the forwards, because a copy of a layer shares the parts of the original.
         before = {id(module): forward_on_instance(module).encoding for module in self._attentions_in_use()}
         pairs: list[tuple[Any, Any]] = [(self.encoding.additive, encoding.additive)]
@@ -305,19 +293,19 @@ class StackRecord:
             return False
         inside = {id(module) for module in layer.modules()}
         found = [id(module) in inside for module in self._attentions_in_use()]
-        return sorted(found, reverse=True) == found and sum(found) <= sum(map(_is_attention_site, layer.modules()))
+        return sorted(found, reverse=True) == found and sum(found) <= sum(map(is_attention_site, layer.modules()))
 
     def _attentions_in_use(self) -> list[nn.Module]:
         """The patched attention modules in the order of the layers, with repetitions."""
         places = self.stack.named_modules(remove_duplicate=False)
-        found = [(natural_order(path), module) for path, module in places if _is_attention_site(module)]
+        found = [(natural_order(path), module) for path, module in places if is_attention_site(module)]
         return [module for _, module in sorted(found, key=operator.itemgetter(0))]
 
     def _attentions_to_run(self) -> tuple[int, ...]:
         """The ids of those of the layers that the config counts: a model that exits early counts fewer than it has."""
         found, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
-        return tuple(id(module) for module in (found[:depth] if fewer else found) if _is_attention_site(module))
+        return tuple(id(module) for module in (found[:depth] if fewer else found) if is_attention_site(module))
 
     def _is_unchanged(self) -> bool:
         # Loops, because `all` with a generator takes twice as long.
@@ -351,10 +339,6 @@ class StacksInside:
     """A forward pre-hook of a patched model that refuses a call if one of its stacks was exchanged.
 
     The stacks are searched again only if another module is on the way to one of them, such as a wrapper around it.
-
-    Args:
-        model: the model.
-        stacks: its patched stacks.
     """
 
     def __init__(self, model: nn.Module, stacks: list[nn.Module]) -> None:
@@ -383,11 +367,7 @@ class StacksInside:
         return f"This {type(self.model).__name__} is not as it was patched: {lost}" if lost else ""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before each forward.
-
-        Raises:
-            UnsupportedError: naming the stack.
-        """
+        """Called before each forward."""
         if self.way:
             for parent, name, child in self.way:
                 if parent._modules.get(name) is not child:
@@ -415,11 +395,13 @@ def _way_to(wanted: list[nn.Module], model: nn.Module) -> Iterator[tuple[nn.Modu
     """The children, each after its parent and name, on the way from a model to modules inside it."""
     ids = {*map(id, wanted)}
     for path in [path for path, module in model.named_modules() if path and id(module) in ids]:
-        parent = model
-        for name in path.split("."):
-            child: Any = parent._modules[name]
-            yield parent, name, child
-            parent = child
+        yield from _along(path, model)
+
+
+def _along(path: str, module: Any) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for name in path.split("."):
+        yield module, name, module._modules[name]
+        module = module._modules[name]
 
 
 #: The attributes of a `LayerEncoding` that hold parts.
@@ -460,16 +442,12 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
 
 def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     """A stack, and the modules on the way from it to those at some paths."""
-    found = {id(stack): stack}
-    for path in paths:
-        module: Any = stack
-        for name in path.split(".")[:-1]:
-            module = module._modules[name]
-            found[id(module)] = module
-    return list(found.values())
+    above = (parent for path in paths for parent, _, _ in _along(path, stack))
+    return list({id(module): module for module in (stack, *above)}.values())
 
 
-def _is_attention_site(module: nn.Module) -> bool:
+def is_attention_site(module: nn.Module) -> bool:
+    """Whether a module is a patched attention layer, of this model or of one that shares it."""
     return isinstance(forward_on_instance(module), AttentionSite)
 
 

@@ -15,21 +15,16 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.fingerprint import samples
+from hf_posenc.patching.anatomy.anatomy import Anatomy, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
-from hf_posenc.patching.call.cache_scheme import refuse_in_stock
-from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
-from hf_posenc.patching.call.recomputation import unwrap_checkpointing
-from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry, remember
-from hf_posenc.patching.place.continuous_batching import (
-    CheckedContinuousBatching,
-    drop_kept_pages,
-    refuse_running_batches,
-)
+from hf_posenc.patching.anatomy.weights import samples
+from hf_posenc.patching.call.cache_checks import refuse_in_stock
+from hf_posenc.patching.call.runtime import unwrap_checkpointing
+from hf_posenc.patching.forwards import refuse_foreign_forward
+from hf_posenc.patching.place.config_entry import NATIVE_FIELDS, attach_entry, detach_entry, mark_names, remember
 from hf_posenc.patching.place.encoding import (
-    PartParameters,
     PositionEncoding,
+    StackEncoding,
     build_encoding,
     current_encoding,
     encodings,
@@ -37,15 +32,22 @@ from hf_posenc.patching.place.encoding import (
     parameter_count,
     parts_named,
 )
-from hf_posenc.patching.place.generation import CheckedGenerate
-from hf_posenc.patching.place.head_shards import split_heads
-from hf_posenc.patching.place.install import PatchReport, StackReport, install_stack
-from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.generation import (
+    CheckedContinuousBatching,
+    CheckedGenerate,
+    drop_kept_pages,
+    refuse_running_batches,
+)
+from hf_posenc.patching.place.install import (
+    PartParameters,
+    PatchReport,
+    StackReport,
+    install_stack,
+    refuse_late_parameters,
+    split_heads,
+)
 from hf_posenc.patching.place.lengths import initialize_lengths
-from hf_posenc.patching.place.model_checks import refuse_late_parameters, refuse_remote_code, unwrapped
-from hf_posenc.patching.place.record import OwnConfig
-from hf_posenc.patching.place.scheme_name import mark_names
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.record import Journal, OwnConfig
 from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
@@ -87,21 +89,14 @@ class Transaction:
         return self._anatomies[id(placed)][1]
 
     def verified_stacks(self, part: str) -> list[Stack]:
-        """The stacks of a part, of which short runs have shown that discovery was right. Patched ones are not run.
-
-        Raises:
-            UnsupportedError: if discovery was wrong.
-        """
+        """The stacks of a part, of which short runs have shown that discovery was right. Patched ones are not run."""
         if self.encoding is None:
             self.anatomy.verify(part, self)
         return self.anatomy.stacks([part])
 
     @ordinary_context()
     def plan(
-        self,
-        config: SchemeConfig,
-        stacks: list[Stack] | None = None,
-        kept: Mapping[str, StackEncoding] | None = None,
+        self, config: SchemeConfig, stacks: list[Stack] | None = None, kept: Mapping[str, StackEncoding] | None = None
     ) -> PositionEncoding:
         """Builds the parts of a scheme, on the devices of their layers. The model is not changed.
 
@@ -197,11 +192,7 @@ class Transaction:
 
     @contextmanager
     def with_scheme(self, config: SchemeConfig, stacks: list[Stack]) -> Iterator[PositionEncoding]:
-        """Context manager in which some stacks of a stock model compute a scheme, and nothing else is changed.
-
-        Raises:
-            UnsupportedError: if the scheme cannot be placed.
-        """
+        """Context manager in which some stacks of a stock model compute a scheme, and nothing else is changed."""
         self.refuse_running()
         encoding = self.plan_alone(config, stacks)
         self._refuse_foreign_forwards(encoding)
@@ -244,11 +235,7 @@ class Transaction:
             yield self.model
 
     def refuse_running(self) -> None:
-        """Refuses to change the encoding while a call or continuous batching runs on the model.
-
-        Raises:
-            UnsupportedError: in that case.
-        """
+        """Refuses to change the encoding while a call or continuous batching runs on the model."""
         refuse_running_batches(self.model)
         for encoding in encodings(self.model):
             if any(stack.runtime.states.in_progress for stack in encoding.stacks.values()):

@@ -18,7 +18,7 @@ import torch
 from benchmarks.errors import BenchmarkError
 from tests.kits.gpu.rows import CRASHED, OK, REFUSED, Row
 from tests.kits.gpu.worker import OutOfTimeError, Part
-from training.data.tokens import TokenStream
+from training.data.text import TokenStream
 from training.errors import SettingsError
 from training.study.cells import DIVERGED, FINISHED, UNSUPPORTED, study_cells
 from training.study.corpus import Corpus, study_tokenizer

@@ -10,6 +10,7 @@ from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from hf_posenc import extend_context, native_scheme, patch_model, unpatch_model
 from hf_posenc.errors import SequenceLengthError, UnknownNameError, UnsupportedError
+from tests.thinning import in_turn
 
 from .whisper import WHISPER, normal, output, stir
 
@@ -48,8 +49,7 @@ def test_a_loaded_table_is_still_a_formula(whisper: WhisperForConditionalGenerat
     assert native_scheme(loaded, part="audio").name == "learned"
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "rope", "sinusoidal", "native"])
-@pytest.mark.parametrize("frames", [10, 60])
+@pytest.mark.parametrize(("scheme", "frames"), in_turn(["alibi", "rope", "sinusoidal", "native"], [10, 60]))
 def test_any_number_of_frames(whisper: WhisperForConditionalGeneration, scheme: str, frames: int) -> None:
     with pytest.raises(ValueError, match="mel input features"):
         logits(whisper, frames)

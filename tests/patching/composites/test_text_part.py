@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc import MRopeConfig, UnknownNameError, native_scheme, patch_model
+from hf_posenc import MRopeConfig, native_scheme, patch_model
+from tests.thinning import in_turn
 
 from .models import COMPOSITES, MULTIMODAL_ROPE, Composite
 
@@ -61,11 +62,6 @@ def _stir(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.3)
 
 
-def test_a_part_that_does_not_exist_is_refused_with_the_parts_there_are() -> None:
-    with pytest.raises(UnknownNameError, match=r"Unknown part 'txt'.*Known: text, vision"):
-        patch_model(COMPOSITES["llava"].model(), "alibi", part="txt")
-
-
 @pytest.mark.parametrize("name", MULTIMODAL_ROPE)
 def test_mrope_starts_from_the_native_one(name: str) -> None:
     composite = COMPOSITES[name]
@@ -108,8 +104,7 @@ def test_without_positions_the_coordinates_of_an_image_have_no_effect(name: str)
     assert float((logits(composite, native, **prompt, position_ids=others) - expected).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("scheme", ["native", "alibi", "sinusoidal"])
-@pytest.mark.parametrize("name", MULTIMODAL_ROPE)
+@pytest.mark.parametrize(("scheme", "name"), in_turn(["native", "alibi", "sinusoidal"], MULTIMODAL_ROPE))
 def test_packed_documents_with_images_are_separate(name: str, scheme: str) -> None:
     composite = COMPOSITES[name]
     model = patch_model(composite.model(), scheme)

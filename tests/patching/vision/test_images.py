@@ -23,6 +23,7 @@ from hf_posenc import (
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.thinning import in_turn
 
 from .models import image, packed, vit
 
@@ -34,6 +35,7 @@ GRID_SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("alibi", {"axes": 2}),
     ("sinusoidal", {"axes": 2}),
 ]
+QWEN = ("image-text-qwen2_vl", "image-text-qwen2_5_vl", "image-text-qwen3_vl")
 every_grid_scheme = pytest.mark.parametrize(("scheme", "options"), GRID_SCHEMES, ids=str)
 
 
@@ -207,10 +209,10 @@ def test_the_vision_tower_of_llama4_has_a_table_and_a_complex_rotation() -> None
 # Places
 
 
-@every_grid_scheme
-@pytest.mark.parametrize("name", ["image-text-qwen2_vl", "image-text-qwen2_5_vl", "image-text-qwen3_vl"])
+@pytest.mark.parametrize(("name", "chosen"), in_turn(QWEN, GRID_SCHEMES), ids=str)
 @torch.no_grad()
-def test_images_packed_in_a_row_do_not_know_of_each_other(name: str, scheme: str, options: dict[str, Any]) -> None:
+def test_images_packed_in_a_row_do_not_know_of_each_other(name: str, chosen: tuple[str, dict[str, Any]]) -> None:
+    scheme, options = chosen
     tower = patch_model(built(name), scheme, part="vision", **options).model.visual
     inputs = packed([1, 4, 6], [1, 6, 4])
     together = hidden(tower, **inputs)
@@ -268,8 +270,7 @@ def test_the_order_in_which_a_model_keeps_its_patches_does_not_matter(scheme: st
 FIXED_TABLES = ["vit", "clip_vision_model", "siglip_vision_model", "deit", "vit_mae", "yolos", "ijepa"]
 
 
-@pytest.mark.parametrize("scheme", ["none", "rope_nd", "sinusoidal"])
-@pytest.mark.parametrize("name", FIXED_TABLES)
+@pytest.mark.parametrize(("name", "scheme"), in_turn(FIXED_TABLES, ["none", "rope_nd", "sinusoidal"]))
 @pytest.mark.filterwarnings("ignore:The order of tokens is read")
 @torch.no_grad()
 def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: str) -> None:

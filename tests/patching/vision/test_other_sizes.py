@@ -13,6 +13,7 @@ from hf_posenc import patch_model
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.thinning import in_turn
 
 #: Architectures that compare sizes, resize their table in ways of their own, or do not resize it at all.
 PICTURES = [
@@ -38,8 +39,7 @@ def pictures(model: Any, rows: int, columns: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("scheme", ["none", "sinusoidal"])
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize(("name", "scheme"), in_turn(PICTURES, ["none", "sinusoidal"]))
 @torch.no_grad()
 def test_pictures_that_are_twice_as_high(name: str, scheme: str) -> None:
     model = tiny_model(pair_named(name)).eval()

@@ -14,6 +14,7 @@ from hf_posenc.patching.anatomy.short_runs import embedded, run_briefly
 from hf_posenc.patching.place.transaction import Transaction
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.thinning import in_turn
 
 SIZES = [(4, 4), (3, 5), (6, 2), (1, 7)]
 
@@ -69,8 +70,7 @@ def test_the_native_scheme_is_the_stock_model_for_images_in_a_row() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("merges", [False, True])
-@pytest.mark.parametrize("scheme", ["none", "rope_nd", "rope", "learned", "alibi"])
+@pytest.mark.parametrize(("scheme", "merges"), in_turn(["rope_nd", "none", "learned", "rope", "alibi"], [False, True]))
 def test_images_packed_in_a_row_are_read_as_alone(scheme: str, merges: bool) -> None:
     """MiniCPM merges patches two by two after a layer, so the layers behind it have a coarser grid."""
     options = {"insert_layer_id": 0, "window_kernel_size": [2, 2]} if merges else {}

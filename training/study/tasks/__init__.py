@@ -24,11 +24,7 @@ TASKS: dict[str, type[StudyTask]] = {
 
 
 def study_task(name: str, settings: TrainingSettings, pretrained: bool = False) -> StudyTask:
-    """A task by its name. Synthetic ones of an encoder-decoder are of another kind.
-
-    Raises:
-        UnknownNameError: for an unknown name.
-    """
+    """A task by its name. Synthetic ones of an encoder-decoder are of another kind."""
     if name not in TASKS:
         raise UnknownNameError("task", name, TASKS)
     kind = TASKS[name]

@@ -22,7 +22,7 @@ from hf_posenc.metrics.generalization import (
 from hf_posenc.metrics.generalization.examples import encode_example, end_token, padding_token, tokens_of_row
 from training.objectives import IGNORED
 from training.study.settings import TrainingSettings
-from training.study.tasks.task import OF_IMAGES, CellData, StudyTask, rounded
+from training.study.tasks.task import CellData, StudyTask, rounded
 from training.swapping import SAMPLE_ROWS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class AlgorithmTask(StudyTask):
     loader = AutoModelForCausalLM
     causal = True
     figures = "exact_match"
-    unused = ("train_length", *OF_IMAGES)
+    unused = ("train_length", *StudyTask.unused)
 
     @property
     def synthetic(self) -> SyntheticTask:
@@ -45,19 +45,15 @@ class AlgorithmTask(StudyTask):
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths it is evaluated at."""
         return self.settings.test_lengths or list(self.synthetic.test_lengths)
 
     def train_lengths(self, settings: TrainingSettings) -> list[int]:
-        """The lengths trained on."""
         return settings.train_lengths or list(self.synthetic.train_lengths)
 
     def identity(self, cell: Cell, digests: dict[str, str]) -> dict[str, Any]:
-        """The seed of the questions."""
-        return {"question seed": cell.question_seed}
+        return {"question seed": _question_seed(cell)}
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
-        """Examples drawn for each step, and a few held out of every trained length."""
         task, settings, lengths = self.synthetic, cell.settings, self.train_lengths(self.settings)
         longest = max(task.character_count(length) for length in {*lengths, *cell.train_lengths, *self.lengths})
         size = max(settings.max_steps, 1) * settings.batch_size
@@ -84,8 +80,7 @@ class AlgorithmTask(StudyTask):
     def read(
         self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
     ) -> dict[str, Any]:
-        """Shares of right answers by length."""
-        samples, seed = self.settings.test_samples, cell.question_seed
+        samples, seed = self.settings.test_samples, _question_seed(cell)
         rows = exact_match(model, tokenizer, self.synthetic, self.lengths, samples=samples, seed=seed).rows
         tokens = {"token_accuracy": rounded([row.token_accuracy for row in rows])} if whole else {}
         return {"lengths": self.lengths, "accuracy": rounded([row.exact_match for row in rows])} | tokens
@@ -103,10 +98,13 @@ class EncoderDecoderTask(AlgorithmTask):
         return EncoderDecoderCollator(end_token(tokenizer), padding_token(tokenizer))
 
     def sample(self, data: CellData, length: int) -> Tensor:
-        """Rows that a start is fitted on."""
         return data.collate([data.train[index] for index in range(SAMPLE_ROWS)])["input_ids"]
 
     def try_out(self, model: Any, data: CellData) -> None:
-        """Runs the model on as many positions as are evaluated."""
         tokens = torch.zeros(1, data.positions, dtype=torch.int64, device=model.device)
         model(input_ids=tokens, decoder_input_ids=tokens)
+
+
+def _question_seed(cell: Cell) -> int:
+    """Other questions for every seed, and never those of the validation (0)."""
+    return cell.seed + 1

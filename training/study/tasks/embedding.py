@@ -14,7 +14,7 @@ from hf_posenc import SequenceLengthError
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.metrics.language_modeling.token_losses import Frame
 from hf_posenc.recipes import hidden_state_loss, mean_pooled
-from training.data.tokens import TokenStream
+from training.data.text import TokenStream
 from training.errors import SettingsError
 from training.study.corpus import Corpus
 from training.study.settings import StudySettings, SwapArguments
@@ -35,18 +35,15 @@ class EmbeddingTask(TextTask):
     has_teacher = True
 
     def check(self, study: StudySettings) -> None:
-        """Raises `SettingsError` for new weights, which have no embeddings to keep, and for short texts."""
         if not self.pretrained:
             raise SettingsError(f"The task {self.name!r} keeps what a trained encoder says: give --model_name_or_path.")
         super().check(study)
 
     def refusal(self, swap: SwapArguments) -> str | None:
-        """Why its trainings cannot take these options of a swap."""
         refused = swap.lora or swap.distill
         return f"the task {self.name!r} always has a teacher, and takes no lora." if refused else None
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
-        """Batches of texts whose lengths take turns."""
         settings, lengths = cell.settings, cell.train_lengths
         train, validation = (Texts(stream, tokenizer) for stream in Corpus.open_streams(cell.study_folder / "data"))
         tokens = settings.batch_size * settings.train_length
@@ -58,19 +55,16 @@ class EmbeddingTask(TextTask):
         )
 
     def sample(self, data: CellData, length: int) -> Tensor:
-        """Rows that a start is fitted on, `(rows, length)`."""
         rows: Tensor = data.train.texts.rows(SAMPLE_ROWS, length)
         return rows
 
     def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
-        """The trainer of a cell."""
         windows = self.settings.eval_windows
         return TeacherTrainer(**options, teacher=data.teacher, lengths=self.lengths, windows=windows)
 
     def read(
         self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
     ) -> dict[str, Any]:
-        """Cosines to the embeddings of the teacher by length."""
         similarities = data.teacher.similarities(model, self.lengths, self.settings.eval_windows)
         return {"lengths": self.lengths, "similarity": rounded(similarities)}
 

@@ -32,19 +32,16 @@ class ImagesTask(StudyTask):
     kind = "image_classification"
     loader = AutoModelForImageClassification
     figures = "by_resolution"
-    unused = OF_SEQUENCES
+    unused = ("mlm_probability", *OF_SEQUENCES)
 
     @property
     def lengths(self) -> list[int]:
-        """The resolutions it is evaluated at."""
         return self.settings.test_resolutions or [self.settings.train_resolution]
 
     def train_lengths(self, settings: TrainingSettings) -> list[int]:
-        """The resolution trained on."""
         return [settings.train_resolution]
 
     def check(self, study: StudySettings) -> None:
-        """Raises `SettingsError` for a pretrained model, or pictures that are no whole number of patches."""
         if self.pretrained:
             raise SettingsError(
                 f"The task {self.name!r} trains new weights. To train a pretrained classifier use "
@@ -58,15 +55,12 @@ class ImagesTask(StudyTask):
                 )
 
     def refusal(self, swap: SwapArguments) -> str | None:
-        """Why its trainings cannot take these options of a swap."""
         return f"the task {self.name!r} takes no swap options." if swap.given() else None
 
     def identity(self, cell: Cell, digests: dict[str, str]) -> dict[str, Any]:
-        """The pictures."""
         return {"pictures digest": digests.get("pictures")}
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
-        """The same pictures for every scheme."""
         train, validation, test = study_pictures(cell.study)
         settings, augmentation = cell.settings, Augmentation(cell.settings.random_crop, seed=cell.seed)
         return CellData(
@@ -80,18 +74,15 @@ class ImagesTask(StudyTask):
     def new_model(
         self, settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, positions: int, classes: int = 1
     ) -> Any:
-        """An image classifier with new weights."""
         return new_image_model(self, settings, classes)
 
     def try_out(self, model: Any, data: CellData) -> None:
-        """Runs the model on a picture."""
         batch = data.collate([data.train[0]])
         model(**{name: value for name, value in batch.items() if name != "labels"})
 
     def read(
         self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
     ) -> dict[str, Any]:
-        """Shares of pictures that are classified right, and losses, by resolution."""
         assert data.pictures is not None
         rows = accuracy_by_resolution(model, data.pictures, self.lengths)
         return {
@@ -102,26 +93,19 @@ class ImagesTask(StudyTask):
         }
 
     def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Distance between the two dogs of one picture, at the trained resolution, layer by layer."""
         grid = cell.settings.train_resolution // cell.settings.patch_size
         # In two corners, so that small grids have room for both.
         return dog_figures(lambda: picture_dog_test(model, grid=grid, first=(0, 0), second=(0, grid - SIDE)))[0]
 
     def processor(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """What prepares pictures as training does."""
         return image_processor(cell.settings.train_resolution, Normalization(), _CHANNELS)
 
     def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The pictures."""
         return {"pictures": pictures_summary(study)}
 
 
 def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
-    """The pictures to train on, those of the curves, and those that the accuracy by resolution is measured on.
-
-    Raises:
-        SettingsError: if they cannot be loaded, or are too few.
-    """
+    """The pictures to train on, those of the curves, and those that the accuracy by resolution is measured on."""
     try:
         pictures = load_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
     except UsageError as error:

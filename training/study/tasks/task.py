@@ -85,7 +85,7 @@ class StudyTask:
     figures: ClassVar[str] = "by_length"
     reads_text: ClassVar[bool] = False
     has_teacher: ClassVar[bool] = False
-    unused: ClassVar[tuple[str, ...]] = OF_IMAGES
+    unused: ClassVar[tuple[str, ...]] = ("mlm_probability", *OF_IMAGES)
 
     @property
     def lengths(self) -> list[int]:
@@ -108,11 +108,7 @@ class StudyTask:
         return {}
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
-        """The data of a cell.
-
-        Raises:
-            SettingsError: for text that does not fill one row.
-        """
+        """The data of a cell."""
         raise NotImplementedError
 
     def new_model(
@@ -131,29 +127,14 @@ class StudyTask:
         model(input_ids=tokens)
 
     def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
-        """The trainer of a cell.
-
-        Args:
-            options: what it takes in any task.
-            swap: how the scheme takes over from the old one.
-            teacher: the model before the swap, or `None`.
-            data: of the cell.
-        """
+        """The trainer of a cell."""
         hooks = swap.loss_hooks(options["model"], teacher, self.causal)
         return SchemeTrainer(**options, causal=self.causal, loss_hooks=hooks)
 
     def read(
         self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
     ) -> dict[str, Any]:
-        """The figures of a model by length or resolution, JSON-ready.
-
-        Args:
-            cell: which one.
-            model: what is read.
-            data: of the cell.
-            tokenizer: of the model.
-            whole: everything, rather than the one figure that models are compared by.
-        """
+        """The figures of a model by length or resolution, JSON-ready."""
         raise NotImplementedError
 
     def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

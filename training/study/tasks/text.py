@@ -19,8 +19,7 @@ from transformers import (
 from hf_posenc.metrics.language_modeling import loss_by_length
 from hf_posenc.metrics.language_modeling.token_losses import causal_targets
 from training.data.blocking import Batches
-from training.data.masking import RowMasking
-from training.data.packing import CONCATENATE, PackedRows
+from training.data.text import CONCATENATE, PackedRows, RowMasking
 from training.errors import SettingsError
 from training.study.corpus import Corpus, unigram_cross_entropy
 from training.study.settings import StudySettings, TrainingSettings
@@ -42,15 +41,12 @@ class TextTask(StudyTask):
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths it is evaluated at."""
         return self.settings.lengths
 
     def train_lengths(self, settings: TrainingSettings) -> list[int]:
-        """The lengths trained on."""
         return settings.train_lengths or [settings.train_length]
 
     def check(self, study: StudySettings) -> None:
-        """Raises `SettingsError` for texts that are too short to be read."""
         if min(self.lengths) < _SHORTEST and (self.settings.test_lengths or self.pretrained):
             raise SettingsError(f"Task {self.name!r}: evaluated lengths of text are at least {_SHORTEST} tokens.")
 
@@ -59,21 +55,19 @@ class LanguageTask(TextTask):
     """Predicting tokens of the text."""
 
     kind = "language_modeling"
-    unused = ("train_lengths", *OF_IMAGES)
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
-        """Windows of text; for pretrained models, the rows of `run_clm.py` and `run_mlm.py`."""
         return self._packed(cell, tokenizer) if self.pretrained else self._windows(cell, tokenizer)
 
     def _windows(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
         settings, task, causal = cell.settings, self.settings, self.causal
         train, validation = Corpus.open_streams(cell.study_folder / "data")
         # Read as the task says, also by a scheme that is trained longer or on longer windows: one table compares them.
-        chosen = validation_windows(validation.tokens(), task)
+        chosen = validation_windows(validation.tokens, task)
         windows: dict[str, Any] = validation_batch(chosen, tokenizer, causal, task.mlm_probability)
         length = min(task.train_length, self.lengths[-1])
         return CellData(
-            train=TrainingWindows(train.tokens(), settings, cell.seed),
+            train=TrainingWindows(train.tokens, settings, cell.seed),
             collate=WindowCollator(tokenizer, None if causal else settings.mlm_probability, cell.seed),
             validation=StackDataset(**{name: tokens[:, -length:].clone() for name, tokens in windows.items()}),
             positions=max(self.lengths[-1], settings.train_length),
@@ -104,7 +98,6 @@ class LanguageTask(TextTask):
     def read(
         self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
     ) -> dict[str, Any]:
-        """Losses by length, and by position in the longest windows."""
         assert data.windows is not None
         length, lengths = self.settings.train_length, self.lengths
         measured = loss_by_length(
@@ -135,11 +128,10 @@ class LanguageTask(TextTask):
         return min(_TAIL, min(self.settings.train_length, self.lengths[0]) // 2)
 
     def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """What is evaluated, and the loss of a model that knows token frequencies only."""
         if corpus is None:
             return {}
-        windows = validation_windows(corpus.validation.tokens(), self.settings)
-        frequencies = unigram_cross_entropy(corpus.train.tokens(), windows[:, 1:].numpy(), len(tokenizer))
+        windows = validation_windows(corpus.validation.tokens, self.settings)
+        frequencies = unigram_cross_entropy(corpus.train.tokens, windows[:, 1:].numpy(), len(tokenizer))
         return {
             "objective": self.name,
             "tail_tokens": self._tail_tokens,
@@ -153,12 +145,14 @@ class CausalTask(LanguageTask):
 
     loader = AutoModelForCausalLM
     causal = True
+    unused = ("train_lengths", *StudyTask.unused)
 
 
 class MaskedTask(LanguageTask):
     """Filling in masked tokens."""
 
     loader = AutoModelForMaskedLM
+    unused = ("train_lengths", *OF_IMAGES)
 
 
 class TrainingWindows(Dataset[dict[str, Any]]):

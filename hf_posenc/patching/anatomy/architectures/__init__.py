@@ -6,18 +6,16 @@ how to silence a mechanism that is neither a rotary function nor a table, how to
 
 from __future__ import annotations
 
-from hf_posenc.patching.anatomy.architectures.audio import AUDIO
-from hf_posenc.patching.anatomy.architectures.deberta import DISENTANGLED
 from hf_posenc.patching.anatomy.architectures.declaration import (
     Architecture,
     Silencer,
     architecture_of,
     register_architecture,
 )
-from hf_posenc.patching.anatomy.architectures.stock import STOCK
-from hf_posenc.patching.anatomy.architectures.vision import VISION
+from hf_posenc.patching.anatomy.architectures.pixels_and_sound import PIXELS, SOUND
+from hf_posenc.patching.anatomy.architectures.text import TEXT
 
-for _names, _architecture in {**STOCK, **DISENTANGLED, **VISION, **AUDIO}.items():
+for _names, _architecture in {**TEXT, **PIXELS, **SOUND}.items():
     register_architecture(*_names, architecture=_architecture)
 
 __all__ = ["Architecture", "Silencer", "architecture_of", "register_architecture"]

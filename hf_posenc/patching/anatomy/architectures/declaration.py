@@ -1,11 +1,17 @@
-"""The class of declarations, and their registry."""
+"""The class of declarations, their registry, and what they are made of: silencers, and inputs of short runs.
+
+Silencers are small replacements that disable a native mechanism on one instance. Inputs are fixed numbers: the random
+generator of the caller is not used.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
@@ -15,7 +21,7 @@ from hf_posenc.schemes.needs import Environment
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
-    from hf_posenc.patching.place.journal import Journal
+    from hf_posenc.patching.place.record import Journal
 
 #: Disables a native mechanism of one stack. All changes are made through the journal, which can undo them.
 Silencer = Callable[["Stack", "Journal"], None]
@@ -98,11 +104,19 @@ def refused_if(applies: Callable[[Any], bool], reason: str) -> Callable[[Any], s
     return lambda config: reason if applies(config) else None
 
 
-def undescribed(reason: str) -> Callable[[Stack], SchemeConfig | None]:
-    """The `native` of a mechanism that no scheme describes."""
+def undescribed(what: str, them: str = "it") -> UnsupportedError:
+    """The error for a native mechanism that no scheme describes."""
+    restored = "it" if them == "it" else "them"
+    return UnsupportedError(f"{what} Any scheme can replace {them}, and unpatch_model restores {restored}.")
+
+
+def no_native(what: str, them: str = "it", *, if_set: str = "") -> Callable[[Stack], SchemeConfig | None]:
+    """The `native` of a mechanism that no scheme describes, and that a module has if an attribute of it is set."""
 
     def native(stack: Stack) -> SchemeConfig | None:
-        raise UnsupportedError(reason)
+        if if_set and not operator.attrgetter(if_set)(stack.module):
+            return None
+        raise undescribed(what, them)
 
     return native
 
@@ -127,3 +141,75 @@ def architecture_of(config: Any) -> Architecture:
     """The declaration for a config; an empty one if its architecture needs none."""
     import_named_modules()
     return _ARCHITECTURES.get(getattr(config, "model_type", ""), _ORDINARY)
+
+
+def zero_bias(*args: Any, **kwargs: Any) -> Tensor:
+    """Replaces a method that computes a bias: a zero `(1, 1, 1, 1)` on the device of the first tensor of a call."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    device = tensors[0].device if tensors else kwargs.get("device")
+    dtype = tensors[0].dtype if tensors and tensors[0].is_floating_point() else torch.get_default_dtype()
+    return torch.zeros(1, 1, 1, 1, device=device, dtype=kwargs.get("dtype", dtype))
+
+
+def zero_bias_of(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for the forward of a module whose output is a bias: a zero `(1, 1, 1, 1)`, which fits any scores."""
+    weight = next(module.parameters())
+    return torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
+
+
+def no_bias(*args: Any, **kwargs: Any) -> None:
+    """Replaces a method whose result is added to the scores only if it is not `None`."""
+
+
+def zero_vectors(position_ids: Tensor) -> Tensor:
+    """Replaces the forward of a table: a single column of zeros `(..., 1)`, which broadcasts in the addition."""
+    return torch.zeros(*position_ids.shape, 1, device=position_ids.device)
+
+
+def no_vectors(hidden_states: Tensor) -> Tensor:
+    """Replaces the forward of a module that makes vectors for embeddings: a zero of their dtype."""
+    return hidden_states.new_zeros(())
+
+
+def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, position_ids: Any = None) -> Tensor:
+    """Replaces the forward of a table of rotary phases: zeros `(length, width)` for tokens `(batch, length)`."""
+    length = shape[1] if position_ids is None else position_ids.shape[-1]
+    return table.weight.new_zeros(length, table.embedding_dim)
+
+
+def zero_relative_shift(scores: Tensor, klen: int = -1) -> Tensor:
+    """Replaces XLNet's `rel_shift_bnij`: the position term of the scores is zeros `(batch, heads, query_len, klen)`."""
+    return scores.new_zeros(*scores.shape[:3], klen)
+
+
+#: Rows and columns of patches. All spatial merges divide it.
+SIDE = 4
+#: Frames of a spectrogram and samples of a wave, enough for 16 tokens after the usual convolutions.
+FRAMES = 128
+SAMPLES = 6480
+
+
+def numbers(*shape: int) -> Tensor:
+    """Normally distributed numbers, the same in every call."""
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+
+
+def words(count: int) -> Tensor:
+    """`(1, count)`: ids of tokens."""
+    return torch.arange(5, 5 + count).unsqueeze(0)
+
+
+def codes(tokens: int, streams: int) -> Tensor:
+    """`(1, tokens, streams)`: a code of each stream for every token."""
+    return (torch.arange(tokens).unsqueeze(1) + torch.arange(streams)).unsqueeze(0) % 16
+
+
+def image_sides(config: Any) -> tuple[int, int]:
+    """Height and width of an image in pixels."""
+    size = config.image_size
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def cut_patches(*shape: int) -> dict[str, Tensor]:
+    """The arguments for an image that is cut into patches of a shape before."""
+    return {"pixel_values": numbers(*shape), "grid_thw": torch.tensor([[1, SIDE, SIDE]])}

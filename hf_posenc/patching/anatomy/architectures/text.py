@@ -1,0 +1,474 @@
+"""Declarations for the architectures of text in transformers that need one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.architectures.declaration import (
+    SIDE,
+    Architecture,
+    image_sides,
+    no_bias,
+    no_native,
+    numbers,
+    refused_if,
+    undescribed,
+    words,
+    zero_bias,
+    zero_bias_of,
+    zero_phases,
+    zero_relative_shift,
+)
+from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
+from hf_posenc.patching.anatomy.weights import onload_weights
+from hf_posenc.schemes import (
+    AlibiConfig,
+    ComposedConfig,
+    DisentangledConfig,
+    LearnedConfig,
+    RopeConfig,
+    SinusoidalConfig,
+    T5Config,
+)
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.refusals import CACHE_OF_OTHERS
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.record import Journal
+
+#: Submodules of an attention module that only its disentangled attention uses.
+_PROJECTIONS = ("pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj")
+
+
+def _is_first_version(module: Any) -> bool:
+    """Whether a module is that of DeBERTa, and not that of DeBERTa-v2 or SEW-D."""
+    return hasattr(module, "disentangled_att_bias")
+
+
+def _silence_deberta(stack: Stack, patches: Journal) -> None:
+    for attention in stack.attentions:
+        first = _is_first_version(attention.module)
+        patches.replace(attention.module, "disentangled_att_bias" if first else "disentangled_attention_bias", no_bias)
+        _freeze(attention.module, _PROJECTIONS, patches)
+    for encoder in stack.module.modules():
+        if hasattr(encoder, "get_rel_embedding"):
+            _freeze(encoder, ("rel_embeddings", "LayerNorm"), patches)
+
+
+def _freeze(owner: nn.Module, names: tuple[str, ...], patches: Journal) -> None:
+    for unused in filter(None, (getattr(owner, name, None) for name in names)):
+        patches.freeze_all(unused)
+
+
+def _deberta_terms(module: Any) -> list[str]:
+    """The terms that an attention module computes: "c2p" and "p2c"."""
+    return [term for term in ("c2p", "p2c") if module.relative_attention and term in module.pos_att_type]
+
+
+def _deberta_logit_terms(module: Any) -> int:
+    """The number of terms by which an attention module divides its logits, whether it computes them or not."""
+    if _is_first_version(module):
+        return 1 + len(module.pos_att_type)  # Unknown entries count too.
+    return 1 + sum(term in module.pos_att_type for term in ("c2p", "p2c"))
+
+
+def _deberta_refusal(module: Any) -> str | None:
+    """Why no scheme computes the same as an attention module with terms, or `None`."""
+    if getattr(module, "talking_head", False):
+        return "mixes the logits of all heads after the bias is added (talking_head=True), which no scheme does."
+    if _deberta_logit_terms(module) != 1 + len(_deberta_terms(module)):
+        return (
+            f"divides its logits by sqrt({_deberta_logit_terms(module)} head_dim), although it sums "
+            f"{1 + len(_deberta_terms(module))} products, because its pos_att_type is {list(module.pos_att_type)}. No "
+            "scheme describes this."
+        )
+    try:
+        _deberta_config(module)
+    except ValueError as error:
+        return f"has buckets that no scheme describes: {error}"
+    return None
+
+
+def _deberta_config(module: Any) -> DisentangledConfig:
+    buckets = getattr(module, "position_buckets", -1)
+    return DisentangledConfig(
+        terms="|".join(_deberta_terms(module)),
+        max_distance=module.max_relative_positions,
+        buckets=buckets if buckets > 0 else None,
+    )
+
+
+def _deberta_native(stack: Stack) -> SchemeConfig | None:
+    module = stack.attentions[0].module
+    if not _deberta_terms(module):
+        return None
+    refusal = _deberta_refusal(module)
+    if refusal is not None:
+        raise undescribed(f"The disentangled attention of this {type(stack.module).__name__} {refusal}")
+    scheme = _deberta_config(module)
+    if not stack.tables:
+        return scheme
+    table, offset = stack.tables[0], stack.tables[0].origin
+    return ComposedConfig(parts=(LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset), scheme))
+
+
+def _sew_native(stack: Stack) -> SchemeConfig | None:
+    raise UnsupportedError(
+        f"{type(stack.module).__name__} computes positions with a convolution over neighbouring embeddings, besides "
+        "disentangled attention. They depend on the content of the sequence, so no scheme of this library describes "
+        "them. 'disentangled' can be trained in their place, as any other scheme, and unpatch_model restores the "
+        "native mechanisms."
+    )
+
+
+@torch.no_grad()
+def _deberta_tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
+    """`(terms, heads, rows, head_dim)` float32: the projected vectors of the keys, then those of the queries."""
+    module = attention.module
+    if not _deberta_terms(module) or _deberta_refusal(module) is not None:
+        return None
+    shared = getattr(module, "share_att_key", False)
+    names = {"c2p": "pos_proj", "p2c": "pos_q_proj"}
+    if not _is_first_version(module):
+        names = {"c2p": "key_proj", "p2c": "query_proj"} if shared else {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}
+    encoder = stack.module.encoder
+    with onload_weights(encoder.rel_embeddings):
+        embeddings = encoder.get_rel_embedding()
+    # The modules are called, and not multiplied with, because their weights may be elsewhere, quantized or adapted.
+    projected = [getattr(module, names[term])(embeddings) for term in _deberta_terms(module)]
+    return torch.stack([each.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected])
+
+
+_NO_SCORES = "its attention is sparse or approximate, so there are no dense logits that a scheme could change."
+
+
+def _silence_relative_table(stack: Stack, patches: Journal) -> None:
+    """T5 and related models: the layer that owns the table computes the bias and passes it to the others."""
+    for attention in stack.attentions:
+        table = getattr(attention.module, "relative_attention_bias", None)
+        if table is not None:
+            patches.replace(attention.module, "compute_bias", zero_bias)
+            patches.freeze_all(table)
+
+
+def _silence_mpnet(stack: Stack, patches: Journal) -> None:
+    encoder = stack.module.encoder
+    patches.replace(encoder, "compute_position_bias", zero_bias)
+    patches.freeze_all(encoder.relative_attention_bias)
+
+
+def _silence_xlnet(stack: Stack, patches: Journal) -> None:
+    for attention in stack.attentions:
+        patches.replace(attention.module, "rel_shift_bnij", zero_relative_shift)
+        patches.freeze(attention.module, "r")
+        patches.freeze(attention.module, "r_r_bias")
+
+
+def _relative_table(stack: Stack) -> SchemeConfig:
+    owners = [a.module for a in stack.attentions if getattr(a.module, "relative_attention_bias", None) is not None]
+    owner = owners[0]
+    return T5Config(
+        num_buckets=owner.relative_attention_num_buckets,
+        max_distance=owner.relative_attention_max_distance,
+        shared=len(owners) < len(stack.attentions) or len(stack.attentions) == 1,
+    )
+
+
+def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | None:
+    """The table of the layer itself, or that of the first layer if it computes the bias for all layers."""
+    for module in (attention.module, stack.attentions[0].module):
+        table = getattr(module, "relative_attention_bias", None)
+        if table is not None:
+            return table.weight
+    return None
+
+
+def _mpnet_native(stack: Stack) -> SchemeConfig:
+    table, offset = stack.tables[0], stack.tables[0].origin
+    buckets = stack.config.relative_attention_num_buckets
+    learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
+    return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
+
+
+def _gptj_native(stack: Stack) -> SchemeConfig:
+    width = stack.attentions[0].module.rotary_dim or stack.attentions[0].module.embed_dim
+    return RopeConfig(theta=10_000.0, rotary_dim=int(width), layout="interleaved")
+
+
+def _gptj_tables(stack: Stack) -> list[FixedTable]:
+    # In each layer, or since transformers 5.24 in one rotary module.
+    return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
+
+
+def _silence_roformer(stack: Stack, patches: Journal) -> None:
+    table = stack.module.encoder.embed_positions
+    patches.replace(table, "forward", functools.partial(zero_phases, table))
+
+
+def _silence_falcon(stack: Stack, patches: Journal) -> None:
+    if stack.module.use_alibi:
+        # With `use_alibi` off, the model calls its rotary function, which the scheme replaces.
+        patches.replace(stack.module, "use_alibi", False)
+
+
+def _falcon_key_heads(module: Any) -> int:
+    """The number of key heads; the new decoder architecture first repeats its keys for every query head."""
+    return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
+
+
+def _silence_inkling(stack: Stack, patches: Journal) -> None:
+    """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
+    biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
+    for bias in biases:
+        patches.freeze_all(bias)
+
+
+def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
+    encoder = stack.module.encoder
+    if encoder.has_relative_attention_bias:
+        patches.replace(encoder, "_cal_1d_pos_emb", functools.partial(zero_bias_of, encoder.rel_pos_bias))
+        patches.freeze_all(encoder.rel_pos_bias)
+
+
+def _udop_native(stack: Stack) -> SchemeConfig | None:
+    if stack.config.is_decoder:
+        return _relative_table(stack)
+    raise undescribed(
+        "The encoder of UDOP adds a bias per distance in the text, and others per horizontal and vertical distance on "
+        "the page. No scheme describes this.",
+        "them",
+    )
+
+
+def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
+    # Attention computes only some of the heads; a convolution replaces the others.
+    return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
+
+
+_WITH_FULL_ATTENTION = "It can be patched with attention_type='original_full'."
+_TEMPERATURE = "queries are scaled by a slow function of their position"
+_INKLING = Architecture(
+    mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
+)
+_T5 = Architecture(
+    mechanism="T5 relative bias",
+    silence=_silence_relative_table,
+    native=_relative_table,
+    bias_table=_relative_bias_table,
+)
+
+
+def _words_on_a_page(module: Any, tokens: int) -> dict[str, Any]:
+    """Words in one box, and the same words for a decoder."""
+    given: dict[str, Any] = {"input_ids": words(tokens), "use_cache": False}
+    if module.config.is_encoder_decoder:
+        given["decoder_input_ids"] = words(tokens)
+    if not module.config.is_decoder:
+        given["bbox"] = torch.tensor([0.1, 0.1, 0.2, 0.2]).expand(1, tokens, 4)
+    return given
+
+
+def _inkling(prefix: str) -> Architecture:
+    """An Inkling in which each token also attends to its own states in earlier blocks of layers."""
+    classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
+    return dataclasses.replace(_INKLING, attention_classes=classes)
+
+
+#: The declarations by the model types that they are for.
+TEXT: dict[tuple[str, ...], Architecture] = {
+    ("deberta", "deberta-v2"): Architecture(
+        mechanism="disentangled attention",
+        silence=_silence_deberta,
+        native=_deberta_native,
+        bias_table=_deberta_tables,
+        logit_terms=_deberta_logit_terms,
+    ),
+    ("sew-d",): Architecture(
+        mechanism="disentangled attention",
+        silence=_silence_deberta,
+        native=_sew_native,
+        logit_terms=_deberta_logit_terms,
+    ),
+    ("longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5", "pegasus_x"): Architecture(
+        unsupported=_NO_SCORES
+    ),
+    ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet"): Architecture(
+        unsupported="it has no softmax attention."
+    ),
+    ("deepseek_v4",): Architecture(
+        unsupported="its keys are selected by an indexer or compressed before attention, which uses separate rotary "
+        "positions."
+    ),
+    ("funnel",): Architecture(
+        unsupported="it pools the sequence between layers, so a position means something else in every block."
+    ),
+    ("bros",): Architecture(
+        unsupported="its encoder is a model of its own, which receives embeddings that contain learned positions, and "
+        "adds the distances of boxes to its logits."
+    ),
+    ("canine",): Architecture(
+        unsupported="it pools characters between its layers, so a position means something else before and after."
+    ),
+    ("prophetnet",): Architecture(
+        unsupported="its n-gram streams share one attention and shift positions against each other."
+    ),
+    ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct_text_model"): _T5,
+    ("cohere_asr",): Architecture(tables=("pos_emb",)),
+    ("t5gemma2_decoder",): Architecture(
+        unsupported="one softmax is taken over the keys of its own tokens and those of the encoder together, and "
+        "keys of another sequence have no distance to its tokens."
+    ),
+    ("bloom", "mpt"): Architecture(
+        mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
+    ),
+    ("mpnet",): Architecture(
+        mechanism="T5 relative bias",
+        silence=_silence_mpnet,
+        native=_mpnet_native,
+        bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
+    ),
+    ("ctrl",): Architecture(
+        mechanism="sinusoidal table",
+        native=lambda stack: SinusoidalConfig(layout="concatenated"),
+        fixed_tables=lambda stack: [(stack.module, "pos_encoding")],
+    ),
+    ("gptj", "codegen"): Architecture(native=_gptj_native, fixed_tables=_gptj_tables),
+    ("roformer",): Architecture(
+        unsupported=refused_if(
+            lambda config: getattr(config, "rotary_value", False),
+            "with `rotary_value=True` it rotates values too, which no scheme of this library does.",
+        ),
+        table_is_rotary=True,
+        rotary_method="apply_rotary_position_embeddings",
+        pairing="interleaved",
+        silence=_silence_roformer,
+        native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
+        fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
+    ),
+    ("xlnet",): Architecture(
+        time_major=True,
+        mechanism="Transformer-XL bias",
+        silence=_silence_xlnet,
+        head_shape=lambda module, config: (config.n_head, config.d_head),
+        causal=lambda config: config.attn_type == "uni",
+    ),
+    ("cpmant",): Architecture(
+        mechanism="segment position bias",
+        bias_arguments=("position_bias",),
+        silence=lambda stack, patches: patches.freeze(stack.module.position_bias, "relative_attention_bias"),
+        kept=("its prompt tokens precede left padding, so distances between prompt and text include the padding",),
+    ),
+    ("falcon",): Architecture(
+        mechanism="ALiBi, if configured",
+        silence=_silence_falcon,
+        native=no_native(
+            "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) "
+            "and, with eager attention, adds it twice. No scheme describes this.",
+            if_set="use_alibi",
+        ),
+        key_value_heads=_falcon_key_heads,
+    ),
+    ("big_bird",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.attention_type != "original_full", f"{_NO_SCORES} {_WITH_FULL_ATTENTION}"
+        )
+    ),
+    ("bigbird_pegasus",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.attention_type != "original_full" and config.is_encoder_decoder,
+            f"in its encoder, {_NO_SCORES} {_WITH_FULL_ATTENTION}",
+        )
+    ),
+    ("beam", "llama4_text", "ministral3", "mistral4"): Architecture(kept=(_TEMPERATURE,)),
+    ("inkling_text",): _INKLING,
+    ("inkling2_text",): _inkling("Inkling2"),
+    ("inkling2_loop_text",): _inkling("Inkling2Loop"),
+    ("dory",): Architecture(
+        unsupported=refused_if(
+            lambda config: config.recurrent_kv_cache_mode != "per_loop",
+            "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last "
+            "loop has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'.",
+        )
+    ),
+    ("esm",): Architecture(operand_factors=lambda module: (module.attention_head_size**-0.5, 1.0)),
+    ("openai_privacy_filter",): Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
+    ("xlm",): Architecture(causal=lambda config: config.causal),
+    ("layoutlmv3",): Architecture(
+        mechanism="relative bias",
+        silence=_silence_layoutlmv3,
+        native=no_native(
+            "LayoutLMv3 adds learned positions and a relative bias, and counts both again from 0 at the first patch of "
+            "a picture. No scheme describes this.",
+            if_set="encoder.has_relative_attention_bias",
+        ),
+        keeps_bias=True,
+        kept=("the bias of places on the page",),
+    ),
+    ("squeezebert",): Architecture(channels_first=True),
+    ("convbert",): Architecture(head_shape=_convbert_heads),
+    # A text with cross-attention to the features of one image.
+    ("idefics",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "image_encoder_embeddings": numbers(1, 1, SIDE, module.config.vision_config.embed_dim),
+            "image_attention_mask": torch.ones(1, tokens, 1, dtype=torch.int64),
+            "use_cache": False,
+        }
+    ),
+    ("diffusion_gemma",): Architecture(limits=CACHE_OF_OTHERS),
+    ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
+    ("muse_glimmer_assistant",): Architecture(
+        unsupported="its keys include states of the model that it assists, and its arguments do not tell their places "
+        "among its own tokens."
+    ),
+    ("udop",): Architecture(
+        mechanism="relative biases of words and boxes",
+        silence=_silence_relative_table,
+        native=_udop_native,
+        example_inputs=_words_on_a_page,
+    ),
+    # Two bytes in each patch.
+    ("blt_local_encoder",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "num_patches": -(-tokens // 2),
+            "patch_ids": torch.arange(tokens).unsqueeze(0) // 2,
+        }
+    ),
+    ("blt_local_decoder",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "inputs_embeds": numbers(1, tokens, module.config.hidden_size),
+            "patch_embeds": numbers(1, tokens, module.config.hidden_size_global),
+        }
+    ),
+    ("blt_global_transformer",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "inputs_embeds": numbers(
+                1, tokens, getattr(module.token_embedding_projection, "in_features", module.config.hidden_size)
+            )
+        }
+    ),
+    ("xclip",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "pixel_values": numbers(
+                1, module.config.vision_config.num_frames, 3, *image_sides(module.config.vision_config)
+            ),
+        }
+    ),
+    # A prompt with one question and two options.
+    ("jev",): Architecture(
+        example_inputs=lambda module, tokens: {
+            "input_ids": words(tokens),
+            "marks": torch.tensor([[tokens]]),
+            "num_options": torch.tensor([[2]]),
+            "question_type_ids": torch.tensor([[0]]),
+        }
+    ),
+}

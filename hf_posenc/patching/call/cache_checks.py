@@ -1,0 +1,235 @@
+"""Refusing caches, packed rows and positions that a scheme cannot encode correctly.
+
+The scheme with which the tokens of a cache were encoded is a note about the cache. Keys of another scheme usually have
+the same shape, so nothing else shows that they do not suit. A cache with tokens but without a scheme was filled before
+the model was patched, or was put together by someone else.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cache import (
+    CachedPositions,
+    cached_length,
+    caches_with,
+    note_of,
+    record,
+    remember_keys,
+    self_attention_cache,
+    set_note,
+)
+from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.grid_state import GridTokens
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.needs import needs_of
+from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.positions import exporting, require, traced
+from hf_posenc.schemes.refusals import PACKED_ROWS
+
+#: The name of the note.
+SCHEME = "_hf_posenc_scheme"
+#: Takes the place of the scheme of an accepted cache, which any patched model may continue.
+_ACCEPTED = "accepted"
+
+
+def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
+    """States that the keys in a cache suit the scheme of the patched model that continues it, and their positions.
+
+    A patched model refuses a cache with tokens that it did not encode: one that was filled before the patch, put
+    together from stored tensors, or merged from others. It also refuses a cache from which tokens were dropped or in
+    which they were moved, if its scheme needs their positions. If the keys were computed with this scheme, this
+    function makes the cache usable.
+
+    Args:
+        cache: the cache, in its present state.
+        position_ids: `(batch or 1, length)`, the position of each cached token; `None` if they are 0, 1, 2, ... (or
+            counted over the attention mask). Calls that continue the cache must then pass `position_ids` too.
+
+    Raises:
+        ValueError: if the cache holds another number of tokens.
+        TypeError: if the positions are not a tensor of integers.
+        UnsupportedError: for a cache without a length, or whose type does not allow attributes.
+    """
+    keeper = self_attention_cache(cache)
+    length = cached_length(keeper)
+    if length is None or getattr(keeper, "__dict__", None) is None:
+        raise UnsupportedError(
+            f"A {type(cache).__name__} does not state its length, or cannot keep a remark about its keys. Use one of "
+            "transformers' cache classes."
+        )
+    if position_ids is not None and (not isinstance(position_ids, Tensor) or position_ids.is_floating_point()):
+        raise TypeError("position_ids must be a tensor of integers: (batch or 1, length).")
+    if position_ids is not None and position_ids.shape[-1:] != (int(length),):
+        raise ValueError(
+            f"position_ids have the shape {tuple(position_ids.shape)}, but the cache holds {int(length)} tokens. Give "
+            "one position for each of them: (batch or 1, length)."
+        )
+    ids = None if position_ids is None else position_ids.long().view(-1, int(length))
+    record(keeper, CachedPositions(length, ids, by_next_mask=ids is None))
+    remember_keys(keeper)
+    set_note(keeper, SCHEME, _ACCEPTED)
+
+
+def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
+    """Refuses a cache whose tokens were encoded with another scheme, or by no patched model."""
+    if traced():
+        return
+    keeper = self_attention_cache(cache)
+    known = note_of(keeper, SCHEME)
+    if known is scheme or getattr(keeper, "__dict__", None) is None:
+        return
+    if known == scheme or known is _ACCEPTED:
+        guard = vars(keeper).get("update")
+        if isinstance(guard, _RefusedInStock):
+            guard.lift()
+        return
+    # A static cache is emptied and used again. Its length is read only here, because that waits for a GPU.
+    length = cached_length(keeper)
+    if length is None or int(length) == 0:
+        return
+    if known is None:
+        raise UnsupportedError(
+            f"The cache holds {int(length)} tokens that were not encoded with {scheme.name!r} by a patched model: it "
+            "was filled before the model was patched, or put together from tensors. Start with a new cache. If its "
+            "keys were computed with this scheme, call hf_posenc.accept_cache(cache, position_ids) first."
+        )
+    raise UnsupportedError(
+        f"The cache holds {int(length)} tokens that were encoded with {known.name!r}, and this model now has "
+        f"{scheme.name!r}{' with other options' if known.name == scheme.name else ''}. Their keys do not suit it. "
+        "Start with a new cache."
+    )
+
+
+def refuse_in_stock(scheme: SchemeConfig) -> None:
+    """Makes the caches that a scheme has filled refuse tokens of the stock model, once the scheme has been removed."""
+    for cache in caches_with(SCHEME, scheme):
+        if not isinstance(vars(cache).get("update"), _RefusedInStock):
+            cache.update = _RefusedInStock(cache, scheme.name, vars(cache).get("update"))
+            # A model that gets the scheme again looks at the cache once more.
+            set_note(cache, SCHEME, copy.copy(scheme))
+
+
+class _RefusedInStock:
+    """Stands in for the `update` of a cache whose scheme has been removed from the model."""
+
+    def __init__(self, cache: Any, name: str, inner: Any) -> None:
+        self.cache = cache
+        self.name = name
+        self.inner = inner
+
+    def lift(self) -> None:
+        """Gives the cache its own `update` back."""
+        if self.inner is None:
+            del self.cache.update
+        else:
+            self.cache.update = self.inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the cache if it has been emptied."""
+        length = int(cached_length(self.cache) or 0)
+        if length:
+            raise UnsupportedError(
+                f"The cache holds {length} tokens that were encoded with {self.name!r}, which has been removed from "
+                "the model. Their keys do not suit the stock model. Start with a new cache."
+            )
+        self.lift()
+        return self.cache.update(*args, **kwargs)
+
+
+#: A length that no sequence reaches.
+_FARTHEST = 2**31
+
+
+def check_cache(part: Part, state: ForwardState) -> None:
+    """Refuses packed rows, caches and tokens without a place that a part cannot encode."""
+    if isinstance(state, GridTokens):
+        state.check_places(part)
+        return
+    if part.length_dependent and not torch.compiler.is_compiling() and _is_packed(state):
+        PACKED_ROWS.refuse(needs_of([part]), "this scheme")
+    if state.offset is None or type(part).check_cache is Part.check_cache:
+        return
+    grows_with_care = part.length_dependent or part.needs_whole_sequence
+    if torch.compiler.is_compiling() and isinstance(state.offset, Tensor) and not grows_with_care:
+        # Reading the length would break the graph of compiled decoding. The other parts that refuse a cache draw random
+        # positions in training, where a compiled static cache is not used.
+        return
+    if exporting():
+        _check_cache_of_program(part, state)
+        return
+    cached = int(state.offset)
+    if cached > 0:
+        part.check_cache(cached, cached + state.query_length)
+
+
+def negative_positions(state: ForwardState, ids: Tensor, first: int = 0) -> Tensor | None:
+    """0-dim bool: whether the caller gave a real token a position before the first one, which is that of padding.
+
+    `None` if no positions were given, or the mask does not show which tokens are real. Padding of a grid has no mask.
+    """
+    if state.position_ids is None or state.mask_hides_padding or isinstance(state, GridTokens):
+        return None
+    counted = state.mask_positions()
+    before = ids < first
+    return (before if counted is None else before & (counted.to(ids.device) >= 0)).any()
+
+
+def refuse_negative(state: ForwardState, ids: Tensor, offset: int) -> None:
+    """Refuses positions of real tokens for which a table with `offset` rows before position 0 has no row."""
+    if torch.jit.is_tracing() or ids.is_meta:
+        return
+    if not torch.compiler.is_compiling() and ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    negative = negative_positions(state, ids, -offset)
+    if negative is not None:
+        require(~negative, NEGATIVE)
+
+
+def in_dtype(encoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Vectors of positions in the dtype of a model."""
+    cast = encoded.to(dtype)
+    if dtype == torch.float16 and not torch.jit.is_tracing() and not cast.is_meta:
+        require(
+            cast.isfinite().all(),
+            "The vectors of these positions grow beyond the range of float16 (65504). Use bfloat16 or float32, a "
+            "shorter sequence, or a smaller scale.",
+        )
+    return cast
+
+
+NEGATIVE = (
+    "The position_ids of this call give tokens a position before the first one. If the stock table begins at a later "
+    "row (RoBERTa's at padding_idx + 1), so do its position_ids. Leave position_ids out, or give each token that the "
+    "mask shows a position from the first one on. `generate` counts from 0 unless it is given position_ids."
+)
+
+
+def _check_cache_of_program(part: Part, state: ForwardState) -> None:
+    """Refuses a part whose cache is wrong at some length, because an exported program cannot check its lengths."""
+    if isinstance(state.offset, int) and state.offset == 0:
+        return
+    try:
+        part.check_cache(1, _FARTHEST)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"An exported program does not check the length of its cache, and this scheme cannot use a cache at every "
+            f"length. {error}"
+        ) from None
+
+
+def _is_packed(state: ForwardState) -> bool:
+    """Whether positions decrease between two adjacent real tokens of a row."""
+    ids, mask = state.position_ids, state.attention_mask
+    if ids is None:
+        return False
+    restarts = ids.diff(dim=-1) < 0
+    if mask is not None and mask.shape[1] >= ids.shape[1]:
+        real = mask[:, -ids.shape[1] :].bool().to(ids.device)
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    return bool(restarts.any())

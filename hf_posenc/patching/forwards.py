@@ -1,0 +1,350 @@
+"""The forward of a module: reading its code, standing in for it on one instance, running it with another `self`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_posenc.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.call.runtime import StackRuntime
+
+#: The global name of transformers' attention interface in modeling modules.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+#: Depth to which a wrapper is searched for the forward inside it.
+_DEEPEST_WRAPPER = 6
+#: Packages whose decorators and attention functions are those of stock models.
+_OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "hf_posenc")
+
+
+def is_of_transformers(module_name: str) -> bool:
+    """Whether a Python module belongs to transformers, or to a package that it is made of."""
+    return module_name.split(".")[0] in _OWN_PACKAGES
+
+
+def rotary_names(forward: types.FunctionType) -> list[str]:
+    """Names of the rotary functions that a forward calls."""
+    names = forward.__code__.co_names
+    return [name for name in names if "apply_rotary" in name and callable(forward.__globals__.get(name))]
+
+
+def relative_names(forward: types.FunctionType) -> list[str]:
+    """Names of the functions `(module, query, key, ...) -> (query, bias)` that a forward calls for a relative bias."""
+    names = forward.__code__.co_names
+    return [name for name in names if name.startswith("_apply_relative") and callable(forward.__globals__.get(name))]
+
+
+def names_used(forward: Any) -> frozenset[str]:
+    """All names, variables and strings in the code of a forward."""
+    return names_in(inspect.unwrap(forward).__code__)
+
+
+@functools.lru_cache(maxsize=1024)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """All names, variables and strings in a code object, and in those inside it."""
+    names: set[str] = set()
+    pending: list[Any] = [code]
+    while pending:
+        constant = pending.pop()
+        if isinstance(constant, str):
+            names.add(constant)
+        elif isinstance(constant, tuple):
+            pending.extend(constant)
+        elif isinstance(constant, types.CodeType):
+            pending.extend((*constant.co_names, *constant.co_varnames, *constant.co_consts))
+    return frozenset(names)
+
+
+def forward_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a class's forward. One that takes any arguments passes them on to that of a class below it."""
+    for one in kind.__mro__:
+        # Not from the class's dictionary, which a compiled forward cannot read if the class was changed.
+        found = parameters_of(one.forward) if hasattr(one, "forward") else {}
+        if any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in list(found.values())[1:]):
+            return found
+    return parameters_of(kind.forward)
+
+
+@functools.lru_cache(maxsize=1024)
+def parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a method."""
+    return inspect.signature(forward).parameters
+
+
+def named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of a call of a module by name."""
+    if not args:
+        return kwargs
+    return dict(zip([*forward_parameters(type(stack))][1:], args, strict=False)) | kwargs
+
+
+def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.FunctionType:
+    """The same code object with a copy of its globals in which `replaced` overrides some names."""
+    namespace = function.__globals__ | dict(replaced)
+    # With `__name__`, dynamo would take the copy for the module itself and guard the globals of the module.
+    namespace.pop("__name__", None)
+    rebound = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    return rebound
+
+
+def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.FunctionType:
+    """Puts a copy of the innermost function into copies of its decorators, some of which rename arguments."""
+    inner = getattr(decorated, "__wrapped__", None)
+    if inner is None:
+        return rebound
+    copied, cells = in_decorators(inner, rebound), getattr(decorated, "__closure__", None) or ()
+    closure = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
+    if closure == tuple(cells):
+        return copied
+    outer = types.FunctionType(
+        decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, closure
+    )
+    outer.__kwdefaults__ = decorated.__kwdefaults__
+    return outer
+
+
+def leads_to(found: Any, ours: Any, module: nn.Module) -> bool:
+    """Whether a forward is `ours`, or a wrapper that holds it.
+
+    A wrapper holds the forward inside it as an argument, a default, a variable of its closure or its module, an
+    attribute, or under another name on the module that it belongs to, as accelerate does.
+    """
+    seen: dict[int, Any] = {}
+    level = {id(found): found}
+    for _ in range(_DEEPEST_WRAPPER + 1):
+        if id(ours) in level:
+            return True
+        seen |= level
+        inside = (inner for one in level.values() for inner in _held_by(one, module))
+        level = {id(inner): inner for inner in inside if id(inner) not in seen}
+    return False
+
+
+def _held_by(found: Any, module: nn.Module) -> list[Any]:
+    """What a wrapper of a module's forward holds."""
+    if found is None or isinstance(found, nn.Module | Tensor | type | types.ModuleType):
+        return []
+    inside: list[Any] = [getattr(found, "__wrapped__", None), getattr(found, "__func__", None)]
+    if isinstance(found, functools.partial):
+        inside += [found.func, *found.args, *found.keywords.values()]
+    if isinstance(found, types.FunctionType):
+        cells = (cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell))
+        inside += [*cells, *(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+        names = names_in(found.__code__) - {"forward"}
+        # A script holds the forward that it wraps under a global name.
+        known = {} if is_of_transformers(found.__module__ or "") else found.__globals__
+        inside += [holder.get(name) for holder in (module.__dict__, known) for name in names]
+    elif not isinstance(found, types.MethodType):
+        inside += getattr(found, "__dict__", {}).values()
+    return inside
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def unknown_seam(found: str) -> UnsupportedError:
+    """Returns the error for a name, a signature or a shape that discovery does not know, given what was found."""
+    return UnsupportedError(
+        f"{found} It was read in transformers {transformers.__version__}, which may differ from the versions that "
+        "hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one of these."
+    )
+
+
+def registered_function(config: PreTrainedConfig) -> Any:
+    """The attention function of a model if other code than transformers has registered it, else `None`."""
+    found = dict(ALL_ATTENTION_FUNCTIONS).get(getattr(config, "_attn_implementation", None) or "")
+    return None if getattr(found, "__module__", "transformers").startswith("transformers") else found
+
+
+class OfStack:
+    """What a scheme places in one module of a stack."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OfStack:
+        """Copies it with its module. In the copy of a single layer, it shares the scheme of its stack."""
+        watch = getattr(getattr(self, "runtime", None), "watch", None)
+        if watch is not None and id(watch.stack) not in memo:
+            shared = (getattr(self, name, None) for name in ("runtime", "encoding", "additive"))
+            memo.update({id(value): value for value in shared if value is not None})
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        state: Any = copy.deepcopy(self.__getstate__(), memo)
+        getattr(clone, "__setstate__", clone.__dict__.update)(state)
+        return clone
+
+
+class PlacedForward(OfStack):
+    """Stands in for the `forward` of one module instance while a scheme is in place.
+
+    A tool that wraps the forward of a patched module keeps a reference to this object. Removing the scheme marks the
+    object as retired, and such a wrapper then runs the stock forward.
+
+    Args:
+        module: the module.
+        runtime: the runtime of its stack, if the forward needs it.
+
+    Attributes:
+        inner: a forward that was set on the instance before, or `None` for the forward of its class.
+        retired: whether the scheme has been removed.
+    """
+
+    runtime: StackRuntime
+    inner: Any = None
+    retired = False
+
+    def __init__(self, module: Any, runtime: Any = None) -> None:
+        self.module = module
+        self.runtime = runtime
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward of the module without the scheme."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def place_of_forward(module: nn.Module) -> str:
+    """The attribute that holds a module's forward, which is the one inside accelerate's hook for hooked modules."""
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def forward_on_instance(module: nn.Module) -> Any:
+    """The forward that was set on the instance, by this package or another one; `None` if the class's forward runs.
+
+    A tool may restore a `PlacedForward` after its scheme was removed. Such a retired object is skipped in favour of
+    the forward inside it.
+    """
+    place = place_of_forward(module)
+    found = module.__dict__.get(place)
+    while isinstance(found, PlacedForward) and found.retired:
+        found = found.inner
+    # If no forward was set on the instance, accelerate stores a bound method of the class inside its hook.
+    is_stock = place == "_old_forward" and getattr(found, "__func__", None) is type(module).forward
+    return None if is_stock else found
+
+
+def refuse_foreign_forward(module: nn.Module, path: str = "") -> None:
+    """Refuses a module whose forward was replaced by another library, because a scheme would bypass it."""
+    found = forward_on_instance(module)
+    if found is not None and not isinstance(found, PlacedForward):
+        name = f"{path} ({type(module).__name__})" if path else f"This {type(module).__name__}"
+        raise UnsupportedError(
+            f"{name} has a forward that another library, or your code, has set on the instance. A position encoding "
+            "would bypass it. If the model is patched, call unpatch_model(model) first, which works with that forward "
+            "in place. Then remove that forward (with the library that set it, or `del module.forward`), patch the "
+            "model, and wrap the forward that the module has then."
+        )
+
+
+class ZeroOutput(PlacedForward):
+    """Stands in for the `forward` of a linear layer, or of a network that ends with one."""
+
+    def __call__(self, inputs: Tensor) -> Any:
+        """Returns zeros `(..., out_features)`."""
+        if self.retired:
+            return self.stock(inputs)
+        width = getattr(self.module, "out_features", None) or [*self.module.parameters()][-1].shape[0]
+        return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
+
+
+def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for a method that rotates its first argument, and returns it unchanged."""
+    return heads
+
+
+def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
+    """A view that shares the attributes of a module, later changes included.
+
+    Its class has the name of the module's class, because transformers finds the outputs that a model can record by that
+    name.
+    """
+    kind: Any = type(module)
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    view_kind: Any = type(kind.__name__, (kind,), {**replaced, **named})
+    view = view_kind.__new__(view_kind)
+    object.__setattr__(view, "__dict__", module.__dict__)
+    return view
+
+
+class Viewed:
+    """Base class of what runs the forward of `module` as a view, which is made once and in no copy."""
+
+    module: Any
+    _view: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_view": None}
+
+    @property
+    def view(self) -> Any:
+        """The module with the `replaced` properties and methods."""
+        if self._view is None:
+            self._view = view_of(self.module, self.replaced())
+        return self._view
+
+    def replaced(self) -> dict[str, Any]:
+        """Properties and methods of the view's class."""
+        raise NotImplementedError
+
+
+class WithoutTable(Viewed):
+    """A stack that adds the rows of a buffer, as a view that adds zeros at any position. The buffer stays as it is."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def replaced(self) -> dict[str, Any]:
+        """The buffer."""
+        return {self.name: property(lambda view: _ZeroRows(self.module._buffers[self.name]))}
+
+
+class _ZeroRows:
+    def __init__(self, table: Tensor | None) -> None:
+        self.table = table
+
+    def to(self, **kwargs: Any) -> Tensor | None:
+        """What the stack assigns to its buffer, which it reads again afterwards."""
+        return self.table
+
+    def __getitem__(self, places: tuple[Tensor, slice]) -> Tensor:
+        """A single column, which broadcasts in the addition to embeddings of any dtype."""
+        return torch.zeros(*places[0].shape, 1, dtype=torch.bool, device=places[0].device)
+
+
+class WithOverrides:
+    """A proxy that overrides some attributes of an object. Assignments go to the object."""
+
+    def __init__(self, target: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target, name, value)
+
+
+def remove_hook(module: nn.Module, hook: Any) -> None:
+    """Removes a hook, registered or not. It is found by identity, because an interrupt could lose a handle."""
+    for number in [number for number, found in module._forward_pre_hooks.items() if found is hook]:
+        del module._forward_pre_hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)

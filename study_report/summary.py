@@ -1,0 +1,228 @@
+"""What a study saw, in sentences that claim no more than its seeds allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from hf_posenc.metrics.dog import PROBE_TOLERANCE, SENTENCE
+from hf_posenc.report import Result
+from study_report.records import ROUNDING, half_width
+from study_report.results import MAIN, Study, Task
+
+#: A loss that rises by no more than this many nats past the trained length counts as kept.
+KEPT = 0.05
+#: A loss that is not further than this below that of token frequencies shows that hardly anything was learned.
+_HARDLY = 0.1
+_WORDS = {
+    "loss": ("the lowest loss was", "{:.3f}"),
+    "similarity": ("the highest cosine was", "{:.3f}"),
+    "accuracy": ("the largest share of right answers was", "{:.0%}"),
+}
+_AIMS = {"causal": "which predicts the next token", "masked": "which fills in masked tokens"}
+
+
+class _Interval(NamedTuple):
+    """A mean over seeds with its interval; without ends where there is one seed."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+def study_summary(study: Study, records: Mapping[str, Result]) -> dict[str, list[str]]:
+    """Sentences on the whole study, under an empty name, and on each of its tasks; the code in them is in backticks."""
+    return {"": list(_whole(study))} | {name: list(_task(study, result)) for name, result in records.items()}
+
+
+def _whole(study: Study) -> Iterator[str]:
+    finished = [run for run in study.runs if run.finished]
+    schemes, seeds = ({getattr(run, key) for run in study.runs} for key in ("scheme", "seed"))
+    pretrained = next((task.pretrained for task in study.tasks.values() if task.pretrained), None)
+    start = f"The pretrained model {pretrained} was trained further" if pretrained else "A small model was trained"
+    size = ", ".join(
+        _count(*counted) for counted in ((len(schemes), "scheme"), (len(study.tasks), "task"), (len(seeds), "seed"))
+    )
+    yield (
+        f"{start} for each scheme (a position encoding with its settings), task and seed: {size}. {len(finished)} of "
+        f"{len(study.runs)} trainings finished."
+    )
+    machine, gpu = study.machine, study.machine.get("gpu")
+    clock = [run.seconds if gpu else run.cpu_seconds for run in finished]
+    minutes = sum(seconds for seconds in clock if seconds is not None) / 60
+    if minutes and None not in clock:
+        place = gpu or f"{_count(machine.get('cores', 1), 'core')} of {machine.get('cpu', 'a CPU')}"
+        yield f"The training steps took {minutes:.1f} minutes{'' if gpu else ' of processor time'}, on {place}."
+    if len(seeds) == 1:
+        yield "With one seed, a difference between two schemes may be chance, so it cannot be judged."
+    else:
+        yield (
+            "A difference is called clear if its 95 % interval over the seeds (paired by seed, not corrected for the "
+            "number of comparisons) does not contain zero."
+        )
+
+
+def _task(study: Study, result: Result) -> Iterator[str]:
+    task = study.tasks[result.task]
+    quantity, limit = MAIN[task.kind], max(task.trained)
+    values = _comparable(study, result, quantity)
+    aim = _AIMS.get(getattr(task, "objective", None) or "")
+    yield f"**{result.task}** (a {task.model}{f', {aim}' if aim else ''})."
+    if task.axis == "resolution":
+        for resolution in task.lengths:
+            place = f"At {resolution} pixels{', the resolution of training' if resolution in task.trained else ''}"
+            yield from _best(values, quantity, resolution, place, "{:.1%}")
+        yield from _dogs(task, result)
+        return
+    short, far = max((value for value in task.lengths if value <= limit), default=task.lengths[0]), task.lengths[-1]
+    if task.kind == "generalization":
+        yield from _best(values, quantity, far, f"At length {far} (trained up to {limit})")
+    else:
+        place = (
+            f"At the trained length of {short} tokens" if short in task.trained else f"At a length of {short} tokens"
+        )
+        yield from _best(values, quantity, short, place)
+    if quantity == "loss":
+        frequencies = task.unigram_cross_entropy or math.inf
+        above = {label: _mean(reading[short]) - frequencies for label, reading in values.items() if reading.get(short)}
+        failed = [label for label, value in above.items() if value > _HARDLY]
+        ignorant = [label for label, value in above.items() if abs(value) <= _HARDLY]
+        level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f}"
+        losses = {label: f" ({_mean(values[label][short]):.3f})" for label in above}
+        if ignorant:
+            yield f"{_quoted(ignorant, losses)} learned little more than {level}."
+        if failed:
+            yield f"{_quoted(failed, losses)} did worse than a model that only knows {level}."
+        ignorant += failed
+        if far > short:
+            yield from _past({label: reading for label, reading in values.items() if label not in ignorant}, short, far)
+    yield from _dogs(task, result)
+
+
+def _comparable(study: Study, result: Result, quantity: str) -> dict[str, dict[int, dict[int, float]]]:
+    """The values by label, length and seed of schemes that were trained alike: not from another one, or longer."""
+    comparable = {}
+    for label in result.labels:
+        run = study.of(result.task, label)[0]
+        if run.start is None and "train_length" not in run.training:
+            comparable[label] = _by_length(study, result.task, label, quantity)
+    return {label: values for label, values in comparable.items() if values}
+
+
+def _best(
+    values: Mapping[str, dict[int, dict[int, float]]], quantity: str, length: int, place: str, style: str = ""
+) -> Iterator[str]:
+    """The best scheme and the next one, and whether the seeds separate the two."""
+    better = -1 if quantity == "loss" else 1
+    means = {label: _mean(reading[length]) for label, reading in values.items() if reading.get(length)}
+    order = sorted(means, key=lambda label: -better * means[label])
+    if not order:
+        return
+    words, usual = _WORDS[quantity]
+    style = style or usual
+    shown = {label: style.format(means[label]) for label in order}
+    # Schemes with the same printed number share their place.
+    if quantity == "accuracy" and means[order[0]] == 0:
+        yield f"{place}, no scheme gave a right answer."
+        return
+    first = [label for label in order if shown[label] == shown[order[0]]]
+    text = f"{place}, {words} that of {_quoted(first)} ({shown[first[0]]})"
+    rest = order[len(first) :]
+    if not rest:
+        yield f"{text}."
+        return
+    second = [label for label in rest if shown[label] == shown[rest[0]]]
+    best, other = values[first[0]][length], values[second[0]][length]
+    gaps = [better * (best[seed] - other[seed]) for seed in best if seed in other]
+    judged = "The seeds do not show which is better."
+    if len(gaps) < 2:
+        judged = "One seed is not enough to rank them." if gaps else "They have no seed in common to compare."
+    elif len(gaps) > 2 and (_interval(gaps).low or 0.0) > 0:
+        judged = "The difference is clear."
+    yield f"{text}; next came {_quoted(second)} ({shown[second[0]]}). {judged}"
+
+
+def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: int) -> Iterator[str]:
+    """Which schemes kept their loss at the longest length."""
+    kept: list[str] = []
+    open_: list[str] = []
+    lost: dict[str, float] = {}
+    ends: dict[str, tuple[float, float]] = {}
+    for label, reading in values.items():
+        seeds = [seed for seed in reading.get(short, {}) if seed in reading.get(far, {})]
+        if not seeds:
+            continue
+        rise = _interval([reading[far][seed] - reading[short][seed] for seed in seeds])
+        low, high = (rise.mean if end is None else end for end in (rise.low, rise.high))
+        if high <= KEPT:
+            kept.append(label)
+        elif low > KEPT:
+            lost[label] = rise.mean
+            ends[label] = (fmean(reading[short][seed] for seed in seeds), fmean(reading[far][seed] for seed in seeds))
+        else:
+            open_.append(label)
+    told: list[str] = []
+    if kept:
+        told.append(f"{_quoted(kept)} kept {'its' if len(kept) == 1 else 'their'} loss (a rise of at most {KEPT} nats)")
+    if lost:
+        most = max(lost, key=lambda label: lost[label])
+        change = "from {:.3f} to {:.3f}".format(*ends[most])
+        others = f", most of all `{most}`" if len(lost) > 1 else ""
+        more = "by more" if kept else f"by more than {KEPT} nats"
+        told.append(f"the loss rose {more} for {_quoted(list(lost))}{others} ({change})")
+    if open_:
+        told.append(f"for {_quoted(open_)} the seeds do not show whether it rose")
+    if told:
+        yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
+
+
+def _dogs(task: Task, result: Result) -> Iterator[str]:
+    """Who tells the two dogs apart: in a causal model its mask does, so that attention without one is asked."""
+    causal = task.causal_reader
+    quantity, limit = ("dog_probe", PROBE_TOLERANCE) if causal else ("dog_distance", ROUNDING)
+    last: dict[str, float] = {}
+    for record in result.of(quantity=quantity):
+        if record.value is not None:
+            last[record.subject] = record.value
+    if not last:
+        return
+    same = [label for label, value in last.items() if value <= limit]
+    where = "Without the causal mask, which also distinguishes tokens" if causal else f"In \u201c{SENTENCE}\u201d"
+    if task.pictures is not None:
+        where = "In a picture with two equal dogs"
+    dogs = f"the two dogs of \u201c{SENTENCE}\u201d" if causal else "the two dogs"
+    if same:
+        others = "; every other scheme can" if len(same) < len(last) else ""
+        yield f"{where}, {_quoted(same)} cannot tell {dogs} apart{others}."
+    else:
+        yield f"{where}, every scheme tells {dogs} apart."
+
+
+def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, dict[int, float]]:
+    """The values of a scheme by length and seed."""
+    by_length: dict[int, dict[int, float]] = {}
+    for run in study.of(task, label):
+        for length, value in zip(run.reading.get("lengths", ()), run.reading.get(quantity, ()), strict=False):
+            if value is not None and math.isfinite(value):
+                by_length.setdefault(length, {})[run.seed] = value
+    return by_length
+
+
+def _interval(values: Sequence[float]) -> _Interval:
+    mean, half = fmean(values), half_width(values)
+    return _Interval(mean) if half is None else _Interval(mean, mean - half, mean + half)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _quoted(names: Sequence[str], behind: Mapping[str, str] | None = None) -> str:
+    *first, last = [f"`{name}`{(behind or {}).get(name, '')}" for name in names]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _mean(seeds: Mapping[int, float]) -> float:
+    return fmean(seeds.values())

@@ -1,0 +1,220 @@
+"""Text as rows of tokens of equal length, with masks that are a function of seed, epoch and row alone."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+
+from training.arguments import DataArguments
+from training.data.loading import first_rows, load_named_dataset, require_column, split_rows
+from training.data.order import EpochRow, RowsByEpoch
+from training.errors import SettingsError
+from training.objectives import IGNORED
+
+#: How documents share rows.
+DOCUMENTS, CONCATENATE = "documents", "concatenate"
+
+
+class TokenStream:
+    """The tokens of all documents, one after the other.
+
+    Args:
+        tokens: `(tokens,)`; may be mapped from a file.
+        bounds: `(documents + 1,)`: where each document begins, and where the last one ends.
+    """
+
+    def __init__(self, tokens: NDArray[Any], bounds: NDArray[np.int64]) -> None:
+        self.tokens, self.bounds = tokens, bounds
+
+    @classmethod
+    def of_documents(cls, documents: Any) -> TokenStream:
+        """Reads the tokens of a `datasets.Dataset` with a column `input_ids`, one row for each document."""
+        chunks = documents.with_format("arrow")[:].column("input_ids").chunks if len(documents) else []
+        # A single chunk is a view of the Arrow file that `datasets` maps into memory.
+        tokens = [chunk.flatten().to_numpy() for chunk in chunks]
+        lengths = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+        bounds = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
+        return cls(tokens[0] if len(tokens) == 1 else np.concatenate([np.empty(0, np.int32), *tokens]), bounds)
+
+    @classmethod
+    def of_texts(cls, documents: list[list[int]]) -> TokenStream:
+        """The tokens of documents, one list for each."""
+        bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        return cls(np.concatenate([np.asarray(tokens, np.int32) for tokens in documents]), bounds)
+
+    def save(self, path: Path) -> None:
+        """Writes `path.npy` and `path.bounds.npy`, so that other processes can map them; a kill leaves them whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, values in ((path.name, self.tokens.astype(np.int32)), (f"{path.name}.bounds", self.bounds)):
+            temporary = path.with_name(f"{name}.partial.npy")
+            np.save(temporary, values)
+            temporary.replace(path.with_name(f"{name}.npy"))
+
+    @classmethod
+    def open(cls, path: Path) -> TokenStream:
+        """What `save` wrote, mapped into memory."""
+        bounds = np.load(path.with_name(f"{path.name}.bounds.npy"))
+        return cls(np.load(path.with_name(f"{path.name}.npy"), mmap_mode="r"), bounds)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return len(self.bounds) - 1
+
+    def read(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A stretch of the stream.
+
+        Returns:
+            Its tokens, `(stop - start,)`, and likewise how far each stands behind the first token of its document
+            that lies in the stretch: 0, 1, 2, ... starting at 0 again where a document begins.
+        """
+        first = int(np.searchsorted(self.bounds, start, side="right")) - 1
+        last = int(np.searchsorted(self.bounds, stop, side="left"))
+        begins = np.clip(self.bounds[first:last] - start, 0, None)
+        places = np.arange(stop - start) - np.repeat(begins, np.diff([*begins, stop - start]))
+        return self.tokens[start:stop].astype(np.int64), places
+
+    def digest(self) -> str:
+        """Identifies the tokens and where documents begin."""
+        return hashlib.sha256(self.bounds.tobytes() + self.tokens.astype(np.int32).tobytes()).hexdigest()[:16]
+
+
+def tokenize(documents: Any, column: str, tokenizer: PreTrainedTokenizerBase, workers: int | None = None) -> Any:
+    """Returns a dataset with the column `input_ids`; blank documents are dropped.
+
+    Each document gets the special tokens that the tokenizer gives a text, and in any case its end token (else its
+    separator) at the end, without which a causal model could not learn where a text ends.
+    """
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        texts = [text for text in batch[column] if text is not None]
+        for text in texts:
+            if not isinstance(text, str):
+                raise SettingsError(
+                    f"The column {column!r} holds {type(text).__name__}, not text. Name another with --text_column."
+                )
+        texts = [text for text in texts if text.strip()]
+        encoded = tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"] if texts else []
+        return {"input_ids": [tokens if end is None or tokens[-1:] == [end] else [*tokens, end] for tokens in encoded]}
+
+    if workers is not None:
+        workers = max(1, min(workers, len(documents)))
+    return documents.map(
+        encode, batched=True, remove_columns=documents.column_names, num_proc=workers, desc="Tokenising"
+    )
+
+
+class RowMasking:
+    """Masks a row with transformers' collator (BERT, arXiv:1810.04805, section 3.1). The masks of a row are the same on
+    any number of processes and workers, and after a run was resumed; they are others in every epoch.
+
+    Args:
+        tokenizer: whose mask token is shown; its special tokens are never targets.
+        mlm_probability: share of the tokens that become targets.
+        seed: of the masks; `stream` tells those of several datasets apart.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float, seed: int, stream: int = 0) -> None:
+        if tokenizer.mask_token is None:
+            raise SettingsError(
+                f"{type(tokenizer).__name__} has no mask token, so nothing can be masked. Use the tokenizer of a "
+                "masked language model (--tokenizer_name), or --tokenizer_name bytes."
+            )
+        self.seed, self.stream = seed, stream
+        self._mask = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=mlm_probability)
+        self._mask.generator = torch.Generator()
+        self._special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+
+    def __call__(self, tokens: Tensor, epoch: int, row: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of a row, each `(length,)`."""
+        state = np.random.SeedSequence([self.seed, self.stream, epoch, row]).generate_state(1, np.uint64)
+        self._mask.generator.manual_seed(int(state[0] >> np.uint64(1)))
+        inputs, labels = self._mask.torch_mask_tokens(tokens[None].clone(), torch.isin(tokens, self._special)[None])
+        return inputs[0], labels[0]
+
+
+class PackedRows(RowsByEpoch):
+    """The stream, cut every `block_size` tokens, so that no token is padding; what is left at its end is dropped.
+
+    An item holds `input_ids`, `labels` and `places`, each `(block_size,)`. `places` counts from 0 in every document
+    (packing "documents") or through the row ("concatenate"); where it is 0, there is no context before the token, so it
+    is not a target of a causal model. Without `masking` the rows are for a causal model.
+    """
+
+    def __init__(
+        self, stream: TokenStream, block_size: int, packing: str, masking: RowMasking | None, name: str = "text"
+    ) -> None:
+        if len(stream) < block_size:
+            raise SettingsError(
+                f"The {name} has {len(stream)} tokens in {stream.documents} document(s), and one row alone takes "
+                f"{block_size}. Use more text or a shorter --block_size."
+            )
+        self.stream, self.block_size, self.masking = stream, block_size, masking
+        self.restarts = packing == DOCUMENTS
+
+    def __len__(self) -> int:
+        return len(self.stream) // self.block_size
+
+    def __getitem__(self, index: int | EpochRow) -> dict[str, Any]:
+        epoch, row = index if isinstance(index, tuple) else (0, index)
+        start = row * self.block_size
+        read, counted = self.stream.read(start, start + self.block_size)
+        tokens = torch.from_numpy(read)
+        places = torch.from_numpy(counted) if self.restarts else torch.arange(self.block_size)
+        if self.masking is None:
+            inputs, labels = tokens, tokens.masked_fill(places == 0, IGNORED)
+        else:
+            inputs, labels = self.masking(tokens, epoch, row)
+        return {"input_ids": inputs, "labels": labels, "places": places}
+
+
+def load_rows(
+    data: DataArguments, tokenizer: PreTrainedTokenizerBase, causal: bool, seed: int
+) -> tuple[PackedRows, PackedRows, str]:
+    """Returns the rows to train on, those to validate on, and a sentence about them. No document is in both."""
+    documents, source = _load(data, data.dataset_name, data.dataset_split, data.max_train_samples)
+    if data.validation_file is not None:
+        held_out, from_where = _load(data, data.validation_file, "train", data.max_eval_samples)
+    elif data.validation_split is not None:
+        held_out, from_where = _load(data, data.dataset_name, data.validation_split, data.max_eval_samples)
+        from_where = f"{from_where} ({data.validation_split})"
+    else:
+        if len(documents) < 2:
+            raise SettingsError(
+                f"{source!r} holds {len(documents)} document, so none can be held out for validation. Cut it with "
+                "--sample_by paragraph, or name other text with --validation_file."
+            )
+        number = min(round(len(documents) * data.validation_split_percentage / 100), len(documents) - 1)
+        documents, held_out = split_rows(documents, [number], data.split_seed)
+        from_where = f"{source} (held out)"
+    rows = []
+    for number, (part, most) in enumerate(((documents, data.max_train_samples), (held_out, data.max_eval_samples))):
+        tokens = tokenize(first_rows(part, most), data.text_column, tokenizer, data.preprocessing_num_workers)
+        # Masks of the validation rows are the same for every seed.
+        masking = None if causal else RowMasking(tokenizer, data.mlm_probability, 0 if number else seed, stream=number)
+        name = f"{'validation' if number else 'training'} part of {source!r}"
+        rows.append(PackedRows(TokenStream.of_documents(tokens), data.block_size, data.packing, masking, name))
+    told = [
+        f"{part.stream.documents:,} documents of {name}, {len(part.stream):,} tokens, {len(part):,} rows"
+        for part, name in zip(rows, (source, from_where), strict=True)
+    ]
+    return rows[0], rows[1], f"Training text: {told[0]}. Validation text: {told[1]}."
+
+
+def _load(data: DataArguments, name: str | None, split: str, most: int | None) -> tuple[Any, str]:
+    config_name = data.dataset_config_name if name == data.dataset_name else None
+    first = most if data.streaming else None
+    dataset, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
+    require_column(dataset, data.text_column, source)
+    return dataset, source
