@@ -37,11 +37,11 @@ _HEADINGS = {
     "shift": "+{offset}", "left_padding": "left pad", "sees_order": "sees order",
 }  # fmt: skip
 _EXPLANATION = (
-    "gap n: distance between the states of two equal nouns that are n tokens apart. Word's role, roles: change of the "
-    "state of a noun, and of the sentence, when subject and object are exchanged. Loss: that of the last token of a "
-    "window, in nats. Shuffled, in 8s: change of the output of the last token, and rise of its loss, when the tokens "
-    "before it are shuffled, all together or in blocks of 8. +n: change of all outputs when n is added to every "
-    "position. Left pad: change of all outputs when the text is left-padded."
+    "gap n: distance between the states of two equal nouns n tokens apart. Word's role, roles: change of the state of "
+    "a noun, and of the sentence, when subject and object are exchanged. Loss: that of the last token, in nats. "
+    "Shuffled, in 8s: change of the last token's output, and rise of its loss, when earlier tokens are shuffled, all "
+    "together or in blocks of 8. +n: change of all outputs when n is added to every position. Left pad: the same for "
+    "left-padded text."
 )
 
 

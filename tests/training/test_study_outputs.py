@@ -281,8 +281,10 @@ def test_with_one_seed_nothing_is_ranked_nor_what_was_trained_otherwise():
     told = compared(([1.0], [1.5]), ([2.0], [2.01]), seeds=1)
     text = seen(told)
     assert "With one seed, a difference between two schemes may be chance" in text[""]
-    lowest = "the lowest loss was that of `rope` (1.000); next came `alibi` (2.000). One seed is not enough"
-    assert lowest in text["causal"]
+    assert (
+        "the lowest loss was that of `rope` (1.000); next came `alibi` (2.000). One seed is not enough"
+        in text["causal"]
+    )
     assert "clear" not in text["causal"]
     # On another length, or going on from another scheme.
     base, other = told["runs"]
