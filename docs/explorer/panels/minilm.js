@@ -19,7 +19,7 @@ export function drawMinilm(container, views) {
   const series = names.map((name) => ({ text: name, points: points(name), color: "var(--muted-line)", width: 1.2 }));
   series.push({ text: "none", points: points("none"), color: "var(--series-7)", dash: "2 3" });
   series.push({ text: "MiniLM’s own learned table", points: points("native"), color: "var(--series-6)", dash: "7 3" });
-  shown.forEach((name, i) => series.push({ text: name, points: points(name), color: COLORS[i], width: 3 }));
+  shown.forEach((name) => series.push({ text: name, points: points(name), color: COLORS[chosen.indexOf(name)], width: 3 }));
   const chart = drawLines(container, {
     series,
     x: [0, layers],
@@ -36,7 +36,7 @@ export function drawMinilm(container, views) {
   label(chart, "none", 0.1, FLOOR + 0.22, "var(--text-soft)");
   // The names at the right end are kept apart from one another.
   const ends = [["own learned table", distances.native[layers], "var(--series-6-text)"]];
-  shown.forEach((name, i) => ends.push([name, distances[name][layers], TEXT_COLORS[i]]));
+  shown.forEach((name) => ends.push([name, distances[name][layers], TEXT_COLORS[chosen.indexOf(name)]]));
   let below = Infinity;
   for (const [text, value, color] of ends.sort((a, b) => b[1] - a[1])) {
     below = Math.max(Math.min(height(value) + 0.2, below - 0.34), FLOOR + 0.22);
