@@ -191,3 +191,24 @@ class Environment:
     def message(self, problem: str, subject: str) -> str:
         """A refusal for a problem that was found before."""
         return f"{self.name} cannot run {subject}: {problem}. {self.remedy}".rstrip()
+
+
+def generation_problems(
+    engines: Iterable[Environment], cache: Environment, needs: Mapping[Need, Part], parts: Iterable[Part]
+) -> dict[str, str]:
+    """By the name of a way to generate, why it cannot run a scheme, as a clause about the scheme; empty if it can.
+
+    Args:
+        engines: programs that keep keys.
+        cache: the growing cache of transformers.
+        needs: what the parts need.
+        parts: the parts of the scheme.
+    """
+    problems = {engine.name: engine.problem(needs) for engine in engines}
+    for part in parts:
+        try:
+            part.check_cache(1, 2)
+        except UnsupportedError as error:
+            problems = {name: problem or str(error).rstrip(".") for name, problem in problems.items()}
+            break
+    return problems | {cache.name: cache.problem(needs)}

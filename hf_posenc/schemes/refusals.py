@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.needs import BIASES, IN_ATTENTION, NO_GROWING_CACHE, Environment, Need
-from hf_posenc.schemes.parts import Part
 
 _NOT_RECOMPUTED = "and cached keys are not recomputed as the sequence grows"
 _OTHER_BATCHING = (
@@ -166,20 +162,3 @@ ENVIRONMENTS = (
     GRADUAL_SWAP,
     *ENGINES,
 )
-
-
-def generation_problems(needs: Mapping[Need, Part], parts: Iterable[Part]) -> dict[str, str]:
-    """By the name of a way to generate, why it cannot run a scheme, as a clause about the scheme; empty if it can.
-
-    Args:
-        needs: what the parts need.
-        parts: the parts of the scheme.
-    """
-    problems = {engine.name: engine.problem(needs) for engine in ENGINES}
-    for part in parts:
-        try:
-            part.check_cache(1, 2)
-        except UnsupportedError as error:
-            problems = {name: problem or str(error).rstrip(".") for name, problem in problems.items()}
-            break
-    return problems | {GROWING_CACHE.name: GROWING_CACHE.problem(needs)}

@@ -25,7 +25,7 @@ from hf_posenc.schemes import LayeredConfig, refusals
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
-from hf_posenc.schemes.needs import Environment, Need, needs_of
+from hf_posenc.schemes.needs import Environment, Need, generation_problems, needs_of
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
@@ -116,7 +116,7 @@ class StackEncoding(nn.Module):
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
         needs = self.needs()
-        self.problems = refusals.generation_problems(needs, self.acting_parts())
+        self.problems = generation_problems(refusals.ENGINES, refusals.GROWING_CACHE, needs, self.acting_parts())
         self.runtime.split_problem = refusals.CONTEXT_PARALLELISM.problem(needs)
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
