@@ -23,7 +23,7 @@ BOUNDS = {
     "further layer": (13, 23, 12),
     "decoding": (11, 136, 67),
     "save": (14, 580, 60),
-    "from_pretrained": (46, 1200, 570),
+    "from_pretrained": (44, 1200, 570),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -100,14 +100,12 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 52_471
+    assert sum(lines) <= 51_717
     assert max(lines) <= 500
-    assert len(lines) <= 322
+    assert len(lines) <= 287
 
 
-@pytest.mark.parametrize(
-    ("room", "most"), [("training", 5_948), ("study_report", 1_036), ("eval", 316), ("benchmarks", 2_500)]
-)
+@pytest.mark.parametrize(("room", "most"), [("training", 6_984), ("eval", 316), ("benchmarks", 2_500)])
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)
     assert sum(lines) <= most

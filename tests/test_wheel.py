@@ -41,7 +41,7 @@ def test_the_wheel_has_the_package_and_the_scripts(wheel: Path) -> None:
         return {path.relative_to(folder).as_posix() for path in folder.rglob("*.*") if "__pycache__" not in path.parts}
 
     assert files(ROOT / "hf_posenc") <= files(wheel / "hf_posenc")
-    for name in ("training", "study_report", "eval"):
+    for name in ("training", "eval"):
         assert files(wheel / "hf_posenc" / "_scripts" / name) == files(ROOT / name)
     assert (wheel / "hf_posenc" / "_scripts" / "model_cards" / "template.md").is_file()
 

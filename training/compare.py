@@ -26,11 +26,11 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from hf_posenc.metrics.images.pictures import DIGITS
-from study_report.outputs import write_outputs
 from training.checkpoints import latest_complete_checkpoint
 from training.errors import SettingsError
 from training.machine import check_met, launched_on_cpu
 from training.one_run import exit_status
+from training.report.outputs import write_outputs
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
 from training.study.corpus import Corpus, load_corpus, study_tokenizer
 from training.study.curve import check_trackers

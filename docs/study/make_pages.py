@@ -92,9 +92,9 @@ def filled(page: str, runs: Runs) -> str:
 
 def draw() -> None:
     """Draws the figures that the pages show, for light and dark ones."""
-    from study_report.figures import draw_figures
-    from study_report.records import study_records
-    from study_report.results import check_results
+    from training.report.figures import draw_figures
+    from training.report.records import study_records
+    from training.report.results import check_results
 
     FIGURES.mkdir(exist_ok=True)
     shown_there = "".join((FOLDER / name).read_text(encoding="utf-8") for name in PAGES)

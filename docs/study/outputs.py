@@ -12,12 +12,12 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, which has modules of common names
 
-from study_report.cards import TEMPLATE, study_cards
-from study_report.outputs import write_outputs
-from study_report.records import study_records
-from study_report.results import ResultsError, Study, check_results
 from training.errors import SettingsError
 from training.files import read_json, write_text
+from training.report.cards import TEMPLATE, study_cards
+from training.report.outputs import write_outputs
+from training.report.records import study_records
+from training.report.results import ResultsError, Study, check_results
 
 
 def copy_cards(study: Study, folder: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from study_report import outputs
 from tests.training.run_cases import run, study_words, words, write_texts
+from training.report import outputs
 
 SENTENCES = (
     "The ship left the harbour before dawn, and nobody on the quay saw it go. ",

