@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from unittest import mock
@@ -245,6 +246,13 @@ def test_nothing_finished_is_still_a_report(tmp_path):
     results = study([unfinished("causal", "t5", 0, "failed", "The disk is full.")], corpus=None)
     assert [path.name for path in write_outputs(results, tmp_path)] == ["results.json", "table.md", "report.html"]
     assert "The disk is full." in (tmp_path / "report.html").read_text()
+
+
+def test_a_kill_while_outputs_are_written_leaves_whole_files(tmp_path):
+    (tmp_path / "results.json").write_text('{"name": "earlier"}\n')
+    with mock.patch("pathlib.Path.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        write_outputs(study([unfinished("causal", "t5", 0, "failed", "The disk is full.")], corpus=None), tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text()) == {"name": "earlier"}
 
 
 def test_refused_results_leave_earlier_files_alone(tmp_path, capsys):

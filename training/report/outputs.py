@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from hf_posenc.report import Result
 from hf_posenc.report.page import marked_up, web_page
+from training.files import write_text
 from training.report.cards import study_cards
 from training.report.figures import StudyFigure, draw_figures
 from training.report.records import study_records
@@ -42,7 +43,7 @@ def write_outputs(results: dict[str, Any], folder: Path) -> list[Path]:
     plots = {folder / "plots" / f"{figure.name}.png": figure.png for figure in figures}
     plots |= {folder / "plots" / f"{figure.name}_dark.png": figure.dark_png for figure in figures}
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     for path, image in plots.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(image)
