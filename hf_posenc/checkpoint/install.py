@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posenc.checkpoint import other_loaders, peft_hooks
-from hf_posenc.checkpoint.loading import from_config, from_pretrained, get_config_dict, model_init
+from hf_posenc.checkpoint.loading import config_post_init, from_config, from_pretrained, get_config_dict, model_init
 from hf_posenc.checkpoint.saving import (
-    config_post_init,
     create_card,
     create_trainer_card,
     save_pretrained,

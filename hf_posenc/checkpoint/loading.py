@@ -96,6 +96,16 @@ def get_config_dict(call: Call) -> Any:
     return config, unused
 
 
+def config_post_init(call: Call) -> Any:
+    """Gives a config that is built with an entry the class that also saves it."""
+    result, config = call.run(), call["self"]
+    if read_entry(config) is not None:
+        from hf_posenc.patching.place.config_entry import carry_entry
+
+        carry_entry(config)
+    return result
+
+
 def model_init(call: Call) -> Any:
     """Wraps `PreTrainedModel.__init__`.
 

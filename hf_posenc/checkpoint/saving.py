@@ -146,16 +146,6 @@ def upload_of(folder: str | os.PathLike[str], repository: str) -> Iterator[None]
         raise
 
 
-def config_post_init(call: Call) -> Any:
-    """Gives a config that is built with an entry the class that also saves it."""
-    result, config = call.run(), call["self"]
-    if read_entry(config) is not None:
-        from hf_posenc.patching.place.config_entry import carry_entry
-
-        carry_entry(config)
-    return result
-
-
 def upload_modified_files(call: Call) -> Any:
     """Gives an uploaded model a card that describes its scheme. Tokenizers and configs are uploaded in the same way."""
     if hasattr(call["self"], "modules"):

@@ -61,6 +61,7 @@ from hf_posenc.schemes.parts import (
     PairwiseBias as PairwiseBias,
     Part as Part,
     QueryKeyMap as QueryKeyMap,
+    Reach as Reach,
     SchemeParts as SchemeParts,
 )
 from hf_posenc.schemes.position_maps.affine import (
@@ -76,7 +77,6 @@ from hf_posenc.schemes.positions import (
     AttentionPairs as AttentionPairs,
     Positions as Positions,
 )
-from hf_posenc.schemes.reach import Reach as Reach
 from hf_posenc.schemes.registry import (
     as_scheme as as_scheme,
     get_scheme as get_scheme,

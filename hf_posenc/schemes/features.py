@@ -13,15 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import LogitBias, PairwiseBias
+from hf_posenc.schemes.parts import LogitBias, PairwiseBias, feature_counts
 from hf_posenc.schemes.positions import AttentionPairs
-
-
-def feature_counts(bias: LogitBias | None) -> tuple[int, int]:
-    """The number of features per query head of a bias, and the number per key head; 0 and 0 without features."""
-    if not isinstance(bias, PairwiseBias):
-        return 0, 0
-    return bias.num_features - bias.num_shared_features, bias.num_shared_features
 
 
 def separated(features: Tensor, unshared: int, shared: int) -> tuple[Tensor | None, Tensor | None]:

@@ -13,7 +13,6 @@ from enum import Enum
 import torch
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.features import feature_counts
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
@@ -23,6 +22,7 @@ from hf_posenc.schemes.parts import (
     Part,
     QueryKeyMap,
     SeparableBias,
+    feature_counts,
 )
 from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.features import feature_counts, joined_features, pairs_of_parts
+from hf_posenc.schemes.features import joined_features, pairs_of_parts
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
@@ -23,9 +23,11 @@ from hf_posenc.schemes.parts import (
     Part,
     PositionMap,
     QueryKeyMap,
+    Reach,
+    feature_counts,
+    shortest,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.reach import Reach, shortest
 from hf_posenc.schemes.rotary.rope import RotaryMap
 
 PartType = TypeVar("PartType", bound=Part)

@@ -21,18 +21,117 @@ is in `hf_posenc.patching`.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.device_constant import DeviceConstant as DeviceConstant
-from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions
-from hf_posenc.schemes.reach import Reach as Reach
+from hf_posenc.errors import SequenceLengthError
+from hf_posenc.schemes.positions import AttentionPairs as AttentionPairs, Positions as Positions, assert_in_graph
+
+
+class DeviceConstant:
+    """A constant tensor with one copy per device, unaffected by module casts and meta-device loading.
+
+    A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading. Angles
+    computed from bfloat16 frequencies are off by full turns after a few hundred positions.
+
+    Args:
+        values: the constant on the CPU.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._copies: dict[torch.device, Tensor] = {torch.device("cpu"): values}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the constant on `device`. It is copied once per device."""
+        copy = self._copies.get(device)
+        if copy is None:
+            copy = self._copies[torch.device("cpu")].to(device)
+            # A tensor made while tracing must not outlive the trace.
+            if not torch.compiler.is_compiling():
+                self._copies[device] = copy
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_copies": {torch.device("cpu"): self._copies[torch.device("cpu")]}}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The maximum length and the intended length of one part, in tokens.
+
+    Args:
+        length: the longest sequence that the part can encode; `None` if there is no limit.
+        remedy: the end of the error message "A sequence of length 9 is longer than the 8 positions ...". It says which
+            positions these are and which option increases their number.
+        made_for: the length that the options of the part are configured for, such as `factor * original_max_positions`
+            of YaRN; `None` if the options do not specify one.
+    """
+
+    length: int | None = None
+    remedy: str = ""
+    made_for: int | None = None
+
+    def check(self, positions: Positions | Tensor) -> None:
+        """Raises an error if a position exceeds the limit.
+
+        The check may read values, so it is skipped when there are none (graph capture, the meta device). Values on a
+        device are not read if the host knows that they are small enough. A compiled graph checks them when it runs.
+
+        Args:
+            positions: those of a call, or any tensor of them.
+
+        Raises:
+            SequenceLengthError: naming the length found, the limit and the remedy.
+        """
+        if isinstance(positions, Tensor):
+            positions = Positions(positions, positions)
+        ids = positions.ids
+        if self.length is None or ids.is_meta or ids.numel() == 0:
+            return
+        if torch.compiler.is_compiling():
+            assert_in_graph((ids < self.length).all(), f"A token is beyond the {self.length} positions {self.remedy}")
+            return
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if not positions.all_below(self.length):
+            raise SequenceLengthError(
+                f"A sequence of length {positions.length()} is longer than the {self.length} positions {self.remedy}"
+            )
+
+    def under(self, last_position: Callable[[int], int | None]) -> Reach:
+        """Returns the reach of this part if its positions are mapped.
+
+        Args:
+            last_position: a function that takes a position and returns the greatest position that tokens up to it can
+                be mapped to. It must not decrease. With `None`, the limit is not changed.
+        """
+        limit, most = self.length, sys.maxsize
+        if limit is None or last_position(most - 1) is None:
+            return Reach(limit, self.remedy)
+
+        def beyond(length: int) -> bool:
+            last = last_position(length - 1)
+            return last is not None and last >= limit
+
+        longest = bisect.bisect_left(range(1, most), True, key=beyond)
+        return Reach(None if longest == most - 1 else longest, self.remedy)
+
+
+def shortest(reaches: Iterable[Reach]) -> Reach:
+    """Returns the reach of combined parts: the smallest `length` and the largest `made_for`."""
+    all_reaches = list(reaches)
+    limited = [reach for reach in all_reaches if reach.length is not None]
+    limit = min(limited, key=lambda reach: reach.length or 0, default=Reach())
+    made_for = max((reach.made_for for reach in all_reaches if reach.made_for is not None), default=None)
+    return Reach(limit.length, limit.remedy, made_for)
 
 
 class Part(nn.Module):
@@ -287,3 +386,10 @@ class SchemeParts:
     def __iter__(self) -> Iterator[Part]:
         parts = (self.additive, self.query_key_map, self.logit_bias, self.logit_scale)
         return (part for part in parts if part is not None)
+
+
+def feature_counts(bias: LogitBias | None) -> tuple[int, int]:
+    """The number of features per query head of a bias, and the number per key head; 0 and 0 without features."""
+    if not isinstance(bias, PairwiseBias):
+        return 0, 0
+    return bias.num_features - bias.num_shared_features, bias.num_shared_features

@@ -49,9 +49,9 @@ from hf_posenc.schemes import (
 )
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
+from hf_posenc.schemes.parts import Reach
 from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
-from hf_posenc.schemes.reach import Reach
 
 from .building import at, build, counted, logits_of, random_heads
 from .table import positions_of

@@ -36,7 +36,7 @@ from hf_posenc.schemes import (
 )
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.reach import Reach, shortest
+from hf_posenc.schemes.parts import Reach, shortest
 
 from .building import at, part_of, random_heads
 from .table import HIDDEN, TABLE, context_for

@@ -31,9 +31,18 @@ from hf_posenc.patching.call.key_positions import (
 )
 from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.forwards import PlacedForward
-from hf_posenc.schemes.features import feature_counts, pairs_of_parts
+from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.needs import Need, needs_of
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, LogitScale, PairwiseBias, Part, QueryKeyMap, SeparableBias
+from hf_posenc.schemes.parts import (
+    DistanceBias,
+    LogitBias,
+    LogitScale,
+    PairwiseBias,
+    Part,
+    QueryKeyMap,
+    SeparableBias,
+    feature_counts,
+)
 from hf_posenc.schemes.positions import AttentionPairs, KeptValues, Positions, assert_in_graph, traced
 from hf_posenc.schemes.refusals import POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache

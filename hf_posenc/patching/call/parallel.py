@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.features import feature_counts, joined, separated
+from hf_posenc.schemes.features import joined, separated
 from hf_posenc.schemes.parts import (
     DistanceBias,
     LogitBias,
@@ -36,6 +36,7 @@ from hf_posenc.schemes.parts import (
     Part,
     QueryKeyMap,
     SeparableBias,
+    feature_counts,
     take_declarations,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions

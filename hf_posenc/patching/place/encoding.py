@@ -33,9 +33,10 @@ from hf_posenc.schemes.parts import (
     PairwiseBias,
     Part,
     QueryKeyMap,
+    Reach,
     SchemeParts,
+    shortest,
 )
-from hf_posenc.schemes.reach import Reach, shortest
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.install import PatchReport
@@ -214,17 +215,14 @@ class StackEncoding(nn.Module):
 
 
 def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
-    if len(found) <= 1:
-        return next(iter(found.values()), None)
-    additives = [part for part in found.values() if part is not None]
-    if not additives:
-        return None
-    raise UnsupportedError(
-        "The layers of the schedule add different encodings to the embeddings "
-        f"({', '.join(config.name for config in found)}). An additive scheme acts once, before the first layer, so it "
-        "has to be the same in every layer. Rotations and biases can differ between layers. To remove the additive "
-        "scheme everywhere, pass elsewhere='none'. To keep it, compose it with the scheme of every layer."
-    )
+    if len(found) > 1 and any(part is not None for part in found.values()):
+        raise UnsupportedError(
+            "The layers of the schedule add different encodings to the embeddings "
+            f"({', '.join(config.name for config in found)}). An additive scheme acts once, before the first layer, so "
+            "it has to be the same in every layer. Rotations and biases can differ between layers. To remove the additive "
+            "scheme everywhere, pass elsewhere='none'. To keep it, compose it with the scheme of every layer."
+        )
+    return next(iter(found.values()), None)
 
 
 def _check_parts(config: SchemeConfig, parts: Any) -> None:

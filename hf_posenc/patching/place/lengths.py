@@ -31,7 +31,7 @@ from hf_posenc.patching.place.record import is_set
 from hf_posenc.schemes import from_rope_parameters
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.labels import scheme_label
-from hf_posenc.schemes.reach import Reach
+from hf_posenc.schemes.parts import Reach
 from hf_posenc.schemes.rotary.rope import RotaryMap
 
 #: Lengths of which modules keep a copy.

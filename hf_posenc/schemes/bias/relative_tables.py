@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions, traced
 
 #: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 compared with its peak of

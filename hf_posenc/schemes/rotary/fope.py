@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.hope import SHORTEST_LENGTH, FlooredRotaryConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap

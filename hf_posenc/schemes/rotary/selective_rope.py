@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.parts import DeviceConstant, Reach
 from hf_posenc.schemes.positions import Positions, require
-from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_exponents
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
