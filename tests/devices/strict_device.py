@@ -10,6 +10,7 @@ import contextlib
 import re
 import shutil
 import sys
+import time
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -70,6 +71,10 @@ def load() -> types.ModuleType:
     torch.utils.rename_privateuse1_backend(NAME)
     # One for each torch, because it is kept for later processes.
     name = re.sub(r"\W", "_", f"strict_device_{torch.__version__}")
+    lock = Path(cpp_extension._get_build_directory(name, False), "lock")
+    # Torch waits for this file for ever. After ten minutes, its build was killed.
+    if lock.exists() and time.time() - lock.stat().st_mtime > 600:
+        lock.unlink(missing_ok=True)
     built: types.ModuleType = cpp_extension.load(name, [str(_SOURCE)], extra_cflags=["-O1", "-std=c++20"])
     built.register_hooks()
     built.set_rules(rules())
