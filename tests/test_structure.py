@@ -17,13 +17,13 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (39, 1080, 520),
+    "patch": (39, 1085, 525),
     "patch and first forward": (45, 1285, 620),
     "forward": (13, 115, 60),
     "further layer": (13, 23, 12),
     "decoding": (11, 136, 67),
     "save": (14, 580, 60),
-    "from_pretrained": (40, 1180, 520),
+    "from_pretrained": (40, 1180, 525),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -100,7 +100,7 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 51_704
+    assert sum(lines) <= 51_706
     assert max(lines) <= 500
     assert len(lines) <= 285
 

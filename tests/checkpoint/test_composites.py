@@ -21,7 +21,8 @@ from hf_posenc.recipes import add_lora
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
-from tests.recipes.test_parts import image, vision_transformer
+from tests.patching.vision.models import vit
+from tests.recipes.test_parts import image
 
 LLAVA = COMPOSITES["llava"]
 
@@ -77,7 +78,7 @@ def test_auto_classes_load_the_whole_and_its_base(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_classifies_images_with_a_patched_folder(tmp_path: Path) -> None:
-    model = patch_model(vision_transformer(), "rope_nd")
+    model = patch_model(vit(), "rope_nd")
     model.save_pretrained(tmp_path)
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
     classify = pipeline("image-classification", model=str(tmp_path))

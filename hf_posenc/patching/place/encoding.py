@@ -21,6 +21,7 @@ from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.stack_record import is_attention_site
+from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import LayeredConfig, refusals
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -117,7 +118,8 @@ class StackEncoding(nn.Module):
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
         needs = self.needs()
-        self.problems = generation_problems(refusals.ENGINES, refusals.GROWING_CACHE, needs, self.acting_parts())
+        with evaluation_mode(self):
+            self.problems = generation_problems(refusals.ENGINES, refusals.GROWING_CACHE, needs, self.acting_parts())
         self.runtime.split_problem = refusals.CONTEXT_PARALLELISM.problem(needs)
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
