@@ -21,15 +21,13 @@ function full(place, data) {
   };
 }
 
-/** A place for this scheme: models that read both ways are not possible for every scheme. */
-function placeFor(scheme, state, length, data) {
-  const forced = data.library.schemes[scheme.name].causal_only === true;
-  return { heads: state.heads, causal: state.causal || forced, length, forced: forced && !state.causal };
-}
+/** The chosen scheme for which later words are hidden without being asked: not every scheme can read both ways. */
+const forcedBy = (sides, state, data) =>
+  state.causal ? undefined : sides.find(({ name }) => data.library.schemes[name].causal_only)?.name;
 
 /** The layer's attention and outputs with one scheme; `refusal` if it cannot be known for these words. */
 export function layerOf(scheme, wanted, words, state, data) {
-  const place = placeFor(scheme, state, words.length, data);
+  const place = { heads: state.heads, causal: state.causal, length: words.length };
   const parts = partsOf(scheme, wanted, place, data);
   if (parts.reach < words.length) return { place, refusal: `Too long: ${parts.reachReason}` };
   if (parts.layers) return { place, refusal: "One scheme per layer", layers: parts.layers };
@@ -79,14 +77,17 @@ export function createViews(data) {
     const repeated = repeatedWords(words);
     const pair = repeated.find(({ key }) => key === state.word) ?? repeated[0];
     const sides = sidesOf(state);
-    const dogs = pair ? dogTest(state, words, pair, sides) : null;
-    return sides.map((side, i) => ({ ...viewOf(side, state, words, data), words, repeated, pair, dogs: dogs?.all, dog: dogs?.chosen[i] }));
+    const forced = forcedBy(sides, state, data);
+    // Both schemes of a comparison see the same words.
+    const shown = forced ? { ...state, causal: true } : state;
+    const dogs = pair ? dogTest(shown, words, pair, sides) : null;
+    return sides.map((side, i) => ({ ...viewOf(side, shown, words, data), forced, words, repeated, pair, dogs: dogs?.all, dog: dogs?.chosen[i] }));
   };
 }
 
 function viewOf({ name, wanted }, state, words, data) {
   const scheme = schemeNamed(name);
-  const place = placeFor(scheme, state, state.n, data);
+  const place = { heads: state.heads, causal: state.causal, length: state.n };
   const options = validOptions(scheme, wanted, place, data.library);
   const parts = partsOf(scheme, options, place, data);
   const heads = Math.min(place.heads, parts.heads ?? place.heads);
@@ -104,7 +105,7 @@ function viewOf({ name, wanted }, state, words, data) {
     place: { ...place, heads, length: parts.most ?? place.length },
     layer: words.length ? layerOf(scheme, options, words, state, data) : null,
     /** The same layer without positions, to compare with. */
-    plain: () => layerOf(schemeNamed("none"), {}, words, { ...state, causal: place.causal }, data),
+    plain: () => layerOf(schemeNamed("none"), {}, words, state, data),
   };
 }
 

@@ -120,6 +120,19 @@ def test_comparisons_fit_a_phone_and_can_be_read(open_page: Any, theme: str) -> 
     assert page.evaluate(CONTRAST) == []
 
 
+def test_a_scheme_for_causal_models_hides_later_words_from_both(open_page: Any) -> None:
+    """The two are compared on the same words."""
+    page = open_page("#alibi,xpos")
+    both = [content(page, panel) for panel in ("#decay", "#map", "#attention", "#dog-chosen")]
+    assert "xpos is for causal models" in page.inner_text("#attention-note")
+    assert not page.is_checked("#causal")
+    page.check("#causal")
+    assert [content(page, panel) for panel in ("#decay", "#map", "#attention", "#dog-chosen")] == both
+    assert page.inner_text("#attention-note") == ""
+    go(page, "#alibi,shaw")
+    assert page.inner_text("#attention-note") == ""
+
+
 def test_options_are_in_no_box_that_scrolls_and_stay_in_sight(open_page: Any) -> None:
     page = open_page("#rope&scaling=yarn", height=700)
     side = page.locator(".side")

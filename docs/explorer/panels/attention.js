@@ -21,8 +21,8 @@ function weightsOf({ layer, plain }, head, change) {
 
 /** `change` draws the difference to the layer without positions. */
 export function drawAttention(container, views, head, change, restore) {
-  const note = ({ layer, scheme }) => (layer?.place?.forced ? `${scheme.name} is for causal models, so the later words are hidden here.` : "");
-  document.getElementById("attention-note").textContent = views.map(note).filter(Boolean).join(" ");
+  const [{ forced }] = views;
+  document.getElementById("attention-note").textContent = forced ? `${forced} is for causal models, so later words are hidden on this page.` : "";
   const weights = views.map((view) => weightsOf(view, head, change));
   const most = (all) => Math.max(...all.flat(2).map((value) => Math.abs(value ?? 0)));
   columns(container, views).forEach((box, i) => {

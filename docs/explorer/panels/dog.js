@@ -28,8 +28,7 @@ export function drawDog(container, views) {
     `Distance between the outputs for “${first}” (word ${pair.first + 1}) and “${second}” (word ${pair.second + 1}). ` +
     (state.causal
       ? "With a causal mask even “none” is above 0: the two words see different beginnings of the sentence."
-      : "At 0 the layer cannot tell the two apart.") +
-    views.map(({ place, scheme }) => (place.forced ? ` ${scheme.name} is for causal models: tick the causal mask to see its bar.` : "")).join("");
+      : "At 0 the layer cannot tell the two apart.");
   const full = axisEnd(view.dogs);
   document.getElementById("dog-full").textContent = `A full bar is ${short(full)}.`;
   const few = views.map(({ dog }, i) => bar(dog, views, full, titleOf(views, i), i));

@@ -9,9 +9,18 @@ from benchmarks.machine import machine_line, subnormal_line
 from benchmarks.subjects import STOCK
 from benchmarks.table import figure_tables
 from hf_posenc.report.tables import format_table
-from tests.kits.gpu.rows import OK, STATUSES, PartFile, Row
+from tests.kits.gpu.rows import CANNOT_TELL, CRASHED, OK, REFUSED, SKIPPED, STATUSES, WRONG, PartFile, Row
 
 _MOST_NAMES = 6
+#: How a heading names the cells of a status.
+_SAID = {
+    OK: "that are right",
+    WRONG: "with an error above the tolerance",
+    REFUSED: "that are refused",
+    CRASHED: "that crashed",
+    SKIPPED: "that were skipped",
+    CANNOT_TELL: "that would not notice a missing scheme",
+}
 
 
 def format_kit(files: Mapping[str, PartFile]) -> str:
@@ -150,4 +159,4 @@ def _reasons(rows: Mapping[str, Row], status: str) -> str:
     for reason, names in sorted(cells.items(), key=lambda item: -len(item[1])):
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         lines.append(f"- {reason} ({', '.join(f'`{cell}`' for cell in names[:_MOST_NAMES])}{more})")
-    return f"### Cells that are {status}\n\n" + "\n".join(lines) if lines else ""
+    return f"### Cells {_SAID[status]}\n\n" + "\n".join(lines) if lines else ""
