@@ -125,6 +125,14 @@ def test_training_brings_back_part_of_what_a_swap_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_longer_table_of_clip_finds_what_truncation_cuts_off(tmp_path: Path) -> None:
+    table = rows(output("long_clip", tmp_path))
+    assert table["77 tokens"][1] < 0.25
+    assert table["248 tokens"][1] > 0.5
+    assert table["248 tokens"][0] > table["77 tokens"][0] - 0.05
+
+
+@pytest.mark.slow
 def test_yarn_reads_further_than_plain_rope_and_needs_no_plugin(tmp_path: Path) -> None:
     printed = output("extend_context_yarn", tmp_path)
     table = rows(printed)
