@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 if __package__ in (None, ""):
@@ -162,17 +163,36 @@ def _run(
     resumed = [cell.name for cell in todo if latest_complete_checkpoint(cell.folder, state.num_processes)]
     if resumed and state.is_main_process:
         print(f"Resuming from checkpoints: {', '.join(resumed)}.")
-    with tqdm(total=len(todo), unit="training", disable=not todo or not state.is_main_process) as bar:
-
-        def on_step(name: str, step: int) -> None:
-            bar.set_postfix_str(f"{name} {step}")
-
-        for cell, result in run_cells(todo, identities, executor, on_step):
+    with _progress_bar(todo, disable=not todo or not state.is_main_process) as bar:
+        for cell, result in run_cells(todo, identities, executor):
             outcomes[cell.name] = result
-            bar.update()
             if state.is_main_process:
                 bar.write(f"{cell.name:28} {result['status']} {result.get('reason', '')}", file=sys.stderr)
     return outcomes
+
+
+@contextmanager
+def _progress_bar(cells: list[Cell], disable: bool) -> Iterator[tqdm]:
+    """A bar of the steps of all trainings. It reads every second what their workers, wherever they are, have noted."""
+    ended = Event()
+    total, done = sum(cell.settings.max_steps for cell in cells), sum(cell.steps_done() for cell in cells)
+    with tqdm(total=total, initial=done, unit="step", disable=disable) as bar:
+
+        def follow() -> None:
+            while not ended.wait(1.0):
+                bar.n = sum(cell.steps_done() for cell in cells)
+                running = [cell.name for cell in cells if cell.step_file.exists()]
+                bar.set_postfix_str(", ".join(running))
+
+        follower = Thread(target=follow, daemon=True)
+        if not disable:
+            follower.start()
+        try:
+            yield bar
+        finally:
+            ended.set()
+            if not disable:
+                follower.join()
 
 
 if __name__ == "__main__":

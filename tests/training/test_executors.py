@@ -110,7 +110,7 @@ def cells_in(folder: Path, schemes: str = "none") -> list[Cell]:
 
 def run_here(cells: list[Cell], executor: Executor | None = None) -> list[dict[str, Any]]:
     with in_this_process() as here:
-        return [result for _, result in workers.run_cells(cells, {}, executor or here, lambda name, step: None)]
+        return [result for _, result in workers.run_cells(cells, {}, executor or here)]
 
 
 def forked(cells: list[Cell]) -> Any:
