@@ -324,21 +324,19 @@ class Positions(nn.Module):
         counted, slots = None, torch.arange(start, stop, device=given.device).unsqueeze(0)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, -1)[:, start:stop]
-        is_given = kwargs.get("position_ids") is not None
-        if is_given:
+        if kwargs.get("position_ids") is not None:
             positions = kwargs["position_ids"] - self.first_row
-            positions = positions if counted is None else positions.masked_fill(counted < 0, -1)
+            rows = positions = positions if counted is None else positions.masked_fill(counted < 0, -1)
         else:
-            positions = slots if counted is None else counted
+            rows = positions = slots if counted is None else counted
+            if self.numbers_slots and counted is not None:
+                rows = torch.where(counted[:, :1] < 0, counted, slots)  # Padding on the left moves all tokens.
         kwargs["position_ids"] = positions.clamp(min=0) + self.first_row
         if "token_type_ids" in names and kwargs.get("token_type_ids") is None:
             # The stock model has as many zeros as rows in its table.
             kwargs["token_type_ids"] = torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
         if self.vectors is not None:
             embeddings = base.get_input_embeddings()(ids) if embeddings is None else embeddings
-            rows = positions
-            if self.numbers_slots and counted is not None and not is_given:
-                rows = torch.where(mask[:, :1] == 0, counted, slots)  # Padding on the left moves all tokens.
             vectors = self.vectors(rows.to(next(self.parameters(), rows).device))
             kwargs["input_ids"], kwargs["inputs_embeds"] = None, embeddings + vectors.to(embeddings)
         if self.biases or self.rotates_heads:
