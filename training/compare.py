@@ -13,6 +13,7 @@ to add to it. Processes on several machines that share the folder share the trai
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,10 +121,10 @@ def _about_models(study: StudySettings, cells: list[Cell], results: dict[str, An
     for name, task in results["tasks"].items():
         if name in names:
             command = _EVALUATIONS[task["kind"]].format(
-                models=Path(study.output_dir) / "models" / f"{name}-*",
+                models=f"{shlex.quote(str(Path(study.output_dir) / 'models'))}/{name}-*",
                 lengths=" ".join(map(str, task["lengths"])),
                 task=name,
-                pictures=study.dataset_name or DIGITS,
+                pictures=shlex.quote(study.dataset_name or DIGITS),
             )
             yield f"  hf-posenc{imports} eval {command}"
 
