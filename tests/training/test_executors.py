@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path,
         worker = training_process(tmp_path / "out", coordinator)
         assert worker != coordinator.pid
         os.kill(worker, signal.SIGKILL)
-        _, said = coordinator.communicate(timeout=300)
+        _, said = coordinator.communicate(timeout=600)
     assert coordinator.returncode == 0, said
     assert study_figures(tmp_path / "out").items() >= straight.items()
 
