@@ -102,7 +102,7 @@ def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
     assert sum(lines) <= 51_830
     assert max(lines) <= 500
-    assert len(lines) <= 285
+    assert len(lines) <= 286
 
 
 @pytest.mark.parametrize(("room", "most"), [("training", 6_984), ("eval", 316), ("benchmarks", 2_500)])
