@@ -69,6 +69,7 @@ from hf_posenc.schemes.position_maps.affine import (
     PositionShiftConfig as PositionShiftConfig,
 )
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig as PositionClampConfig
+from hf_posenc.schemes.position_maps.dual_chunk import DualChunkConfig as DualChunkConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig as HierarchicalConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig as RandomizedConfig
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig as ReRopeConfig

@@ -288,8 +288,8 @@ class PairwiseBias(LogitBias):
     #: Whether features are combined over neighbouring tokens, so that the first keys of a cache without older ones
     #: would be wrong. Caches that drop old keys (sliding windows) are then refused.
     needs_oldest_keys: bool = False
-    #: Pairs that are less than this many positions apart have the bias 0. A call without other pairs needs no bias.
-    zero_within: int = 0
+    #: The bias of queries at positions below this is 0. A call without other queries needs no bias.
+    zero_below: int = 0
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """The features of new tokens, before the cache.
