@@ -50,9 +50,10 @@ class FarRotation(PairwiseBias):
 
     def _turn(self, heads: Tensor, steps: Tensor, pairs: AttentionPairs) -> Tensor:
         """Rotates `(batch, heads, length, head_dim)` by `steps` additional positions, `(batch or 1, length)`."""
-        cosine, sine = self.rotation.phases(dataclasses.replace(pairs.keys, ids=steps, coordinates=None))
+        positions = dataclasses.replace(pairs.keys, ids=steps, coordinates=None)
+        cosine, sine = self.rotation.phases(positions)
         # Queries and keys already include this factor.
-        factor = self.rotation.attention_scaling
+        factor = self.rotation.attention_factor(positions.lengths)
         return self.rotation.rotate(heads, cosine / factor, sine / factor)
 
 
