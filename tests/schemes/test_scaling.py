@@ -147,9 +147,9 @@ def test_longrope_takes_its_factor_from_the_length_of_the_model():
     assert_same(inferred.spectrum(1e4, 16, 40, 128), long.spectrum(1e4, 16, 40, 128), rtol=0)
 
 
-# yarn a18e549, `LlamaDynamicYaRNScaledRotaryEmbedding(16, original_max_position_embeddings=64, beta_fast=4)`: `inv_freq`
-# and `mscale`, of a new module and after a call with a longer sequence. The last two with `finetuned=True` and
-# `max_position_embeddings=256`.
+# yarn a18e549, `LlamaDynamicYaRNScaledRotaryEmbedding(16, original_max_position_embeddings=64, beta_fast=4)`:
+# `inv_freq` and `mscale`, of a new module and after a call with a longer sequence. The last two with
+# `finetuned=True, max_position_embeddings=256`.
 DYNAMIC_YARN = [
     (1.0, 64, [1.0, 0.316227764, 0.1, 0.0316227786, 0.01, 0.00316227786, 0.001, 0.000316227786], 1.0),
     (
