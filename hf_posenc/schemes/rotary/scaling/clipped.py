@@ -60,6 +60,6 @@ class ClippedScaling(OuterScaling):
                 f"always turns as before. With theta={theta:g}, give pairs=2 or more, or a shorter "
                 f"original_max_positions than {self.original_max_positions}."
             )
-        placed = {"dtype": torch.float32, "device": frequencies.device}
-        taper = 0.5 * (1.0 + torch.linspace(0.0, math.pi, count, **placed).cos())
-        return frequencies * torch.cat((torch.ones(total - count, **placed), taper))
+        angles = torch.linspace(0.0, math.pi, count, dtype=torch.float32, device=frequencies.device)
+        taper = 0.5 * (1.0 + angles.cos())
+        return frequencies * torch.cat((taper.new_ones(total - count), taper))
