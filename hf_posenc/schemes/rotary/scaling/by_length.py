@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents
+from hf_posenc.schemes.rotary.scaling.base import RopeScaling, rope_exponents
 from hf_posenc.schemes.rotary.scaling.constant import YarnRamp, divided, ntk_exponent
 from hf_posenc.schemes.validation import SMALLEST_FACTOR, checked, option
 
 
 @dataclass(frozen=True)
-class DynamicScaling(Factor, RopeScaling):
+class DynamicScaling(RopeScaling):
     """Dynamic NTK: NTK-aware scaling that grows with the sequence (described in arXiv:2309.00071, section 3.3).
 
     For a length `T > L` the base is `theta * (s T / L - (s - 1))**(d / (d - 2))`; up to `L` it is `theta`. Each
@@ -30,16 +30,13 @@ class DynamicScaling(Factor, RopeScaling):
     type: ClassVar[str] = "dynamic"
     length_dependent: ClassVar[bool] = True
 
+    factor: float = field(metadata=checked(minimum=1))
     original_max_positions: int = field(metadata=checked(minimum=1))
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
         """Returns the exponents `2m / d`."""
         ntk_exponent(self, rotary_dim)
         return rope_exponents(rotary_dim)
-
-    def made_for(self, native_length: int | None) -> int | None:
-        """Returns `None`: the base grows with the sequence, without a limit."""
-        return None
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """`(*lengths.shape, d/2)`."""
