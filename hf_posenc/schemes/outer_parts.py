@@ -233,7 +233,7 @@ class ChainedMap(OuterPart[QueryKeyMap], QueryKeyMap):
             part_phases = part.phases(scaled_positions(positions, weight))
             # The factor of a rotation (YaRN's temperature) is raised to the power of its weight.
             factor = 1.0 if weight == 1 else _attention_factor(part, positions.lengths) ** (weight - 1)
-            unchanged = isinstance(factor, float) and factor == 1.0
+            unchanged = not isinstance(factor, Tensor) and factor == 1.0
             phases += part_phases if unchanged else [phase * factor for phase in part_phases]
             self._counts.append(len(part_phases))
         return tuple(phases)

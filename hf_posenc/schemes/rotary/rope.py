@@ -75,7 +75,7 @@ class RotaryMap(QueryKeyMap):
         angles = self.for_both_of_pair(self.angles(positions))
         cosine, sine = angles.cos(), angles.sin()
         factor = self.attention_factor(positions.lengths)
-        if isinstance(factor, float) and factor == 1.0:
+        if not isinstance(factor, Tensor) and factor == 1.0:
             return cosine, sine
         return cosine * factor, sine * factor
 
@@ -166,7 +166,7 @@ class LengthDependentRotaryMap(RotaryMap):
     def attention_factor(self, lengths: Tensor) -> Tensor | float:
         """That of the scaling, unless another was given."""
         factor = self.scaling.attention_at_lengths(lengths, self.max_positions)
-        if isinstance(factor, float) or not self._of_scaling:
+        if not isinstance(factor, Tensor) or not self._of_scaling:
             return self.attention_scaling
         return factor.unsqueeze(-1)
 
