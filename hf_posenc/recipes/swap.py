@@ -101,8 +101,8 @@ def swap_scheme(
             as `patch_model`.
         sample: `(batch, length)` token ids of ordinary text, without padding, long enough for the distances that
             matter. Needed to fit biases. In a composite model, its text part reads it without images.
-        table_extension: how a longer learned table continues past the old positions: "linear" (the default), "spline",
-            "repeat" or "last", see `extended_rows`.
+        table_extension: how a longer learned table continues past the old positions: "linear" (the default),
+            "long_clip", "spline", "repeat" or "last", see `extended_rows`.
         gradual: makes the model a blend at strength 0, which does not change outputs; `GradualSwapCallback` then
             increases the strength.
         **options: fields of the new scheme's config, if the scheme is given by name.

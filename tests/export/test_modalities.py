@@ -10,16 +10,23 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    CLIPModel,
+    CLIPTextModel,
+    SiglipModel,
+    SiglipTextModel,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
 
 from hf_posenc import LinearScaling, RopeConfig, UnsupportedError, export_model, patch_model
+from hf_posenc.recipes import swap_scheme
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
 from tests.patching.vision.models import vit
 
 LLAVA = COMPOSITES["llava"]
+#: By the class of the text part: the class of the model, and the rows of its table.
+DUAL_ENCODERS = {CLIPTextModel: (CLIPModel, 77), SiglipTextModel: (SiglipModel, 64)}
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
@@ -41,6 +48,46 @@ def test_other_frequencies_of_the_text_part_are_factors_in_its_config(tmp_path: 
     assert loaded.config.text_config.rope_parameters["rope_type"] == "longrope"
     prompt = LLAVA.prompt()
     assert float((logits(LLAVA, loaded, **prompt) - logits(LLAVA, model, **prompt)).abs().max()) <= 1e-5
+
+
+def dual_encoder(model_class: Any, rows: int) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = sizes | {"vocab_size": 99, "max_position_embeddings": rows, "bos_token_id": 97, "eos_token_id": 98}
+    vision = sizes | {"image_size": 16, "patch_size": 8}
+    config = model_class.config_class(text_config=text, vision_config=vision)
+    return model_class(config).eval()
+
+
+@pytest.mark.parametrize(("model_class", "rows"), DUAL_ENCODERS.values())
+def test_text_past_the_table_of_a_model_that_compares_it_with_images(
+    model_class: Any, rows: int, tmp_path: Path
+) -> None:
+    """Long-CLIP's table, saved, loaded, in a pipeline's call, and as a stock checkpoint."""
+    model = dual_encoder(model_class, rows)
+    ids = torch.randint(3, 97, (2, 200), generator=torch.Generator().manual_seed(0))
+    ids[:, -1] = 98
+    inputs = {"pixel_values": torch.rand(2, 3, 16, 16)}
+    with torch.no_grad():
+        short = model(input_ids=ids[:, -18:], **inputs).logits_per_image
+        with pytest.raises(ValueError, match="Sequence length must be less than"):
+            model(input_ids=ids, **inputs)
+        swap_scheme(model, "learned", num_positions=248, table_extension="long_clip", part="text")
+        assert torch.equal(model(input_ids=ids[:, -18:], **inputs).logits_per_image, short)
+        expected = model(input_ids=ids, **inputs).logits_per_image
+        assert [check.quantity for check in export_model(model, tmp_path / "stock").checks] == ["outputs of text_model"]
+        model.save_pretrained(tmp_path / "patched")
+        for folder in ("stock", "patched"):
+            loaded = model_class.from_pretrained(tmp_path / folder).eval()
+            assert hasattr(loaded, "position_encoding") == (folder == "patched")
+            assert torch.allclose(loaded(input_ids=ids, **inputs).logits_per_image, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_class", [CLIPTextModel, SiglipTextModel])
+def test_a_text_model_past_its_table_in_onnx_runtime(model_class: Any, tmp_path: Path) -> None:
+    model = model_class(dual_encoder(*DUAL_ENCODERS[model_class]).config.text_config).eval()
+    swap_scheme(model, "learned", num_positions=248, table_extension="long_clip")
+    report = export_model(model, tmp_path / "program", to="onnx")
+    assert all(check.equal for check in report.checks)
 
 
 def test_a_rotation_that_agrees_only_on_text_is_no_stock_checkpoint(tmp_path: Path) -> None:

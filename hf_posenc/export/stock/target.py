@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.export.carriers import Carrier, Export, of_types
 from hf_posenc.export.comparison import float32_reference, random_ids, relative_difference, spans
+from hf_posenc.export.models import other_modalities
 from hf_posenc.export.records import Check
 from hf_posenc.export.stock.form import StockForm
 from hf_posenc.export.stock.other_classes import gpt_neox, mpnet, roformer, smollm3
@@ -85,8 +86,17 @@ class StockExport(Export[StockForm]):
             stop = min(_DECODED, compared[0][1])
             compared.append((stop // 2, stop, "decode", _decoded_difference))
         for start, stop, mode, difference in compared:
-            found, place = difference(reference, stock, start, stop), f" at the positions {start} to {stop - 1}"
-            yield Check(f"transformers {transformers.__version__}", mode, "outputs", found, TOLERANCE, place)
+            place = f" at the positions {start} to {stop - 1}"
+            for path in self._reading_ids():
+                found = difference(reference.get_submodule(path), stock.get_submodule(path), start, stop)
+                quantity = f"outputs of {path}" if path else "outputs"
+                yield Check(f"transformers {transformers.__version__}", mode, quantity, found, TOLERANCE, place)
+
+    def _reading_ids(self) -> list[str]:
+        """The paths of what is compared: the whole model, or the stacks of text of one that also needs an image."""
+        if self.model.can_generate() or not other_modalities(self.model):
+            return [""]
+        return [stack.path for stack, _ in self.parts.stacks]
 
     def _loaded(self, form: StockForm) -> PreTrainedModel:
         """The checkpoint, loaded with stock code."""

@@ -18,7 +18,9 @@ from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, Pai
 from hf_posenc.schemes.positions import AttentionPairs, Positions, integer_range
 
 #: Methods to extend a table past the positions of the old scheme.
-TABLE_EXTENSIONS = ("linear", "spline", "repeat", "last")
+TABLE_EXTENSIONS = ("linear", "long_clip", "spline", "repeat", "last")
+#: Rows that Long-CLIP keeps: the positions that CLIP has learned well (arXiv:2403.15378, section 3.2).
+_KEPT_ROWS = 20
 #: Maximum number of positions to fit a function of position at; more positions add no information.
 _MOST_POSITIONS = 4096
 #: Number of queries, evenly spaced in the sample, to fit a bias that is not a function of distance alone.
@@ -106,7 +108,10 @@ def extended_rows(rows: Tensor, num_positions: int, extension: str) -> Tensor:
     - "linear": the old rows are spread evenly over all positions, with linear interpolation in between (position
       interpolation, arXiv:2306.15595, for tables). Adjacent rows become more similar, and short inputs get other rows
       than before.
-    - "spline": the same with a natural cubic spline; needs scipy.
+    - "long_clip": the first 20 rows stay, and only the others are spread, past the last row along its difference to
+      the row before (knowledge-preserved stretching, arXiv:2403.15378, section 3.2). 77 rows become 248 with a factor
+      of 4. Short inputs get the same rows as before.
+    - "spline": "linear" with a natural cubic spline; needs scipy.
     - "repeat": position p gets the row of `p % old_positions`, as in Longformer's conversion (arXiv:2004.05150, section
       5). The first rows do not change, so the results for short inputs do not change either.
     - "last": all positions past the old rows share the last row, as in PreSumm.
@@ -139,11 +144,27 @@ def extended_rows(rows: Tensor, num_positions: int, extension: str) -> Tensor:
         stretched = functional.interpolate(rows.T.unsqueeze(0), size=num_positions, mode="linear", align_corners=True)
         return stretched.squeeze(0).T
     places = torch.arange(num_positions, device=rows.device)
+    if extension == "long_clip":
+        return _stretched_after(_KEPT_ROWS, rows, places)
     if extension == "repeat":
         return rows[places % old]
     if extension == "last":
         return rows[places.clamp(max=old - 1)]
     raise ValueError(f"table_extension is {extension!r}; expected one of {', '.join(TABLE_EXTENSIONS)}.")
+
+
+def _stretched_after(kept: int, rows: Tensor, places: Tensor) -> Tensor:
+    """Spreads the rows from the number `kept` on evenly over the later places."""
+    old = len(rows)
+    if old < kept + 2:
+        raise ValueError(
+            f"table_extension='long_clip' keeps the first {kept} rows and stretches the others, but the table has only "
+            f"{old}. Use 'linear' or 'repeat'."
+        )
+    along = torch.where(places < kept, places, kept + (places - kept) * ((old - kept) / (len(places) - kept)))
+    low = along.floor().long().clamp(max=old - 2)
+    fraction = (along - low).unsqueeze(-1)
+    return rows[low] * (1 - fraction) + rows[low + 1] * fraction
 
 
 def fit_scale(new: LogitScale, old: LogitScale | None, length: int, where: str) -> Fit:
