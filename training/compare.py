@@ -13,10 +13,12 @@ to add to it. Processes on several machines that share the folder share the trai
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 if __package__ in (None, ""):
@@ -119,10 +121,10 @@ def _about_models(study: StudySettings, cells: list[Cell], results: dict[str, An
     for name, task in results["tasks"].items():
         if name in names:
             command = _EVALUATIONS[task["kind"]].format(
-                models=Path(study.output_dir) / "models" / f"{name}-*",
+                models=f"{shlex.quote(str(Path(study.output_dir) / 'models'))}/{name}-*",
                 lengths=" ".join(map(str, task["lengths"])),
                 task=name,
-                pictures=study.dataset_name or DIGITS,
+                pictures=shlex.quote(study.dataset_name or DIGITS),
             )
             yield f"  hf-posenc{imports} eval {command}"
 
@@ -162,17 +164,36 @@ def _run(
     resumed = [cell.name for cell in todo if latest_complete_checkpoint(cell.folder, state.num_processes)]
     if resumed and state.is_main_process:
         print(f"Resuming from checkpoints: {', '.join(resumed)}.")
-    with tqdm(total=len(todo), unit="training", disable=not todo or not state.is_main_process) as bar:
-
-        def on_step(name: str, step: int) -> None:
-            bar.set_postfix_str(f"{name} {step}")
-
-        for cell, result in run_cells(todo, identities, executor, on_step):
+    with _progress_bar(todo, disable=not todo or not state.is_main_process) as bar:
+        for cell, result in run_cells(todo, identities, executor):
             outcomes[cell.name] = result
-            bar.update()
             if state.is_main_process:
                 bar.write(f"{cell.name:28} {result['status']} {result.get('reason', '')}", file=sys.stderr)
     return outcomes
+
+
+@contextmanager
+def _progress_bar(cells: list[Cell], disable: bool) -> Iterator[tqdm]:
+    """A bar of the steps of all trainings. It reads every second what their workers, wherever they are, have noted."""
+    ended = Event()
+    total, done = sum(cell.settings.max_steps for cell in cells), sum(cell.steps_done() for cell in cells)
+    with tqdm(total=total, initial=done, unit="step", disable=disable) as bar:
+
+        def follow() -> None:
+            while not ended.wait(1.0):
+                bar.n = sum(cell.steps_done() for cell in cells)
+                running = [cell.name for cell in cells if cell.step_file.exists()]
+                bar.set_postfix_str(", ".join(running))
+
+        follower = Thread(target=follow, daemon=True)
+        if not disable:
+            follower.start()
+        try:
+            yield bar
+        finally:
+            ended.set()
+            if not disable:
+                follower.join()
 
 
 if __name__ == "__main__":

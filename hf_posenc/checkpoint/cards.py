@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -303,14 +304,15 @@ def _programs(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
         "Programs that are built on transformers, if they import `hf_posenc` first: `Trainer`, pipelines, PEFT, TRL, "
         "sentence-transformers and others. `hf-posenc run -- COMMAND` starts a program in this way."
     ]
-    export = f"hf-posenc export {name} --to gguf --output DIR"
+    quoted = shlex.quote(name)
+    export = f"hf-posenc export {quoted} --to gguf --output DIR"
     if adapter:
         export += " --merge-adapters"
     elif model.can_generate():
         kind, problem = unsupported_kind(model.config), engine_problem(model, VLLM)
         lines += [
-            f"`hf-posenc serve {name}`: a server with the API of OpenAI.",
-            f"`vllm serve {name}`, if `hf_posenc` is installed beside vLLM."
+            f"`hf-posenc serve {quoted}`: a server with the API of OpenAI.",
+            f"`vllm serve {quoted}`, if `hf_posenc` is installed beside vLLM."
             if not kind and not problem
             else f"vLLM does not run it: {problem or kind}.",
         ]

@@ -387,7 +387,9 @@ def _with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
     before = current_encoding(model)
     patch_model(model, config, **places)
     if getattr(model, "_hf_peft_config_loaded", False):
-        _check_adapter(model, before, call.arguments.get("pretrained_model_name_or_path"))
+        # An Auto class passes the base model on, and the folder of the adapter beside it.
+        beside = (call.arguments.get("adapter_kwargs") or {}).get("_adapter_model_path")
+        _check_adapter(model, before, beside or call.arguments.get("pretrained_model_name_or_path"))
     return built
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,7 +142,7 @@ def upload_of(folder: str | os.PathLike[str], repository: str) -> Iterator[None]
     except BaseException as error:
         error.add_note(
             f"The upload to {repository!r} failed, but {os.fspath(folder)} is complete. To upload it later, run: "
-            f"hf upload {repository} {os.fspath(folder)}"
+            f"hf upload {repository} {shlex.quote(os.fspath(folder))}"
         )
         raise
 

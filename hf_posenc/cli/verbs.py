@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ def patch(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{options.model} already has the position encoding {label}, which its weights were "
             f"trained with, and {config.name} would take its place. To keep it in a form that needs no hf_posenc: "
-            f"hf-posenc export {options.model} --output DIR. To give it up all the same, say --replace."
+            f"hf-posenc export {shlex.quote(options.model)} --output DIR. To give it up all the same, say --replace."
         )
     before = context_length(model)
     try:

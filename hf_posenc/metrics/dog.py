@@ -33,7 +33,8 @@ _CAUSAL_NOTE = (
 )
 _ENCODER_NOTE = "Measured on the encoder of an encoder-decoder model."
 _PROBE_MEANING = (
-    "probe: the same distance in random attention without a mask, over the same embeddings; without positions it is 0."
+    "probe: the distance after one random attention layer without a mask, which reads the same embeddings. Without "
+    "positions it is 0."
 )
 
 

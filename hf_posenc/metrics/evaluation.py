@@ -55,6 +55,7 @@ def evaluation_result(
     (subjects, records), target = measured, unwrapped(model)
     kind, path = type(target).__name__, getattr(target, "name_or_path", "")
     name = shortest_names([path])[0] if path else kind
+    shared = {"dtype": str(target.dtype).removeprefix("torch."), **settings}
     views = views or (View(tuple(quantity.name for quantity in quantities), rows=rows),)
     if layers is not None:
         shown = {"layer": spread(sorted({record.at["layer"] for record in records if "layer" in record.at}), layers)}
@@ -66,7 +67,7 @@ def evaluation_result(
         subjects=subjects,
         records=records,
         views=tuple(views),
-        settings={"model": name, "of_model": {"class": kind, "path": path, **(of_model or {})}, **settings},
+        settings={"model": name, "of_model": {"class": kind, "path": path, **(of_model or {})}, **shared},
         remarks=tuple(remarks),
     )
 

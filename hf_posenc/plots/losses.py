@@ -28,15 +28,16 @@ def plot_losses(result: Result, path: str | Path | None = None, dark: bool = Fal
         ticks_at(by_length, lengths)
         for axes, drawn in ((by_length, curves), (by_position, bins)):
             draw_curves(axes, drawn, labels)
-        for record in result.of(quantity="sliding_loss"):
-            if record.value is not None:
-                color = line_style(record.subject, labels)["color"]
-                by_length.axhline(record.value, color=color, linestyle=(0, (4, 3)), linewidth=1.0)
+        sliding = [record for record in result.of(quantity="sliding_loss") if record.value is not None]
+        for record in sliding:
+            color = line_style(record.subject, labels)["color"]
+            by_length.axhline(record.value, color=color, linestyle=(0, (4, 3)), linewidth=1.0)
         name_lines(by_length)
         name_lines(by_position)
         predicted = "tokens" if result.settings["causal"] else "masked tokens"
         by_length.set(
-            xlabel="length in tokens (dashed: read in a sliding window)", ylabel=f"mean loss of {predicted} (nats)"
+            xlabel=f"length in tokens{' (dashed: read in a sliding window)' if sliding else ''}",
+            ylabel=f"mean loss of {predicted} (nats)",
         )
         by_position.set(xlabel=f"position in pieces of {lengths[-1]} tokens", ylabel="loss (nats per token)")
     return figure

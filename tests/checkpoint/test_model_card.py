@@ -204,6 +204,14 @@ def test_a_name_that_was_given_is_kept_and_that_of_a_folder_is_not(llama: Any, t
     assert example("three") in (moved / "README.md").read_text()
 
 
+def test_commands_can_be_typed_for_a_folder_of_any_name(llama: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "my model (new)"
+    llama.save_pretrained(folder)
+    text = (folder / "README.md").read_text()
+    for command in ("hf-posenc serve", "vllm serve", "hf-posenc export"):
+        assert f"{command} 'my model (new)'" in text
+
+
 def test_a_card_that_cannot_be_replaced_is_told_and_the_model_is_saved(
     llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -190,8 +191,10 @@ def test_an_adapter_keeps_the_scheme_it_was_trained_with(
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
     same = AutoModelForCausalLM.from_pretrained(tmp_path, position_encoding=trained)
     assert hasattr(same, "position_encoding") == (trained is not None)
-    refused = pytest.warns(UserWarning, match="names no position encoding")
-    with refused if trained is None else pytest.raises(UnsupportedError, match="trained with the scheme 'alibi'"):
+    adapter = f"The adapter in {re.escape(str(tmp_path))}"
+    refused = pytest.warns(UserWarning, match=f"{adapter} names no position encoding")
+    refusal = pytest.raises(UnsupportedError, match=f"{adapter} was trained with the scheme 'alibi'")
+    with refused if trained is None else refusal:
         AutoModelForCausalLM.from_pretrained(tmp_path, position_encoding="t5")
 
 

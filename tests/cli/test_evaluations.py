@@ -278,6 +278,7 @@ def test_layers_of_models_of_other_depths_stand_in_order(printed, result, final,
         ("loss {text} 16", "loss {text} 16 32", "lengths is [16] for the one and [16, 32] for the other"),
         ("loss {text} 16", "loss {other} 16", "they read other data: another text"),
         ("loss {text} 16", "dog", "they are of different evaluations, 'loss' and 'dog'"),
+        ("loss {text} 16", "loss {text} 16 --dtype bfloat16", "dtype is 'float32' for the one and 'bfloat16' for the"),
     ],
 )
 def test_what_cannot_share_a_figure_is_refused(result, final, files, capsys, tmp_path, first, second, reason):

@@ -86,7 +86,7 @@ def readings(model):
     holes[1, 5:8] = 0
     decodes = model.can_generate()
     causal = model.base_model_prefix == "model"
-    masks = {"left": left, "holes": holes} if causal else {"right": left.flip(-1), "left": left}
+    masks = {"left": left, "holes": holes} | ({} if causal else {"right": left.flip(-1)})
     def outputs(**inputs):
         output = model(**inputs, return_dict=True)
         return output["logits"] if "logits" in output else output["last_hidden_state"]

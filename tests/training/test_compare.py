@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def three_tasks(text: Path, output: Path, **changes: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, no_figures: None) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "out"
+    folder = tmp_path_factory.mktemp("finished") / "my study"
     assert compare.main(three_tasks(text_folder, folder)) == 0
     return folder
 
@@ -131,7 +132,7 @@ def test_a_finished_study_is_not_trained_again(
     said = capsys.readouterr().out
     assert "report.html" in said
     for command in ("loss {}/causal-* --text FILE --lengths 16 32 64", "generalization {}/repeated_copy-* --task rep"):
-        assert f"  hf-posenc eval {command.format(finished / 'models')}" in said
+        assert f"  hf-posenc eval {command.format(shlex.quote(str(finished / 'models')))}" in said
     assert compare.main(three_tasks(text_folder, finished, save_models=None)) == 0
     assert "were not kept" in capsys.readouterr().out
     # Threads are those of the trainings, and not of the last start.

@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path,
         worker = training_process(tmp_path / "out", coordinator)
         assert worker != coordinator.pid
         os.kill(worker, signal.SIGKILL)
-        _, said = coordinator.communicate(timeout=300)
+        _, said = coordinator.communicate(timeout=600)
     assert coordinator.returncode == 0, said
     assert study_figures(tmp_path / "out").items() >= straight.items()
 
@@ -110,7 +110,7 @@ def cells_in(folder: Path, schemes: str = "none") -> list[Cell]:
 
 def run_here(cells: list[Cell], executor: Executor | None = None) -> list[dict[str, Any]]:
     with in_this_process() as here:
-        return [result for _, result in workers.run_cells(cells, {}, executor or here, lambda name, step: None)]
+        return [result for _, result in workers.run_cells(cells, {}, executor or here)]
 
 
 def forked(cells: list[Cell]) -> Any:

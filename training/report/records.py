@@ -225,8 +225,8 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
             "number", f"{dogs}, last layer",
             "The two dogs: the distance between the model's vectors for the two occurrences of 'dog' in 'The dog "
             "chased another dog', relative to their norm. At 0 the model cannot distinguish them. A causal mask alone "
-            "makes them differ, so the distance is also measured without a mask, in random attention over the model's "
-            "embeddings.",
+            "makes them differ. The column without a mask is therefore the distance after one random attention layer "
+            "without a mask, which reads the model's embeddings.",
         ),
         "dog_probe": ("number", f"{dogs}, no mask"),
         "residual": (

@@ -189,7 +189,7 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
     if not last:
         return
     same = [label for label, value in last.items() if value <= limit]
-    where = "Without the causal mask, which also distinguishes tokens" if causal else f"In \u201c{SENTENCE}\u201d"
+    where = "After one random attention layer without a causal mask" if causal else f"In \u201c{SENTENCE}\u201d"
     if task.pictures is not None:
         where = "In a picture with two equal dogs"
     dogs = f"the two dogs of \u201c{SENTENCE}\u201d" if causal else "the two dogs"

@@ -118,6 +118,20 @@ class Cell:
         """How many trainings have to come before this one."""
         return 0 if self.start is None else self.start.depth + 1
 
+    @property
+    def step_file(self) -> Path:
+        """Where its worker notes the steps that it has done."""
+        return self.folder / "step"
+
+    def steps_done(self) -> int:
+        """How many steps its worker has noted."""
+        if (self.folder / "result.json").exists():
+            return self.settings.max_steps
+        try:
+            return int(self.step_file.read_text(encoding="utf-8") or 0)
+        except FileNotFoundError:
+            return 0
+
     def result(self) -> dict[str, Any] | None:
         """What this training came to, if it has ended."""
         return read_json(self.folder / "result.json")

@@ -40,13 +40,11 @@ class Executor:
         slots: how many jobs it is given at the same time.
         submit: starts a job, from the number of its slot, a function and the arguments of the function.
         threads: of torch in each job; `None` leaves them as they are.
-        here: whether jobs run in this process.
     """
 
     slots: int
     submit: Callable[..., Job]
     threads: int | None = None
-    here: bool = False
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def in_this_process() -> Iterator[Executor]:
         job.set_result(function(*arguments))
         return job
 
-    yield Executor(1, submit, here=True)
+    yield Executor(1, submit)
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def _conclude(cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
     state = PartialState()
     if state.is_main_process:
         write_json(cell.folder / "result.json", result)
-        for pattern in ("checkpoint-*", "training_args.bin"):
+        for pattern in ("checkpoint-*", "training_args.bin", cell.step_file.name):
             for path in cell.folder.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     state.wait_for_everyone()

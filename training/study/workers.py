@@ -29,6 +29,7 @@ from training.study.run import run_cell
 #: A training that loses this many workers is given up. Each starts from the last checkpoint.
 LOSSES = 3
 _POLL_SECONDS = 0.2
+_NOTE_SECONDS = 1.0
 #: Trainings draw from the random numbers of their process. A worker of dask may have several threads.
 _one_at_a_time = threading.Lock()
 
@@ -38,10 +39,7 @@ class SupersededError(RuntimeError):
 
 
 def run_cells(
-    cells: list[Cell],
-    identities: dict[str, dict[str, Any]],
-    executor: Executor,
-    on_step: Callable[[str, int], None],
+    cells: list[Cell], identities: dict[str, dict[str, Any]], executor: Executor
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Runs the trainings, and yields each with its result as soon as it has ended.
 
@@ -62,8 +60,7 @@ def run_cells(
                 elif free:
                     waiting.remove(cell)
                     slot = slots.pop(0)
-                    told_of = [partial(on_step, cell.name)] if executor.here else []
-                    job = executor.submit(slot, train, cell, identities.get(cell.name), executor.threads, *told_of)
+                    job = executor.submit(slot, train, cell, identities.get(cell.name), executor.threads)
                     running[job] = cell, slot
             ended = [job for job in running if job.done()]
             for job in ended:
@@ -119,13 +116,8 @@ def quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def train(
-    cell: Cell,
-    identity: dict[str, Any] | None,
-    threads: int | None,
-    on_step: Callable[[int], None] = lambda step: None,
-) -> dict[str, Any] | None:
-    """Runs a training, if no other process is at it: what a worker is sent.
+def train(cell: Cell, identity: dict[str, Any] | None, threads: int | None) -> dict[str, Any] | None:
+    """Runs a training, if no other process is at it: what a worker is sent. It notes its steps in the folder.
 
     Returns:
         The result; `None` if another process is at it. An unexpected error is a result too, so that the others go on.
@@ -140,10 +132,15 @@ def train(
         if not _agreed(lambda: is_free(lease, keep=True)):
             return None
 
+        noted = 0.0
+
         def step(number: int) -> None:
+            nonlocal noted
             if superseded.is_set():
                 raise SupersededError
-            on_step(number)
+            if time.monotonic() - noted > _NOTE_SECONDS:
+                noted = time.monotonic()
+                cell.step_file.write_text(str(number), encoding="utf-8")
 
         try:
             return _train(cell, identity, step)

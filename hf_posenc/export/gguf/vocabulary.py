@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import warnings
 from base64 import b64decode
 from collections.abc import Iterator
 from itertools import product
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from gguf import TokenType
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.export.gguf.file import GgufForm, write_file
 from hf_posenc.export.gguf.run import tokenize
 
@@ -85,12 +84,10 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         wrong = [place for place in differing if texts[place] not in known]
         if not wrong:
             if differing:
-                warnings.warn(
+                warn_user(
                     "llama.cpp gives other tokens than this tokenizer for some text: "
                     f"{'; '.join(known[texts[place]] for place in differing)}. For such text, tokenize with "
-                    "transformers and give llama.cpp the tokens, or export to 'onnx'.",
-                    UserWarning,
-                    stacklevel=2,
+                    "transformers and give llama.cpp the tokens, or export to 'onnx'."
                 )
             return {**entries, **metadata}
         place = min(wrong, key=lambda index: len(texts[index]))

@@ -271,6 +271,7 @@ class Positions(nn.Module):
     """The parts of a model, and the hooks that call them.
 
     The position of a token is its `position_ids`, or its number among the tokens that `attention_mask` does not hide.
+    Vectors of an encoder take its number among all tokens of a row that begins with one that is not hidden.
     """
 
     def __init__(self, config: Any, width: int) -> None:
@@ -283,6 +284,8 @@ class Positions(nn.Module):
         biases = [] if parts["bias"] is None else [parts["bias"]] * (1 if parts["shared"] else self.num_layers)
         #: Whether `attend` has to turn queries and keys. A decoder does so by itself, with the module in `rotary_emb`.
         self.rotates_heads = False
+        #: Whether vectors are those of the slots of a row, as in BERT: a mask hides tokens without moving the others.
+        self.numbers_slots = False
         self.biases = nn.ModuleList(self._made(BIASES, options, config) for options in biases)
 
     @staticmethod
@@ -299,7 +302,7 @@ class Positions(nn.Module):
         else:
             base.embeddings.position_embeddings = NoVectors()
             layers = [layer.attention.self for layer in base.encoder.layer]
-            self.rotates_heads = self.rotation is not None
+            self.rotates_heads, self.numbers_slots = self.rotation is not None, True
         names = tuple(inspect.signature(base.forward).parameters)
         base.register_forward_pre_hook(functools.partial(self.before_model, names), with_kwargs=True)
         for index, layer in enumerate(layers if self.biases or self.rotates_heads else []):
@@ -318,21 +321,23 @@ class Positions(nn.Module):
         length, cache = given.shape[1], cache_of(kwargs)
         start = 0 if cache is None else cache.get_seq_length()
         stop = start + length
-        counted = None
+        counted, slots = None, torch.arange(start, stop, device=given.device).unsqueeze(0)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, -1)[:, start:stop]
         if kwargs.get("position_ids") is not None:
             positions = kwargs["position_ids"] - self.first_row
-            positions = positions if counted is None else positions.masked_fill(counted < 0, -1)
+            rows = positions = positions if counted is None else positions.masked_fill(counted < 0, -1)
         else:
-            positions = torch.arange(start, stop, device=given.device).unsqueeze(0) if counted is None else counted
+            rows = positions = slots if counted is None else counted
+            if self.numbers_slots and counted is not None:
+                rows = torch.where(counted[:, :1] < 0, counted, slots)  # Padding on the left moves all tokens.
         kwargs["position_ids"] = positions.clamp(min=0) + self.first_row
         if "token_type_ids" in names and kwargs.get("token_type_ids") is None:
             # The stock model has as many zeros as rows in its table.
             kwargs["token_type_ids"] = torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
         if self.vectors is not None:
             embeddings = base.get_input_embeddings()(ids) if embeddings is None else embeddings
-            vectors = self.vectors(positions.to(next(self.parameters(), positions).device))
+            vectors = self.vectors(rows.to(next(self.parameters(), rows).device))
             kwargs["input_ids"], kwargs["inputs_embeds"] = None, embeddings + vectors.to(embeddings)
         if self.biases or self.rotates_heads:
             kwargs["token_positions"] = positions

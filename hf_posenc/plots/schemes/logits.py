@@ -69,7 +69,7 @@ def _row(subject: Subject) -> int:
         "Left: the bias over the distance from query to key"
         f"{'' if subject.context.causal else ' (negative: later keys)'}, seen from position {_row(subject)}"
         f"{_random_inputs(subject)}. Right: the attention weight that the bias leaves to a key, relative to the "
-        "distance with the largest bias of that head. The axis is logarithmic. Where a line is at 0, the head "
+        "distance with the largest bias of that head. Its axis is logarithmic. Where a line is at 0, the head "
         "ignores the key. Only the first head is drawn if the lines of the heads cross too often."
     ),
 )
