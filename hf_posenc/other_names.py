@@ -47,6 +47,7 @@ _ORIGINAL = "factor", "original_max_positions"
 _SCALINGS = {
     "dynamic": ("dynamic", *_ORIGINAL),
     "dynamic_ntk": ("dynamic", *_ORIGINAL),
+    "dynamic_yarn": ("dynamic_yarn", "original_max_positions"),
     "linear": ("linear", "factor"),
     "llama3": ("llama3", "factor"),
     "longrope": ("longrope", "short_factor", "long_factor", "original_max_positions"),

@@ -100,12 +100,12 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 51_880
+    assert sum(lines) <= 52_148
     assert max(lines) <= 500
-    assert len(lines) <= 286
+    assert len(lines) <= 288
 
 
-@pytest.mark.parametrize(("room", "most"), [("training", 7_015), ("eval", 316), ("benchmarks", 2_500)])
+@pytest.mark.parametrize(("room", "most"), [("training", 7_104), ("eval", 316), ("benchmarks", 2_500)])
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)
     assert sum(lines) <= most

@@ -154,9 +154,24 @@ class DataArguments:
         default=0.15, help="Masked language modelling: share of the tokens that become targets."
     )
     preprocessing_num_workers: int | None = HfArg(default=None, help="Processes that tokenise.")
+    pose_length: int | None = HfArg(
+        default=None,
+        help="Train short rows at the positions of longer texts, of this many tokens: each text is cut into chunks, "
+        "and later chunks skip positions (PoSE, arXiv:2309.10400). Causal models.",
+    )
+    pose_chunks: int = HfArg(default=2, help="With --pose_length: how many chunks a text is cut into.")
 
     def __post_init__(self) -> None:
-        require_at_least(self, block_size=2, max_train_samples=1, max_eval_samples=1, preprocessing_num_workers=1)
+        require_at_least(
+            self, block_size=2, max_train_samples=1, max_eval_samples=1, preprocessing_num_workers=1, pose_chunks=2
+        )
+        if self.pose_length is None and self.pose_chunks != 2:
+            raise SettingsError("--pose_chunks is given without --pose_length.")
+        if self.pose_length is not None and self.pose_length <= self.block_size:
+            raise SettingsError(
+                f"--pose_length is {self.pose_length}, and a row fills the positions of {self.block_size} tokens "
+                "(--block_size), so no chunk could skip any. Give the length that the model is to read, more than that."
+            )
         for name, below in (("validation_split_percentage", 100), ("mlm_probability", 1)):
             if not 0 < getattr(self, name) < below:
                 raise SettingsError(f"--{name} is {getattr(self, name)}; it must be between 0 and {below}.")

@@ -64,6 +64,13 @@ def train(
     healing.check_objective(causal)
     if causal and data.mlm_probability != DataArguments.mlm_probability:
         raise SettingsError("--mlm_probability is for masked language models, which run_mlm.py trains.")
+    if data.pose_length is not None and not causal:
+        raise SettingsError("--pose_length is for causal language models, which run_clm.py trains.")
+    if data.pose_length is not None and healing.teaches:
+        raise SettingsError(
+            "--pose_length trains at positions that the teacher of --distill or --self_distill does not know: use one "
+            "of them."
+        )
     healing.check_start(scheme, model_options)
     check_scheme(scheme)
 
@@ -93,6 +100,8 @@ def train(
         "mlm_probability": None if causal else data.mlm_probability, "scheme": scheme, "lora": lora,
     }  # fmt: skip
     decisive |= healing.settings()
+    if data.pose_length is not None:
+        decisive |= {"pose_length": data.pose_length, "pose_chunks": data.pose_chunks}
     if arguments.load_best_model_at_end:
         decisive["validation_text"] = eval_rows.stream.digest()
     trainer, checkpoint = start(

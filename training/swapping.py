@@ -13,7 +13,7 @@ from transformers.hf_argparser import HfArg
 
 from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDistillation, Swap, swap_scheme
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS
-from hf_posenc.recipes.perturbed_positions import SHIFTS
+from hf_posenc.recipes.skipped_positions import SHIFTS
 from hf_posenc.recipes.swap import INITIALIZATIONS
 from training.arguments import ModelArguments, SchemeArguments
 from training.errors import SettingsError

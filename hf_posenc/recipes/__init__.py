@@ -8,12 +8,9 @@ from hf_posenc.recipes.distillation import (
     soft_target_loss,
 )
 from hf_posenc.recipes.gradual import GradualSwapCallback, begin_blend, blend_strength, finish_blend, set_blend_strength
-from hf_posenc.recipes.perturbed_positions import (
-    PerturbedSelfDistillation,
-    perturbed_positions,
-    reverse_divergence,
-)
+from hf_posenc.recipes.perturbed_positions import PerturbedSelfDistillation, reverse_divergence
 from hf_posenc.recipes.phases import SchemePhases, SchemePhasesCallback, drope
+from hf_posenc.recipes.skipped_positions import perturbed_positions, pose_positions
 from hf_posenc.recipes.spectrum_candidates import SpectrumCandidate
 from hf_posenc.recipes.spectrum_search import SpectrumSearch, search_spectrum
 from hf_posenc.recipes.swap import Swap, swap_scheme
@@ -38,6 +35,7 @@ __all__ = [
     "mean_pooled",
     "parameter_groups",
     "perturbed_positions",
+    "pose_positions",
     "reverse_divergence",
     "search_spectrum",
     "set_blend_strength",

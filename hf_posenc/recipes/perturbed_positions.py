@@ -10,97 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posenc.errors import SequenceLengthError, UnknownNameError
 from hf_posenc.recipes.distillation import IGNORED
-from hf_posenc.recipes.position_views import PositionViews, document_starts
-
-#: How the positions of a view are perturbed: those of a suffix are increased, or all are rotated.
-SHIFTS = ("skip", "cyclic")
-
-
-def perturbed_positions(
-    positions: Tensor,
-    *,
-    shift: str = "skip",
-    largest_skip: int | None = None,
-    limit: int | None = None,
-    real: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draws other positions for the same tokens (arXiv:2604.14339, section 2).
-
-    A document is a run of consecutive positions. Each is perturbed by itself, so the documents of a packed row stay
-    apart. With `L` tokens in a document:
-
-    - "skip": token `i` keeps its position for `i < s`, and has its position plus `y` for `i >= s`. `s` is uniform in
-      `0..L-1` and `y` in `1..Y`. As in the paper, `Y` is `L` unless `largest_skip` is given.
-    - "cyclic": token `i` has the position of token `(i + u) mod L`. The range of `u` is a choice made here: uniform in
-      `1..L-1`. A document of one token keeps its position.
-
-    Both keep the order of the tokens within each of the two segments.
-
-    Args:
-        positions: `(batch, length)` int64, the standard positions.
-        shift: "skip" (the paper's main variant) or "cyclic".
-        largest_skip: `Y` in positions, for "skip".
-        limit: the number of positions of the model. All positions returned are below it, if all given are.
-        real: `(batch, length)` bool, false for padding, which keeps its positions. All by default.
-        generator: for the draws, on the CPU. By default the global one, whose state a checkpoint of `Trainer` contains.
-
-    Returns:
-        `(batch, length)` int64.
-
-    Raises:
-        ValueError: for positions of another shape, or a `largest_skip` below 1.
-        SequenceLengthError: for documents that leave no room for a skip below `limit`.
-        UnknownNameError: for an unknown shift.
-    """
-    _check_options("", shift, largest_skip)
-    if positions.dim() != 2 or positions.is_floating_point():
-        raise ValueError(
-            f"positions are {positions.dtype} of shape {tuple(positions.shape)}; expected integers, (batch, length)."
-        )
-    batch, length = positions.shape
-    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
-    slots = torch.arange(length, device=positions.device).expand_as(positions)
-    starts = document_starts(positions, real)
-    first = slots.where(starts, 0).cummax(-1).values
-    # The slot after the last token of a document: the nearest start behind it.
-    starts_behind = functional.pad(slots.where(starts, length)[:, 1:], (0, 1), value=length)
-    size = starts_behind.flip(-1).cummin(-1).values.flip(-1) - first
-    inner = slots - first
-    # In float64 the product with a size is never rounded up to the size.
-    drawn = torch.rand(2, batch, length, generator=generator, dtype=torch.float64).to(positions.device)
-    boundary, amount = drawn.gather(-1, first.expand(2, -1, -1))
-    if shift == "cyclic":
-        turn = torch.where(size > 1, 1 + (amount * (size - 1)).long(), 0)
-        moved = positions - inner + (inner + turn) % size
-    else:
-        largest = size if largest_skip is None else torch.full_like(size, largest_skip)
-        if limit is not None:
-            room = limit - positions - (size - inner)
-            _refuse_full(positions, room, real, limit)
-            largest = largest.minimum(room)
-        skip = 1 + (amount * largest).long()
-        moved = positions + skip * (inner >= (boundary * size).long())
-    return moved.where(real, positions)
-
-
-def _check_options(owner: str, shift: str, largest_skip: int | None) -> None:
-    if shift not in SHIFTS:
-        raise UnknownNameError("shift", shift, SHIFTS)
-    if largest_skip is not None and largest_skip < 1:
-        raise ValueError(f"{owner}largest_skip is {largest_skip!r}; expected 1 or more.")
-
-
-def _refuse_full(positions: Tensor, room: Tensor, real: Tensor, limit: int) -> None:
-    if bool(((room < 1) & real).any()):
-        longest = int(positions.where(real, -1).max()) + 1
-        raise SequenceLengthError(
-            f"The positions reach {longest} and the model has {limit}, so no token can be moved further away. Train on "
-            f"rows of fewer than {limit} tokens, give the model more positions, or use shift='cyclic', which stays "
-            "within the positions of a row."
-        )
+from hf_posenc.recipes.position_views import PositionViews
+from hf_posenc.recipes.skipped_positions import check_shift, perturbed_positions
 
 
 def reverse_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -160,7 +72,7 @@ class PerturbedSelfDistillation:
     ) -> None:
         if not 0 < weight < math.inf:
             raise ValueError(f"PerturbedSelfDistillation.weight is {weight!r}; expected a number greater than 0.")
-        _check_options("PerturbedSelfDistillation.", shift, largest_skip)
+        check_shift(shift, largest_skip, "PerturbedSelfDistillation.")
         self.views = PositionViews(model)
         if shift == "cyclic":
             self.views.refuse_wrapping()

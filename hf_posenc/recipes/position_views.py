@@ -88,7 +88,7 @@ class PositionViews:
         name = type(target).__name__
         if getattr(target.config, "is_encoder_decoder", False):
             raise UnsupportedError(
-                f"{name} is an encoder-decoder. Perturbed positions are for causal language models: load one with "
+                f"{name} is an encoder-decoder. Other positions are for causal language models: load one with "
                 "AutoModelForCausalLM."
             )
         taken = inspect.signature(type(target).forward).parameters
@@ -232,7 +232,7 @@ class PositionViews:
             scheme = "its own scheme" if encoding is None else f"the scheme {encoding.config.name!r}"
             raise UnsupportedError(
                 f"Other position_ids change nothing in this {name}: {scheme} does not read them, or its parameters are "
-                "still such that they have no effect. There is nothing to distil; train without perturbed positions."
+                "still such that they have no effect. Train with the standard ones."
             )
         tolerance = max(_ROUNDED, _SHARE * effect)
         if spread_distance(same[view.real], usual[view.real]) > tolerance:
@@ -245,8 +245,8 @@ class PositionViews:
             )
         if spread_distance(moved[row, before], same[row, before]) > tolerance:
             raise UnsupportedError(
-                f"In this {name}, tokens change with the positions of later ones: it is not causal. Perturbed "
-                "positions are for causal language models."
+                f"In this {name}, tokens change with the positions of later ones: it is not causal. Other positions "
+                "are for causal language models."
             )
         if changed is not None and spread_distance(changed[row, behind], moved[row, behind]) <= _NOTHING:
             raise UnsupportedError(

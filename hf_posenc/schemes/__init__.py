@@ -101,7 +101,9 @@ from hf_posenc.schemes.rotary.resonance import (
 from hf_posenc.schemes.rotary.rope import RopeConfig as RopeConfig
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig as RopeNdConfig
 from hf_posenc.schemes.rotary.scaling import (
+    ClippedScaling as ClippedScaling,
     DynamicScaling as DynamicScaling,
+    DynamicYarnScaling as DynamicYarnScaling,
     LinearScaling as LinearScaling,
     Llama3Scaling as Llama3Scaling,
     LongRopeScaling as LongRopeScaling,

@@ -232,8 +232,9 @@ class ChainedMap(OuterPart[QueryKeyMap], QueryKeyMap):
         for part, weight in self.terms():
             part_phases = part.phases(scaled_positions(positions, weight))
             # The factor of a rotation (YaRN's temperature) is raised to the power of its weight.
-            factor = _attention_scaling(part) ** (weight - 1)
-            phases += part_phases if factor == 1.0 else [phase * factor for phase in part_phases]
+            factor = 1.0 if weight == 1 else _attention_factor(part, positions.lengths) ** (weight - 1)
+            unchanged = not isinstance(factor, Tensor) and factor == 1.0
+            phases += part_phases if unchanged else [phase * factor for phase in part_phases]
             self._counts.append(len(part_phases))
         return tuple(phases)
 
@@ -284,11 +285,11 @@ def scaled_positions(positions: Positions, weight: float) -> Positions:
     return dataclasses.replace(positions, ids=scaled(positions.ids), coordinates=coordinates)
 
 
-def _attention_scaling(part: QueryKeyMap) -> float:
+def _attention_factor(part: QueryKeyMap, lengths: Tensor) -> Tensor | float:
     inner: Any = part
     while isinstance(inner, ChainedMap) and len(inner.members()) == 1:
         inner = inner.members()[0]
-    return inner.attention_scaling if isinstance(inner, RotaryMap) else 1.0
+    return inner.attention_factor(lengths) if isinstance(inner, RotaryMap) else 1.0
 
 
 def is_blend(part: Part | None) -> bool:

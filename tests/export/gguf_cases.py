@@ -14,7 +14,9 @@ from transformers import BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 import hf_posenc
 from hf_posenc import (
     AlibiConfig,
+    ClippedScaling,
     DynamicScaling,
+    DynamicYarnScaling,
     IntegerConfig,
     InterleavedConfig,
     LearnedRopeConfig,
@@ -257,6 +259,7 @@ SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
     (llama, _LINEAR, {}, "rope.scaling.type 'linear'"),
     (llama, RopeConfig(scaling=_SHARP_YARN), {}, "rope.scaling.type 'yarn'"),
     (llama, RopeConfig(scaling=YarnScaling(4.0, original_max_positions=64, truncate=False)), {}, _FACTORS),
+    (llama, RopeConfig(scaling=ClippedScaling(3)), {}, _FACTORS),
     (llama, InterleavedConfig(), {"num_hidden_layers": 5}, "'smollm3'"),
     (
         llama,
@@ -322,6 +325,7 @@ REFUSED: list[tuple[Any, str]] = [
         lambda: llama(RopeConfig(scaling=DynamicScaling(2.0, original_max_positions=32))),
         "depend on the length of the sequence",
     ),
+    (lambda: llama(RopeConfig(scaling=DynamicYarnScaling(32))), "depend on the length of the sequence"),
     (lambda: llama(["alibi", "rope"]), "and llama.cpp has no such"),
     (lambda: llama(ScheduleConfig((AlibiConfig(), NoneConfig()))), f"{_NO_BIAS}no bias"),
     (lambda: llama("alibi", attention_bias=True), r"'refact' of llama\.cpp has no bias like blk\.0\.attn_output\.bias"),

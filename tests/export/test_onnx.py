@@ -14,7 +14,7 @@ import onnx
 import pytest
 import torch
 
-from hf_posenc import DynamicScaling, RopeConfig, UnknownNameError, UnsupportedError, YarnScaling
+from hf_posenc import DynamicScaling, DynamicYarnScaling, RopeConfig, UnknownNameError, UnsupportedError, YarnScaling
 from hf_posenc.errors import UsageError
 from hf_posenc.export import onnx_graph
 from hf_posenc.export.carriers import Form
@@ -158,7 +158,13 @@ def test_a_scaling_past_its_original_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["normalized_integer", RopeConfig(scaling=DynamicScaling(factor=4.0, original_max_positions=64))], ids=str
+    "scheme",
+    [
+        "normalized_integer",
+        RopeConfig(scaling=DynamicScaling(factor=4.0, original_max_positions=64)),
+        RopeConfig(scaling=DynamicYarnScaling(64)),
+    ],
+    ids=str,
 )
 def test_what_changes_cached_keys_is_refused(scheme: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="does not check the length of its cache"):

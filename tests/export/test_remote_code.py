@@ -13,6 +13,7 @@ import torch
 import hf_posenc
 from hf_posenc import (
     AlibiConfig,
+    ClippedScaling,
     ComposedConfig,
     ForgetGateConfig,
     InterleavedConfig,
@@ -38,6 +39,7 @@ DECODERS: dict[str, Any] = {
     "rope": RopeConfig(theta=500.0),
     "rope, linear": RopeConfig(scaling=LinearScaling(4.0)),
     "rope, yarn": RopeConfig(scaling=YarnScaling(4.0, original_max_positions=16)),
+    "rope, clipped": RopeConfig(scaling=ClippedScaling(3)),
     "rope, interleaved pairs": RopeConfig(layout="interleaved"),
     "p_rope": "p_rope",
     "none": "none",

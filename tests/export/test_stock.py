@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import (
+    ClippedScaling,
     DynamicScaling,
+    DynamicYarnScaling,
     InterleavedConfig,
     LearnedConfig,
     LearnedRopeConfig,
@@ -122,6 +124,8 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
         llama,
         RopeConfig(scaling=LongRopeScaling((1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0), original_max_positions=16)),
     ),
+    "llama-clipped": (llama, RopeConfig(scaling=ClippedScaling(3))),
+    "llama-clipped_yarn": (llama, RopeConfig(scaling=ClippedScaling(3, scaling=YARN.scaling))),
     "llama-p_rope": (llama, PRopeConfig(fraction=0.5)),
     "gemma3-theta": (gemma3, RopeConfig(theta=700.0)),
     "gemma3-native": (gemma3, native),
@@ -350,6 +354,17 @@ def test_a_longer_table_reaches_further_in_the_export(exported: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(exported / "gpt2-longer")
     assert loaded.config.max_position_embeddings == 80
     assert torch.isfinite(outputs(loaded, token_ids(80))).all()
+
+
+@pytest.mark.parametrize("clipped", [{}, {"type": "clipped", "pairs": 3}])
+def test_dynamic_yarn_has_no_stock_form(tmp_path: Path, clipped: dict[str, Any]) -> None:
+    scaling: Any = DynamicYarnScaling(16)
+    model = hf_posenc.patch_model(llama(), RopeConfig(scaling=clipped | {"scaling": scaling} if clipped else scaling))
+    with pytest.raises(
+        UnsupportedError, match=f"no type for the scaling '{clipped.get('type', 'dynamic_yarn')}'"
+    ) as found:
+        hf_posenc.export_model(model, tmp_path / "stock")
+    assert "depend on the length of the sequence" in str(found.value)
 
 
 @pytest.mark.parametrize("scaling", [YarnScaling(4.0, 8192), DynamicScaling(4.0, 8192)], ids=["yarn", "dynamic"])

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_posenc import (
+    ClippedScaling,
+    DynamicYarnScaling,
     LinearScaling,
     LocalGlobalConfig,
     NativeConfig,
+    ReRopeConfig,
     RopeConfig,
     ScheduleConfig,
+    UnsupportedError,
     YarnScaling,
     native_scheme,
     patch_model,
+    unpatch_model,
 )
 from hf_posenc.metrics.evaluation import measure_schemes
-from hf_posenc.recipes import SchemePhases
+from hf_posenc.recipes import SchemePhases, begin_blend, set_blend_strength
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.written import parse_scheme
@@ -140,3 +147,64 @@ def test_it_is_written_as_other_schemes_are() -> None:
     assert scheme_label(NativeConfig(YARN)) == "native(yarn x4)"
     with pytest.raises(ValueError, match=r"NativeConfig\.scaling"):
         NativeConfig(scaling="yarn")  # type: ignore[arg-type]
+
+
+#: Scalings whose spectrum no other test places in a model.
+NEW = {
+    "dynamic_yarn": DynamicYarnScaling(32),
+    "dynamic_yarn, trained": DynamicYarnScaling(16, 2.0),
+    "clipped": ClippedScaling(3),
+    "clipped dynamic_yarn": ClippedScaling(3, scaling=DynamicYarnScaling(32)),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_scaling_survives_decoding_padding_saving_and_undoing(name: str, tmp_path: Path) -> None:
+    model = built("LlamaForCausalLM")
+    before = logits(model)
+    patch_model(model, NativeConfig(scaling=NEW[name]))
+    whole = logits(model)
+    assert (whole - before).abs().max() > 1e-3
+    torch.manual_seed(1)
+    ids = torch.randint(1, 60, (1, 100))
+    with torch.no_grad():
+        cache = model(ids[:, :20]).past_key_values
+        steps = [model(ids[:, [place]], past_key_values=cache).logits for place in range(20, 32)]
+        expected = model(ids[:, :32], use_cache=False).logits
+        torch.testing.assert_close(torch.cat(steps, dim=1), expected[:, 20:], rtol=0, atol=1e-4)
+        if "dynamic" in name:
+            with pytest.raises(UnsupportedError, match="Dynamic YaRN changes the frequencies of all 32 cached keys"):
+                model(ids[:, 32:40], past_key_values=cache)
+        # A short row keeps its own frequencies beside a long one.
+        padded = torch.cat((ids, torch.cat((torch.zeros(1, 70, dtype=torch.int64), ids[:, :30]), dim=1)))
+        both = model(padded, attention_mask=(padded > 0).long(), use_cache=False).logits
+        torch.testing.assert_close(both[:1], whole, rtol=0, atol=1e-4)
+        torch.testing.assert_close(both[1, 70:], model(ids[:, :30]).logits[0], rtol=0, atol=1e-4)
+        longer = model.generate(ids[:, :30], max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=False)
+        assert longer.shape == (1, 36)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), whole)
+    assert torch.equal(logits(unpatch_model(model)), before)
+
+
+def test_a_short_text_is_read_as_before_dynamic_yarn() -> None:
+    model = built("LlamaForCausalLM")
+    before = logits(model, 32)
+    assert torch.equal(logits(patch_model(model, NativeConfig(scaling=DynamicYarnScaling(32))), 32), before)
+
+
+def test_a_swap_to_dynamic_yarn_moves_its_temperature_with_the_share() -> None:
+    """A blend has a power of the factor of each rotation, also where that depends on the length."""
+    losses = {}
+    for name, scaling in (("dynamic", DynamicYarnScaling(25)), ("constant", YarnScaling(4.0, 25))):
+        model = built("LlamaForCausalLM")
+        begin_blend(model, NativeConfig(scaling=scaling))
+        set_blend_strength(model, 0.3)
+        losses[name] = logits(model, 100)
+    torch.testing.assert_close(losses["dynamic"], losses["constant"], rtol=0, atol=1e-4)
+
+
+def test_far_keys_are_turned_again_at_the_temperature_of_the_text() -> None:
+    inner = [RopeConfig(scaling=scaling) for scaling in (DynamicYarnScaling(25), YarnScaling(4.0, 25))]
+    found = [logits(patch_model(built("LlamaForCausalLM"), ReRopeConfig(inner=one, window=10))) for one in inner]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)

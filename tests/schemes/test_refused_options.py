@@ -15,7 +15,9 @@ import pytest
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import (
     BuildContext,
+    ClippedScaling,
     DynamicScaling,
+    DynamicYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -211,6 +213,12 @@ def test_a_scale_of_zero_is_no_scheme(scheme: str, scale: float) -> None:
         (lambda: DynamicScaling(2.0, 0), "original_max_positions is 0; expected an integer at least 1"),
         (lambda: YarnScaling(4.0, 64, beta_fast=1.0, beta_slow=2.0), "beta_fast is 1.0; expected more than"),
         (lambda: YarnScaling(2.0, 64).spectrum(1.0, 16), "theta greater than 1"),
+        (lambda: DynamicYarnScaling(64, beta_slow=32.0), "DynamicYarnScaling.beta_fast is 32.0; expected more than"),
+        (lambda: DynamicYarnScaling(64, 0.5), "factor is 0.5; expected a finite number at least 1"),
+        (lambda: ClippedScaling(), "pairs=None and original_max_positions=None. Give one"),
+        (lambda: ClippedScaling(4, 64), "pairs=4 and original_max_positions=64. Give one"),
+        (lambda: ClippedScaling(1), "pairs is 1; expected an integer at least 2"),
+        (lambda: ClippedScaling(original_max_positions=10**9).spectrum(1e4, 16), "changes nothing: 0 of the 8 pairs"),
         (lambda: Llama3Scaling(8.0, 4.0, 1.0), "high_freq_factor is 1.0; expected more than"),
         (lambda: LongRopeScaling((1.0,), (1.0, 2.0), 64), "1 short factors and 2 long ones"),
         (lambda: LongRopeScaling((), (), 64), "non-empty sequence"),

@@ -68,6 +68,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a shift without self-distillation": ({"self_distill_shift": "cyclic"}, "without --self_distill"),
     "a weight that is nothing": ({"self_distill": "true", "self_distill_weight": 0}, "--self_distill_weight is 0"),
     "a weight without end": ({"self_distill": "true", "self_distill_weight": "inf"}, "--self_distill_weight is inf"),
+    "positions of a shorter text": ({"pose_length": 32}, "--pose_length is 32, and a row fills the positions of 32"),
+    "chunks without positions": ({"pose_chunks": 3}, "--pose_chunks is given without --pose_length"),
+    "a single chunk": ({"pose_length": 64, "pose_chunks": 1}, "--pose_chunks"),
+    "masked tokens further apart": ({"pose_length": 64, "causal": False}, "is for causal language models"),
+    "a teacher elsewhere": ({"pose_length": 64, "self_distill": "true"}, "that the teacher of --distill"),
     "masked tokens seen twice": ({"self_distill": "true", "causal": False}, "It is for causal language models"),
 }  # fmt: skip
 

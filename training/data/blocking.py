@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc import PositionEncodingError
+from hf_posenc import PositionEncodingError, UnsupportedError
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.recipes.position_views import mask_of_documents, spread_distance
+from hf_posenc.recipes.position_views import PositionViews, mask_of_documents, spread_distance
 from training.arguments import DataArguments
 from training.errors import SettingsError
 
@@ -38,14 +38,17 @@ class Blocking:
     causal: bool = True
     dtype: torch.dtype = torch.float32
 
-    def arguments(self, places: Tensor) -> dict[str, Tensor]:
+    def arguments(self, places: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
         """Returns `position_ids`, `(batch, length)`, and a mask, `(batch, 1, length, length)`, as far as they are used.
 
         Args:
             places: `(batch, length)`, of `PackedRows`.
+            positions: the same, if they are not the places. A decoder would take each skip for another document, so
+                there is a mask in any case.
         """
-        arguments = {"position_ids": places + self.first_position} if self.position_ids else {}
-        if self.mask:
+        read = places if positions is None else positions
+        arguments = {"position_ids": read + self.first_position} if self.position_ids else {}
+        if self.mask or positions is not None:
             arguments["attention_mask"] = mask_of_documents((places == 0).cumsum(-1), self.dtype, causal=self.causal)
         return arguments
 
@@ -62,15 +65,45 @@ class Batches:
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Returns `input_ids` and `labels`, `(batch, block_size)`, and the arguments of the blocking."""
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels", "places")}
-        places = batch.pop("places")
-        return batch | ({} if self.blocking is None else self.blocking.arguments(places))
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        places, positions = batch.pop("places"), batch.pop("positions", None)
+        return batch | self.arguments(places, positions)
+
+    def arguments(self, places: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
+        """What tells a model of documents, and of `positions` that are not the places, each `(batch, block_size)`."""
+        if self.blocking is not None:
+            return self.blocking.arguments(places, positions)
+        return {} if positions is None else {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
 
 
 def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: int) -> Batches:
     """The collator of packed rows for a model, which is tried out first."""
     check_reads(model, data.block_size, causal, vocabulary)
-    return Batches(find_blocking(model, data.block_size, causal, vocabulary) if data.packing == "documents" else None)
+    documents = data.packing == "documents"
+    batches = Batches(find_blocking(model, data.block_size, causal, vocabulary) if documents else None)
+    if data.pose_length is not None:
+        _check_skips(model, batches, data.block_size, data.pose_length, vocabulary)
+    return batches
+
+
+def _check_skips(model: Any, batches: Batches, block_size: int, length: int, vocabulary: int) -> None:
+    """Refuses a model that does not read its positions, or has too few of them, and runs a row over all of them."""
+    try:
+        views = PositionViews(model)
+        limit = views.limit()
+        if limit is not None and limit < length:
+            raise UnsupportedError(
+                f"it has {limit} positions. Give at most {limit}, or a scheme or a model with more of them."
+            )
+        tokens = _tokens(model, block_size, vocabulary)
+        places = torch.arange(block_size, device=tokens.device)[None]
+        with evaluation_mode(model):
+            last = _logits(model, tokens, **batches.arguments(places, places + (length - block_size) * (places > 0)))
+        views.of({"input_ids": tokens, "labels": tokens} | batches.arguments(places), last)
+    except (PositionEncodingError, IndexError, RuntimeError) as error:
+        raise SettingsError(
+            f"--pose_length {length} cannot be used with this {type(model).__name__}: {error}"
+        ) from error
 
 
 def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) -> Blocking:

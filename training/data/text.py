@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
+from hf_posenc.recipes import pose_positions
 from training.arguments import DataArguments
 from training.data.loading import first_rows, load_named_dataset, require_column, split_rows
 from training.data.order import EpochRow, RowsByEpoch
@@ -138,10 +139,31 @@ class RowMasking:
 
     def __call__(self, tokens: Tensor, epoch: int, row: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of a row, each `(length,)`."""
-        state = np.random.SeedSequence([self.seed, self.stream, epoch, row]).generate_state(1, np.uint64)
-        self._mask.generator.manual_seed(int(state[0] >> np.uint64(1)))
+        self._mask.generator.manual_seed(_seed_of(self.seed, self.stream, epoch, row))
         inputs, labels = self._mask.torch_mask_tokens(tokens[None].clone(), torch.isin(tokens, self._special)[None])
         return inputs[0], labels[0]
+
+
+class RowSkips:
+    """Draws `pose_positions` for a row, which are as reproducible as the masks of `RowMasking`.
+
+    Args:
+        target_length: how many positions there are.
+        chunks: of each document.
+        seed: of the draws.
+    """
+
+    def __init__(self, target_length: int, chunks: int, seed: int) -> None:
+        self.target_length, self.chunks, self.seed = target_length, chunks, seed
+
+    def __call__(self, places: Tensor, epoch: int, row: int) -> Tensor:
+        """The positions of a row, `(length,)`, for its `places`."""
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, epoch, row))
+        return pose_positions(places[None], self.target_length, chunks=self.chunks, generator=generator)[0]
+
+
+def _seed_of(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class PackedRows(RowsByEpoch):
@@ -149,18 +171,25 @@ class PackedRows(RowsByEpoch):
 
     An item holds `input_ids`, `labels` and `places`, each `(block_size,)`. `places` counts from 0 in every document
     (packing "documents") or through the row ("concatenate"); where it is 0, there is no context before the token, so it
-    is not a target of a causal model. Without `masking` the rows are for a causal model.
+    is not a target of a causal model. Without `masking` the rows are for a causal model. With `skips`, an item also
+    holds the `positions` that the model is given instead of the places.
     """
 
     def __init__(
-        self, stream: TokenStream, block_size: int, packing: str, masking: RowMasking | None, name: str = "text"
+        self,
+        stream: TokenStream,
+        block_size: int,
+        packing: str,
+        masking: RowMasking | None,
+        name: str = "text",
+        skips: RowSkips | None = None,
     ) -> None:
         if len(stream) < block_size:
             raise SettingsError(
                 f"The {name} has {len(stream)} tokens in {stream.documents} document(s), and one row alone takes "
                 f"{block_size}. Use more text or a shorter --block_size."
             )
-        self.stream, self.block_size, self.masking = stream, block_size, masking
+        self.stream, self.block_size, self.masking, self.skips = stream, block_size, masking, skips
         self.restarts = packing == DOCUMENTS
 
     def __len__(self) -> int:
@@ -176,7 +205,8 @@ class PackedRows(RowsByEpoch):
             inputs, labels = tokens, tokens.masked_fill(places == 0, IGNORED)
         else:
             inputs, labels = self.masking(tokens, epoch, row)
-        return {"input_ids": inputs, "labels": labels, "places": places}
+        skipped = {} if self.skips is None else {"positions": self.skips(places, epoch, row)}
+        return {"input_ids": inputs, "labels": labels, "places": places} | skipped
 
 
 def load_rows(
@@ -203,8 +233,11 @@ def load_rows(
         tokens = tokenize(first_rows(part, most), data.text_column, tokenizer, data.preprocessing_num_workers)
         # Masks of the validation rows are the same for every seed.
         masking = None if causal else RowMasking(tokenizer, data.mlm_probability, 0 if number else seed, stream=number)
+        # Rows are validated at their own positions.
+        skipped = None if number else data.pose_length
+        skips = None if skipped is None else RowSkips(skipped, data.pose_chunks, seed)
         name = f"{'validation' if number else 'training'} part of {source!r}"
-        rows.append(PackedRows(TokenStream.of_documents(tokens), data.block_size, data.packing, masking, name))
+        rows.append(PackedRows(TokenStream.of_documents(tokens), data.block_size, data.packing, masking, name, skips))
     told = [
         f"{part.stream.documents:,} documents of {name}, {len(part.stream):,} tokens, {len(part):,} rows"
         for part, name in zip(rows, (source, from_where), strict=True)

@@ -55,10 +55,12 @@ class FarRotation(PairwiseBias):
 
     def _phases(self, steps: Tensor, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
         """Cosine and sine of a rotation by additional positions, `(batch or 1, length)`."""
-        cosine, sine = self.rotation.phases(dataclasses.replace(pairs.keys, ids=steps, coordinates=None))
+        positions = dataclasses.replace(pairs.keys, ids=steps, coordinates=None)
+        cosine, sine = self.rotation.phases(positions)
         # Queries and keys already include this factor.
-        factor = self.rotation.attention_scaling
-        return (cosine, sine) if factor == 1.0 else (cosine / factor, sine / factor)
+        factor = self.rotation.attention_factor(positions.lengths)
+        unscaled = not isinstance(factor, Tensor) and factor == 1.0
+        return (cosine, sine) if unscaled else (cosine / factor, sine / factor)
 
 
 class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):

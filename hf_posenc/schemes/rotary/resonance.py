@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
-from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
+from hf_posenc.schemes.rotary.scaling import OuterScaling, RopeScaling, check_scaling
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
@@ -19,7 +19,7 @@ def resonant(inverse_frequencies: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ResonanceScaling(RopeScaling):
+class ResonanceScaling(OuterScaling):
     """Integer wavelengths (arXiv:2403.00071, section 4.1): `w -> 2 pi / round(2 pi / w)`, after another scaling or
     alone.
 
@@ -37,36 +37,9 @@ class ResonanceScaling(RopeScaling):
             # Integer wavelengths do not change.
             object.__setattr__(self, "scaling", self.scaling.scaling)
 
-    @property
-    def _inner(self) -> RopeScaling:
-        return self.scaling or RopeScaling()
-
-    @property
-    def length_dependent(self) -> bool:  # type: ignore[override]
-        """Whether the frequencies depend on the length of the sequence."""
-        return self._inner.length_dependent
-
-    def constants(self, theta: float, rotary_dim: int) -> Tensor:
-        """Returns the rounded spectrum, or the constants of a length-dependent scaling."""
-        constants = self._inner.constants(theta, rotary_dim)
-        return constants if self.length_dependent else resonant(constants)
-
-    def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
-        """Broadcasts to `(*lengths.shape, d/2)`."""
-        frequencies = self._inner.at_lengths(constants, theta, rotary_dim, lengths)
-        return resonant(frequencies) if self.length_dependent else frequencies
-
-    def attention_scaling(self, max_positions: int | None = None) -> float:
-        """Returns the attention scaling of the inner scaling."""
-        return self._inner.attention_scaling(max_positions)
-
-    def made_for(self, native_length: int | None) -> int | None:
-        """Returns the length that the inner scaling is made for."""
-        return self._inner.made_for(native_length)
-
-    def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Applies the check of the inner scaling."""
-        self._inner.check_cache(cached_length, total_length)
+    def changed(self, frequencies: Tensor, theta: float) -> Tensor:
+        """`(..., d/2)`."""
+        return resonant(frequencies)
 
 
 @register_scheme

@@ -74,9 +74,14 @@ class RotaryMap(QueryKeyMap):
         """
         angles = self.for_both_of_pair(self.angles(positions))
         cosine, sine = angles.cos(), angles.sin()
-        if self.attention_scaling == 1.0:
+        factor = self.attention_factor(positions.lengths)
+        if not isinstance(factor, Tensor) and factor == 1.0:
             return cosine, sine
-        return cosine * self.attention_scaling, sine * self.attention_scaling
+        return cosine * factor, sine * factor
+
+    def attention_factor(self, lengths: Tensor) -> Tensor | float:
+        """Returns the factor of cosine and sine: one, or `(batch or 1, 1, 1)` for `lengths` `(batch or 1, 1)`."""
+        return self.attention_scaling
 
     def for_both_of_pair(self, values: Tensor) -> Tensor:
         """Repeats a value per pair, `(..., rotary_dim / 2)`, for both dimensions of the pair, `(..., rotary_dim)`."""
@@ -131,22 +136,39 @@ class LengthDependentRotaryMap(RotaryMap):
         theta: the base.
         rotary_dim: how many dimensions are rotated.
         layout: as in `RotaryMap`.
-        attention_scaling: factor of cosine and sine.
+        attention_scaling: factor of cosine and sine; `None` takes that of the scaling.
+        max_positions: the length of the model, from which a scaling may infer its factor.
     """
 
     length_dependent = True
 
     def __init__(
-        self, scaling: RopeScaling, theta: float, rotary_dim: int, layout: str, attention_scaling: float
+        self,
+        scaling: RopeScaling,
+        theta: float,
+        rotary_dim: int,
+        layout: str,
+        attention_scaling: float | None,
+        max_positions: int | None,
     ) -> None:
-        super().__init__(scaling.constants(theta, rotary_dim), layout, attention_scaling)
+        factor = scaling.attention_scaling(max_positions) if attention_scaling is None else attention_scaling
+        super().__init__(scaling.constants(theta, rotary_dim), layout, factor)
         self.scaling = scaling
         self.theta = theta
+        self.max_positions = max_positions
+        self._of_scaling = attention_scaling is None
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """`(batch or 1, 1, rotary_dim / 2)` float32, for `lengths` `(batch or 1, 1)`."""
         constants = self._constants.on(lengths.device)
         return self.scaling.at_lengths(constants, self.theta, self.rotary_dim, lengths)
+
+    def attention_factor(self, lengths: Tensor) -> Tensor | float:
+        """That of the scaling, unless another was given."""
+        factor = self.scaling.attention_at_lengths(lengths, self.max_positions)
+        if not isinstance(factor, Tensor) or not self._of_scaling:
+            return self.attention_scaling
+        return factor.unsqueeze(-1)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Raises if the frequencies at the two lengths differ."""
@@ -246,12 +268,13 @@ class RopeConfig(RotaryConfig):
 
     def rotation(self, context: BuildContext) -> RotaryMap:
         """The rotation, with the length that the scaling is made for."""
-        scaling, rotary_dim, factor = self.scaling or RopeScaling(), self._rotary_dim(context), self.attention_scaling
-        if factor is None:
-            factor = scaling.attention_scaling(context.max_positions)
+        scaling, factor, length = self.scaling or RopeScaling(), self.attention_scaling, context.max_positions
+        rotation: RotaryMap
         if scaling.length_dependent:
-            rotation: RotaryMap = LengthDependentRotaryMap(scaling, self.theta, rotary_dim, self.layout, factor)
+            rotary_dim = self._rotary_dim(context)
+            rotation = LengthDependentRotaryMap(scaling, self.theta, rotary_dim, self.layout, factor, length)
         else:
+            factor = scaling.attention_scaling(length) if factor is None else factor
             rotation = RotaryMap(self.frequencies(context), self.layout, factor)
         rotation.length_reach = Reach(made_for=scaling.made_for(context.max_positions))
         return rotation

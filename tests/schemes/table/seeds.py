@@ -9,7 +9,9 @@ from typing import Any
 from hf_posenc.schemes import (
     AlibiConfig,
     BinaryConfig,
+    ClippedScaling,
     DynamicScaling,
+    DynamicYarnScaling,
     IntegerConfig,
     LearnedConfig,
     LinearScaling,
@@ -206,7 +208,15 @@ def scaled_spectrum(scaling: Any, theta: float, width: int, length: int) -> tupl
             attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_positions))
             return [frequency / divisor for frequency, divisor in zip(plain, factors, strict=True)], attention
         case "yarn":
-            return yarn(scaling, theta, width), 0.1 * math.log(scaling.factor) + 1
+            return yarn(scaling, theta, width, scaling.factor), 0.1 * math.log(scaling.factor) + 1
+        case "dynamic_yarn":
+            stretch = max(length / scaling.original_max_positions, scaling.factor)
+            return yarn(scaling, theta, width, stretch), 0.1 * math.log(stretch) + 1
+        case "clipped":
+            inner, attention = (
+                (plain, 1.0) if scaling.scaling is None else scaled_spectrum(scaling.scaling, theta, width, length)
+            )
+            return clipped(scaling, plain, inner), attention
     raise NotImplementedError(scaling.type)
 
 
@@ -217,7 +227,20 @@ def by_parts(frequency: float, factor: float, original: int, alpha: float, beta:
     return (1 - kept) * frequency / factor + kept * frequency
 
 
-def yarn(scaling: Any, theta: float, width: int) -> list[float]:
+def clipped(scaling: Any, plain: list[float], inner: list[float]) -> list[float]:
+    """The code of arXiv:2602.05258: half a cosine over the slowest pairs."""
+    slow = scaling.pairs
+    if slow is None:
+        slow = sum(2 * math.pi / frequency > scaling.original_max_positions for frequency in plain)
+    first = max(len(inner) - slow, 0)
+    last = len(inner) - 1
+    return [
+        frequency if pair < first else frequency * (1 + math.cos(math.pi * (pair - first) / (last - first))) / 2
+        for pair, frequency in enumerate(inner)
+    ]
+
+
+def yarn(scaling: Any, theta: float, width: int, factor: float) -> list[float]:
     """The authors' code: the ramp runs over pair indices, between those that make beta_fast and beta_slow turns."""
 
     def pair_with(turns: float) -> float:
@@ -231,7 +254,7 @@ def yarn(scaling: Any, theta: float, width: int) -> list[float]:
     for pair in range(width // 2):
         frequency = theta ** (-2 * pair / width)
         divided = min(max((pair - start) / (end - start), 0.0), 1.0)
-        spectrum.append(divided * frequency / scaling.factor + (1 - divided) * frequency)
+        spectrum.append(divided * frequency / factor + (1 - divided) * frequency)
     return spectrum
 
 
@@ -253,6 +276,9 @@ ROPE_VARIANTS = (
         layout="interleaved",
     ),
     RopeConfig(scaling=Llama3Scaling(8.0, original_max_positions=64), layout="half"),
+    RopeConfig(scaling=DynamicYarnScaling(20, beta_fast=4.0), layout="half"),
+    RopeConfig(scaling=ClippedScaling(original_max_positions=64), layout="interleaved"),
+    RopeConfig(scaling=ClippedScaling(4, scaling=DynamicYarnScaling(20, beta_fast=4.0)), layout="half"),
 )
 
 ROWS: dict[str, Row] = {

@@ -5,6 +5,7 @@ the rotary width, `m = 0 .. d/2 - 1` the pair, `s` the factor, `L` the original 
 """
 
 from hf_posenc.schemes.rotary.scaling.base import (
+    OuterScaling as OuterScaling,
     RopeScaling as RopeScaling,
     check_scaling as check_scaling,
     rope_exponents as rope_exponents,
@@ -12,8 +13,10 @@ from hf_posenc.schemes.rotary.scaling.base import (
 )
 from hf_posenc.schemes.rotary.scaling.by_length import (
     DynamicScaling as DynamicScaling,
+    DynamicYarnScaling as DynamicYarnScaling,
     LongRopeScaling as LongRopeScaling,
 )
+from hf_posenc.schemes.rotary.scaling.clipped import ClippedScaling as ClippedScaling
 from hf_posenc.schemes.rotary.scaling.constant import (
     LinearScaling as LinearScaling,
     Llama3Scaling as Llama3Scaling,

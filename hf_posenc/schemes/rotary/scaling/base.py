@@ -65,6 +65,10 @@ class RopeScaling(SubConfig):
         """
         return 1.0
 
+    def attention_at_lengths(self, lengths: Tensor, max_positions: int | None = None) -> Tensor | float:
+        """Returns the factor of cosine and sine for sequences of the given lengths: one, or `lengths.shape`."""
+        return self.attention_scaling(max_positions)
+
     def made_for(self, native_length: int | None) -> int | None:
         """Returns the extended length in tokens, or `None` if the options do not specify it.
 
@@ -86,7 +90,61 @@ class RopeScaling(SubConfig):
         """Returns the inverse frequencies `(d/2,)` at one length (default: short) and the attention scaling."""
         constants = self.constants(theta, rotary_dim)
         lengths = torch.tensor(1 if length is None else length, device="cpu")
-        return self.at_lengths(constants, theta, rotary_dim, lengths), self.attention_scaling(max_positions)
+        attention_scaling = float(self.attention_at_lengths(lengths, max_positions))
+        return self.at_lengths(constants, theta, rotary_dim, lengths), attention_scaling
+
+
+class OuterScaling(RopeScaling):
+    """Base class of scalings that change the frequencies after another scaling, or those of RoPE.
+
+    A subclass declares the option `scaling` itself, because their orders differ.
+    """
+
+    scaling: RopeScaling | None
+
+    def changed(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Returns other frequencies, `(..., d/2)`, for those after the inner scaling.
+
+        Raises:
+            ValueError: if the scaling is not defined for this `theta` and `d`.
+        """
+        raise NotImplementedError
+
+    @property
+    def inner(self) -> RopeScaling:
+        """The scaling that comes first."""
+        return self.scaling or RopeScaling()
+
+    @property
+    def length_dependent(self) -> bool:  # type: ignore[override]
+        """Whether the frequencies depend on the length of the sequence."""
+        return self.inner.length_dependent
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """Returns the changed spectrum, or the constants of a length-dependent scaling."""
+        constants = self.inner.constants(theta, rotary_dim)
+        return constants if self.length_dependent else self.changed(constants, theta)
+
+    def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
+        """Broadcasts to `(*lengths.shape, d/2)`."""
+        frequencies = self.inner.at_lengths(constants, theta, rotary_dim, lengths)
+        return self.changed(frequencies, theta) if self.length_dependent else frequencies
+
+    def attention_scaling(self, max_positions: int | None = None) -> float:
+        """Returns that of the inner scaling."""
+        return self.inner.attention_scaling(max_positions)
+
+    def attention_at_lengths(self, lengths: Tensor, max_positions: int | None = None) -> Tensor | float:
+        """Returns that of the inner scaling."""
+        return self.inner.attention_at_lengths(lengths, max_positions)
+
+    def made_for(self, native_length: int | None) -> int | None:
+        """Returns the length that the inner scaling is made for."""
+        return self.inner.made_for(native_length)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Applies the check of the inner scaling."""
+        self.inner.check_cache(cached_length, total_length)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents
-from hf_posenc.schemes.rotary.scaling.constant import ntk_exponent
+from hf_posenc.schemes.rotary.scaling.base import RopeScaling, rope_exponents
+from hf_posenc.schemes.rotary.scaling.constant import YarnRamp, divided, ntk_exponent
 from hf_posenc.schemes.validation import SMALLEST_FACTOR, checked, option
 
 
 @dataclass(frozen=True)
-class DynamicScaling(Factor, RopeScaling):
+class DynamicScaling(RopeScaling):
     """Dynamic NTK: NTK-aware scaling that grows with the sequence (described in arXiv:2309.00071, section 3.3).
 
     For a length `T > L` the base is `theta * (s T / L - (s - 1))**(d / (d - 2))`; up to `L` it is `theta`. Each
@@ -30,16 +30,13 @@ class DynamicScaling(Factor, RopeScaling):
     type: ClassVar[str] = "dynamic"
     length_dependent: ClassVar[bool] = True
 
+    factor: float = field(metadata=checked(minimum=1))
     original_max_positions: int = field(metadata=checked(minimum=1))
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
         """Returns the exponents `2m / d`."""
         ntk_exponent(self, rotary_dim)
         return rope_exponents(rotary_dim)
-
-    def made_for(self, native_length: int | None) -> int | None:
-        """Returns `None`: the base grows with the sequence, without a limit."""
-        return None
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """`(*lengths.shape, d/2)`."""
@@ -51,13 +48,68 @@ class DynamicScaling(Factor, RopeScaling):
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Raises if a sequence with cached keys grows past the original length."""
-        if 0 < cached_length < total_length and total_length > self.original_max_positions:
-            raise UnsupportedError(
-                f"Dynamic NTK scaling changes the frequencies of all {cached_length} cached keys when the sequence "
-                f"grows to {total_length}, past the original length of {self.original_max_positions}, so the cache "
-                "would be wrong. Generate with use_cache=False, or use a scaling that does not depend on the length, "
-                "such as 'ntk' or 'yarn'."
-            )
+        _refuse_growth("Dynamic NTK scaling", self.original_max_positions, cached_length, total_length)
+
+
+@dataclass(frozen=True)
+class DynamicYarnScaling(YarnRamp):
+    """Dynamic YaRN: YaRN whose factor is that of the sequence (arXiv:2309.00071, section 3.3 applied to 3.4).
+
+    For a length `T` the factor is `max(s, T / L)`. With `s = 1`, a sequence of at most `L` tokens has RoPE's own
+    frequencies. Cosine and sine are multiplied by `0.1 ln(max(s, T / L)) + 1`. Defined by the authors' code,
+    `LlamaDynamicYaRNScaledRotaryEmbedding`, with one difference: each sequence uses its own length, also after a
+    longer one.
+
+    Args:
+        original_max_positions: `L`, the length that the model was trained on, in tokens.
+        factor: `s`, the least factor: 1, or the factor of `YarnScaling` with which the model was trained further (the
+            authors' `finetuned`).
+        beta_fast: as in `YarnScaling`.
+        beta_slow: as in `YarnScaling`.
+    """
+
+    type: ClassVar[str] = "dynamic_yarn"
+    length_dependent: ClassVar[bool] = True
+
+    original_max_positions: int = field(metadata=checked(minimum=1))
+    factor: float = option(1.0, minimum=1)
+    beta_fast: float = option(32.0, minimum=SMALLEST_FACTOR)
+    beta_slow: float = option(1.0, minimum=SMALLEST_FACTOR)
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """Returns YaRN's ramp, `(2, d/2)`."""
+        return self.ramp(theta, rotary_dim)
+
+    def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
+        """`(*lengths.shape, d/2)`."""
+        factors = self._factors(lengths).unsqueeze(-1)
+        # Without a factor, the two shares may differ from the whole by a rounding.
+        return torch.where(factors > 1, divided(constants, factors), 1.0 / constants[0])
+
+    def attention_scaling(self, max_positions: int | None = None) -> float:
+        """Returns the factor of short sequences."""
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def attention_at_lengths(self, lengths: Tensor, max_positions: int | None = None) -> Tensor:
+        """`lengths.shape`."""
+        return 0.1 * self._factors(lengths).log() + 1.0
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Raises if a sequence with cached keys grows past `s * L`."""
+        longest = math.floor(self.factor * self.original_max_positions)
+        _refuse_growth("Dynamic YaRN", longest, cached_length, total_length)
+
+    def _factors(self, lengths: Tensor) -> Tensor:
+        return (lengths.float() / self.original_max_positions).clamp(min=self.factor)
+
+
+def _refuse_growth(name: str, longest: int, cached_length: int, total_length: int) -> None:
+    if 0 < cached_length < total_length and total_length > longest:
+        raise UnsupportedError(
+            f"{name} changes the frequencies of all {cached_length} cached keys when the sequence grows to "
+            f"{total_length}, past the length of {longest}, so the cache would be wrong. Generate with "
+            "use_cache=False, or use a scaling that does not depend on the length, such as 'ntk' or 'yarn'."
+        )
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,57 @@ class NtkScaling(Factor, RopeScaling):
         return rope_inverse_frequencies(self.stretched_theta(theta, rotary_dim), rotary_dim)
 
 
+class YarnRamp(RopeScaling):
+    """What YaRN and dynamic YaRN share: how much of each frequency is kept. Each declares the options itself."""
+
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    #: Whether the ends of the ramp are rounded outwards to whole pairs.
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"{type(self).__name__}.beta_fast is {self.beta_fast}; expected more than beta_slow={self.beta_slow}: "
+                "pairs that turn faster than beta_fast are kept, and those slower than beta_slow are divided."
+            )
+
+    def ramp(self, theta: float, rotary_dim: int) -> Tensor:
+        """Returns the wavelengths `theta**(2m / d)` and the kept shares, `(2, d/2)` float32.
+
+        Raises:
+            ValueError: for a `theta` of at most 1.
+        """
+        if theta <= 1:
+            name = type(self).__name__
+            raise ValueError(f"{name} needs theta greater than 1, got {theta}: its ramp divides by ln(theta).")
+        low = self._pair_with_turns(self.beta_fast, theta, rotary_dim)
+        high = self._pair_with_turns(self.beta_slow, theta, rotary_dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        if low == high:
+            high += 0.001
+        pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+        kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+        return torch.stack((theta ** rope_exponents(rotary_dim), kept))
+
+    def _pair_with_turns(self, turns: float, theta: float, rotary_dim: int) -> float:
+        """Returns the (fractional) index of the pair with this number of turns within the original length."""
+        ratio = self.original_max_positions / (turns * 2 * math.pi)
+        return rotary_dim * math.log(ratio) / (2 * math.log(theta))
+
+
+def divided(ramp: Tensor, factor: Tensor | float) -> Tensor:
+    """Returns the frequencies of YaRN, `(..., d/2)`, for a ramp and a factor `(..., 1)`."""
+    wavelengths, kept = ramp
+    return 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
 @dataclass(frozen=True)
-class YarnScaling(Factor, RopeScaling):
+class YarnScaling(Factor, YarnRamp):
     """YaRN (arXiv:2309.00071, section 3.4): keeps high frequencies, divides low ones by `s`, with a ramp in between.
 
     As in the authors' code and transformers, the ramp is linear in the pair index, between the (rounded) indices at
@@ -81,29 +130,9 @@ class YarnScaling(Factor, RopeScaling):
     mscale_all_dim: float | None = option(None, minimum=0)
     truncate: bool = option(True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta_fast <= self.beta_slow:
-            raise ValueError(
-                f"YarnScaling.beta_fast is {self.beta_fast}; expected more than beta_slow={self.beta_slow}: pairs that "
-                "turn faster than beta_fast are kept, and those slower than beta_slow are divided."
-            )
-
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
         """Returns the interpolated frequencies."""
-        if theta <= 1:
-            raise ValueError(f"YarnScaling needs theta greater than 1, got {theta}: its ramp divides by ln(theta).")
-        low = self._pair_with_turns(self.beta_fast, theta, rotary_dim)
-        high = self._pair_with_turns(self.beta_slow, theta, rotary_dim)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rotary_dim - 1)
-        if low == high:
-            high += 0.001
-        pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
-        kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
-        wavelengths = theta ** rope_exponents(rotary_dim)
-        return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+        return divided(self.ramp(theta, rotary_dim), self.factor)
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
         """Returns `attention_factor`, the factor from `mscale` and `mscale_all_dim`, or `0.1 ln(s) + 1`."""
@@ -115,11 +144,6 @@ class YarnScaling(Factor, RopeScaling):
 
     def _temperature(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0
-
-    def _pair_with_turns(self, turns: float, theta: float, rotary_dim: int) -> float:
-        """Returns the (fractional) index of the pair with this number of turns within the original length."""
-        ratio = self.original_max_positions / (turns * 2 * math.pi)
-        return rotary_dim * math.log(ratio) / (2 * math.log(theta))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""PoSE in the training scripts: short rows at the positions of longer texts."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words
+from training.data.text import RowSkips
+
+#: Large enough for positions to matter at the first step, and without dropout.
+LARGE = json.dumps(SIZES | {"initializer_range": 0.3})
+POSE: dict[str, Any] = {"pose_length": 200, "config_overrides": LARGE, "max_steps": 3}
+
+
+def losses(folder: Path) -> list[float]:
+    return [entry["loss"] for entry in curve(folder) if "loss" in entry]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any, Any]]:
+    """Whether each forward trained, and its positions and mask."""
+    found: list[tuple[bool, Any, Any]] = []
+    forward = LlamaForCausalLM.forward
+
+    @functools.wraps(forward)
+    def recording(model: Any, *args: Any, **given: Any) -> Any:
+        found.append((model.training, given.get("position_ids"), given.get("attention_mask")))
+        return forward(model, *args, **given)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", recording)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("packing", "scheme"), [("documents", None), ("concatenate", None), ("documents", "rope"), ("concatenate", "alibi")]
+)
+def test_a_llama_trains_at_the_positions_of_longer_texts(
+    packing: str, scheme: str | None, texts: Path, tmp_path: Path, seen: list[Any]
+) -> None:
+    common = POSE | {"packing": packing, "scheme": scheme}
+    assert run(words(texts, tmp_path / "pose", **common)) == 0
+    trained = [(positions, mask) for training, positions, mask in seen if training]
+    assert len(trained) == 3
+    for positions, mask in trained:
+        assert mask is not None, "transformers would take every skip for another document"
+        steps = positions.diff(dim=-1)
+        assert (positions[:, 0] == 0).all()
+        # A step down is the first token of another document.
+        assert ((steps >= 1) | (positions[:, 1:] == 0)).all()
+        assert (steps > 1).any()
+        assert int(positions.max()) < 200
+        if packing == "concatenate":
+            assert ((steps > 1).sum(-1) <= 1).all()
+    # The model was built for 64, and rows have 32 tokens.
+    assert max(int(positions.max()) for positions, _ in trained) >= 64
+    evaluated = [positions for training, positions, _ in seen[-2:] if not training]
+    assert evaluated
+    assert all(positions is None or int(positions.max()) < 32 for positions in evaluated)
+    assert run(words(texts, tmp_path / "plain", **(common | {"pose_length": None}))) == 0
+    assert losses(tmp_path / "pose")[0] != losses(tmp_path / "plain")[0]
+    recorded = json.loads((tmp_path / "pose/run_settings.json").read_text())
+    assert (recorded["pose_length"], recorded["pose_chunks"]) == (200, 2)
+    assert "pose_length" not in json.loads((tmp_path / "plain/run_settings.json").read_text())
+
+
+def test_the_positions_are_those_of_the_seed(texts: Path, tmp_path: Path) -> None:
+    for name in ("first", "again"):
+        assert run(words(texts, tmp_path / name, pose_chunks=3, **POSE)) == 0
+    assert losses(tmp_path / "first") == losses(tmp_path / "again")
+    places = torch.arange(32)
+    drawn = [RowSkips(200, 2, seed)(places, epoch, row) for seed, epoch, row in ((3, 1, 5), (4, 1, 5), (3, 2, 5))]
+    drawn.append(RowSkips(200, 2, 3)(places, 1, 6))
+    assert len({tuple(positions.tolist()) for positions in drawn}) == 4
+    assert torch.equal(drawn[0], RowSkips(200, 2, 3)(places, 1, 5))
+
+
+def test_a_run_with_other_positions_is_not_resumed(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(words(texts, tmp_path / "out", **POSE)) == 0
+    assert run(words(texts, tmp_path / "out", **(POSE | {"pose_length": 100}))) == 2
+    assert "pose_length" in capsys.readouterr().err
+
+
+GPT2 = json.dumps({"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64})
+BLOOM = json.dumps({"hidden_size": 32, "n_layer": 1, "n_head": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheme": "none"}, "Other position_ids change nothing in this LlamaForCausalLM: the scheme 'none'"),
+        ({"scheme": "cope"}, "the scheme 'cope' does not read them"),
+        ({"scheme": "learned", "scheme_options": '{"num_positions": 64}'}, "it has 64 positions. Give at most 64"),
+        ({"model_type": "gpt2", "config_overrides": GPT2}, "this GPT2LMHeadModel: it has 64 positions"),
+        ({"model_type": "bloom", "config_overrides": BLOOM}, "BloomForCausalLM takes no position_ids"),
+    ],
+)
+def test_a_model_that_could_not_learn_it_is_refused(
+    changes: dict[str, str], message: str, texts: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(words(texts, tmp_path / "out", **(POSE | {"packing": "concatenate"} | changes))) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_train_at_the_same_positions_as_one(texts: Path, tmp_path: Path) -> None:
+    assert run(words(texts, tmp_path / "alone", per_device_train_batch_size=8, **POSE)) == 0
+    both = words(texts, tmp_path / "both", per_device_train_batch_size=4, **POSE)
+    both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
+    launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/run_clm.py", both)
+    for one, two in zip(losses(tmp_path / "alone"), losses(tmp_path / "both"), strict=True):
+        assert one == pytest.approx(two, abs=1e-5)
