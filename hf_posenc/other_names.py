@@ -20,6 +20,8 @@ _SCHEMES = {
     "rnope": ("interleaved",),
     "rnope_swa": ("local_global",),
     "bipe": ("hierarchical",),
+    "streaming_llm": ("attention_sinks",),
+    "sinks": ("attention_sinks",),
     "lerope": ("learned_rope",),
     "untied": ("tupe",),
     "deberta": ("disentangled",),

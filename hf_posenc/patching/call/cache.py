@@ -167,6 +167,13 @@ def is_cache(value: Any) -> bool:
     return counts or isinstance(value, PagedAttentionCache)
 
 
+def states_positions(cache: Any) -> bool:
+    """Whether a cache states the positions of its keys, because it may have dropped some (`evicting_cache`)."""
+    keeper = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(keeper, "layers", ())
+    return hasattr(keeper, "expect_positions") or any(hasattr(layer, "key_positions") for layer in layers)
+
+
 def self_attention_cache(cache: Any) -> Any:
     """The self-attention cache of an encoder-decoder cache, which receives all its row operations."""
     return getattr(cache, "self_attention_cache", cache)
@@ -341,8 +348,8 @@ def recorded(cache: Any) -> CachedPositions | None:
 
 
 def has_given_positions(cache: Any) -> bool:
-    """Whether positions of cached tokens were recorded that a compiled graph cannot read."""
-    return getattr(self_attention_cache(cache), _GIVEN, False)
+    """Whether the cache has positions that a compiled graph cannot read: they were recorded, or it states them."""
+    return getattr(self_attention_cache(cache), _GIVEN, False) or states_positions(cache)
 
 
 def record(cache: Any, positions: CachedPositions) -> None:
@@ -356,7 +363,7 @@ def record(cache: Any, positions: CachedPositions) -> None:
     set_note(keeper, _POSITIONS, positions)
     if positions.ids is not None:
         setattr(keeper, _GIVEN, True)
-    elif has_given_positions(keeper):
+    elif getattr(keeper, _GIVEN, False):
         delattr(keeper, _GIVEN)
 
 
@@ -381,7 +388,7 @@ def matches_keys(cache: Any) -> bool:
     If rows were reordered, selected, repeated or cropped, the recorded positions are changed in the same way.
     """
     keeper = self_attention_cache(cache)
-    known = None if traced() or note_of(keeper, _CONTINUED) else recorded(cache)
+    known: CachedPositions | None = None if traced() or note_of(keeper, _CONTINUED) else note_of(keeper, _POSITIONS)
     if known is None or known.keys is None or known.keys.still_in(_keys(cache)):
         return True
     seen = _seen(cache)

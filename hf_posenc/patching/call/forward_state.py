@@ -18,7 +18,7 @@ from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
-from hf_posenc.patching.call.cache import counted_tokens, recorded
+from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions, gradients_may_be_shared
 
@@ -131,6 +131,9 @@ class ForwardState:
         mask_hides_padding: whether the caller's mask has a form that does not show which tokens are padding.
         cache_object: the cache of the call, or `None`.
         cache_changed: whether its keys have been changed since their positions were recorded.
+        held: the positions that the cache itself states for its keys, if it does and is not empty. Its keys then count
+            as the only cached slots.
+        dropped: how many tokens it has dropped.
     """
 
     query_length: int
@@ -142,6 +145,8 @@ class ForwardState:
     mask_hides_padding: bool = False
     cache_object: Any = None
     cache_changed: bool = False
+    held: CachedPositions | None = None
+    dropped: int = 0
     #: Where the tensors of this state are; `None` before the first module of the stack has asked.
     device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.

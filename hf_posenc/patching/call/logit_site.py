@@ -44,7 +44,7 @@ from hf_posenc.schemes.parts import (
     feature_counts,
 )
 from hf_posenc.schemes.positions import AttentionPairs, KeptValues, Positions, assert_in_graph, traced
-from hf_posenc.schemes.refusals import POOLED_PATCHES, SLIDING_CACHE
+from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
@@ -355,6 +355,8 @@ class LogitSite(PlacedForward):
             slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
             return key_positions(state, key_start, key_length), slots
 
+        if state.dropped:
+            EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         if self.encoding.needs_oldest_keys:
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
         keys, query_slots = state.shared("pairs", places, query_length, key_length)

@@ -1,0 +1,82 @@
+"""A window, and the first tokens of the text at its far end (attention sinks)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.parts import HIDDEN, AttentionPairs, PairwiseBias
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
+from hf_posenc.schemes.scheme import option, register_scheme
+
+
+class HiddenPairs(PairwiseBias):
+    """Hides the keys that are neither sinks nor in the window of their query.
+
+    Args:
+        sinks: number of first positions that every query sees.
+        window: number of last positions that a query sees, its own included.
+    """
+
+    whole_heads = False
+    reads_later_keys = False
+
+    def __init__(self, sinks: int, window: int) -> None:
+        super().__init__()
+        self.sinks = sinks
+        self.zero_within = window
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""
+        hidden = (pairs.distance <= -self.zero_within) & (pairs.keys.ids >= self.sinks).unsqueeze(-2)
+        bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN)
+        return bias.unsqueeze(1).expand(-1, pairs.query.shape[1], -1, -1)
+
+
+@register_scheme
+class AttentionSinksConfig(FarPositionsConfig):
+    """A window and the first tokens of the text, as in the rolling cache of StreamingLLM (arXiv:2309.17453, fig. 4).
+
+    For query `i` and key `j <= i`, the scheme uses the distance::
+
+        i - j                           if i - j < window
+        min(i, sinks + window - 1) - j  otherwise, if j < sinks: they stay where they are once the cache is full
+        (hidden)                        otherwise
+
+    A model that was trained without such a window can then read texts of any length at its trained distances, because
+    a trained model puts much of its attention on the first tokens. It does not remember what has left the window. It
+    needs no training. `hf_posenc.SinkCache` has the same memory at any length; with another cache or without one, the
+    results are the same. The official code counts a window without the query's own token (`recent_size = window - 1`),
+    and in a call of several tokens, its sinks come nearer than here. As an extension of the paper, distance biases
+    other than `alibi` are supported too, and models without positions. `sinks=0` is a sliding window.
+
+    Args:
+        inner: a rotation proportional to positions (`rope` with any scaling, `p_rope`), a distance bias, or both; or
+            `none`.
+        sinks: number of first tokens that every token sees, 4 in the paper.
+        window: number of last tokens that a token sees, itself included: 1020 in the paper.
+    """
+
+    name: ClassVar[str] = "attention_sinks"
+
+    sinks: int = option(4, minimum=0)
+    window: int = option(1020, minimum=1)
+
+    def query(self, ids: Tensor) -> Tensor:
+        """Returns the place in the cache, which is the last one as soon as the cache is full."""
+        return ids.clamp(max=self.sinks + self.window - 1)
+
+    def key(self, ids: Tensor) -> Tensor:
+        """Returns the positions themselves."""
+        return ids
+
+    def are_far(self, pairs: AttentionPairs) -> Tensor:
+        """Returns whether keys are sinks that are at least a window before the query."""
+        sinks = (pairs.keys.ids >= 0) & (pairs.keys.ids < self.sinks)
+        return super().are_far(pairs) & sinks.unsqueeze(-2)
+
+    def mask(self) -> HiddenPairs:
+        """Hides what is neither near nor a sink."""
+        return HiddenPairs(self.sinks, self.window)
