@@ -22,6 +22,8 @@ _SCHEMES = {
     "bipe": ("hierarchical",),
     "streaming_llm": ("attention_sinks",),
     "sinks": ("attention_sinks",),
+    "chunkllama": ("dual_chunk",),
+    "dca": ("dual_chunk",),
     "lerope": ("learned_rope",),
     "untied": ("tupe",),
     "deberta": ("disentangled",),

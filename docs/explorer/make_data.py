@@ -54,7 +54,7 @@ FORMULAS = (
     *("none", "integer", "normalized_integer", "binary", "sinusoidal", "learned"),
     *("alibi", "t5", "kerple", "sandwich", "tisa", "fire"),
     *("rope", "p_rope", "hope", "xpos"),
-    *("self_extend", "rerope", "position_scale", "composed"),
+    *("self_extend", "rerope", "dual_chunk", "position_scale", "composed"),
 )
 #: Every scheme with a page in the reference. The other two stand for the schemes of a model.
 SCHEMES = tuple(one.name for one in registered_configs() if one not in (NativeConfig, PartsConfig))

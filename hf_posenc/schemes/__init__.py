@@ -70,6 +70,7 @@ from hf_posenc.schemes.position_maps.affine import (
 )
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig as AttentionSinksConfig
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig as PositionClampConfig
+from hf_posenc.schemes.position_maps.dual_chunk import DualChunkConfig as DualChunkConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig as HierarchicalConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig as RandomizedConfig
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig as ReRopeConfig

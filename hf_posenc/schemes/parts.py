@@ -295,8 +295,8 @@ class PairwiseBias(LogitBias):
     #: Whether the bias of a pair adds up something over the tokens between them. Caches that drop such tokens but keep
     #: older ones (attention sinks) are then refused.
     sums_tokens: bool = False
-    #: Pairs that are less than this many positions apart have the bias 0. A call without other pairs needs no bias.
-    zero_within: int = 0
+    #: The bias of queries at positions below this is 0. A call without other queries needs no bias.
+    zero_below: int = 0
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """The features of new tokens, before the cache.

@@ -53,6 +53,13 @@ CASES: list[dict[str, Any]] = [
     {"scheme": "self_extend", "causal": True, "length": 40, "options": {"inner": "rope", "group": 5, "window": 7}},
     {"scheme": "rerope", "causal": True, "length": 40, "options": {"window": 9}},
     {"scheme": "rerope", "causal": True, "length": 40, "options": {"inner": "alibi", "window": 9, "factor": 3}},
+    {"scheme": "dual_chunk", "causal": True, "length": 60, "options": {"chunk_size": 17, "local_size": 8}},
+    {
+        "scheme": "dual_chunk",
+        "causal": True,
+        "length": 60,
+        "options": {"inner": "t5", "chunk_size": 24, "local_size": 4},
+    },
     {"scheme": "position_scale", "options": {"inner": "kerple", "factor": 0.35}},
     {"scheme": "position_scale", "options": {"inner": "sinusoidal", "factor": 1.25}},
 ]

@@ -76,6 +76,7 @@ def test_unknown_schemes_are_refused_with_a_hint():
         ("TXL", "Did you mean 'transformer_xl'?"),
         ("ricker", "Did you mean 'wavelet'?"),
         ("rnope", "Did you mean 'interleaved'?"),
+        ("DCA", "Did you mean 'dual_chunk'?"),
         ("BiPE", "Did you mean 'hierarchical'?"),
         ("lerope", "Did you mean 'learned_rope'?"),
         ("wpe", "Did you mean 'learned'?"),

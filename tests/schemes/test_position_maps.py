@@ -19,6 +19,7 @@ from hf_posenc.schemes import (
     BuildContext,
     ComposedConfig,
     CopeConfig,
+    DualChunkConfig,
     DynamicScaling,
     ForgetGateConfig,
     HierarchicalConfig,
@@ -122,7 +123,7 @@ class Declares(PairwiseBias):
     reads_positions = False
     num_features = 3
     num_shared_features = 1
-    zero_within = 4
+    zero_below = 4
     no_weight_decay = frozenset({"weight"})
     length_reach = Reach(10, "of a table.", made_for=10)
 
@@ -136,8 +137,8 @@ def test_a_mapped_part_declares_what_the_part_does() -> None:
     # The map takes one of the positions, and the length that the part was made for is none of the mapped part's.
     assert mapped.length_reach == Reach(9, "of a table.")
     # Tokens that stand near each other may be far apart at their mapped positions.
-    assert mapped.zero_within == 0
-    for name in declared - {"no_weight_decay", "reads_later_keys", "length_reach", "zero_within"}:
+    assert mapped.zero_below == 0
+    for name in declared - {"no_weight_decay", "reads_later_keys", "length_reach", "zero_below"}:
         assert getattr(Declares, name) != getattr(PairwiseBias, name)
         assert getattr(mapped, name) == getattr(Declares, name)
 
@@ -385,6 +386,16 @@ OFFICIAL = [
         ReRopeConfig(window=4, factor=3.0),
         [[0.24539, 1.815464, 0.784567, -1.37036], [1.189607, 1.70747, -0.220917, -1.832802]],
     ),
+    # `forward` of github.com/HKUNLP/ChunkLlama (chunkllama_attn_replace.py), which gives the same when it decodes. Both
+    # queries are near the start of their chunk, and then both at its end.
+    (
+        DualChunkConfig(chunk_size=6, local_size=2),
+        [[0.205816, 1.8176, 0.825352, -1.349358], [0.921613, 1.656368, 0.018086, -1.646108]],
+    ),
+    (
+        DualChunkConfig(chunk_size=7, local_size=2),
+        [[0.204807, 1.843253, 0.840915, -1.366182], [1.062186, 1.723215, -0.084564, -1.77119]],
+    ),
 ]
 
 
@@ -414,8 +425,50 @@ def test_reductions_to_the_scheme_itself(inner: SchemeConfig) -> None:
         ReRopeConfig(inner, window=LENGTH),
         ReRopeConfig(inner, window=3, factor=1),
         ReRopeConfig(inner, window=3, factor=1.0),
+        DualChunkConfig(inner, chunk_size=LENGTH - 1, local_size=1),
     ):
         assert torch.equal(logits(same).tril(), logits(inner).tril())
+
+
+@pytest.mark.parametrize(
+    "far",
+    [
+        SelfExtendConfig(group=3, window=4),
+        ReRopeConfig(window=4),
+        DualChunkConfig(chunk_size=6, local_size=2),
+        DualChunkConfig(chunk_size=3, local_size=1),
+    ],
+    ids=str,
+)
+def test_near_pairs_keep_their_logits(far: Any) -> None:
+    length = 3 * LENGTH
+    ids = torch.arange(length).unsqueeze(0)
+    near, own = ~far.are_far(ids, ids)[0], ids - ids.T
+    assert torch.equal(far.distance(ids, ids)[0, near], own[near])
+    past = near & (own <= 0)
+    found, plain = (logits(config, counted(length))[..., past] for config in (far, RopeConfig()))
+    assert torch.equal(found, plain)
+    # Before the first query with a far key, all are near.
+    assert [int(row.sum()) for row in near.tril()[: far.first_query]] == list(range(1, far.first_query + 1))
+    assert not near[far.first_query, : far.first_query].all()
+    assert build(far).logit_bias.zero_below == far.first_query
+
+
+def test_near_keys_of_dual_chunks_are_at_least_those_of_the_local_window() -> None:
+    far, ids = DualChunkConfig(chunk_size=11, local_size=4), torch.arange(60).unsqueeze(0)
+    distance, own = -far.distance(ids, ids)[0], (ids.T - ids)
+    assert torch.equal(distance[(own >= 0) & (own <= 5)], own[(own >= 0) & (own <= 5)])
+    assert distance[own >= 0].max() == 11
+    # In every chunk but the first, a query has far keys from its local window on.
+    assert [int((distance[i] != own[i])[: i + 1].sum()) for i in (11, 12, 13, 14, 18, 19, 20)] == [
+        0,
+        7,
+        7,
+        7,
+        7,
+        14,
+        14,
+    ]
 
 
 def test_far_pairs_of_16_bit_heads_are_as_precise_as_near_ones() -> None:
@@ -435,7 +488,7 @@ def test_both_a_rotation_and_a_distance_bias_follow() -> None:
     torch.testing.assert_close(bias.tril(), alone.tril(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [SelfExtendConfig, ReRopeConfig])
+@pytest.mark.parametrize("config", [SelfExtendConfig, ReRopeConfig, DualChunkConfig])
 @pytest.mark.parametrize(
     ("inner", "message"),
     [

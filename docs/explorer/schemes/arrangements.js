@@ -11,9 +11,9 @@ export const none = {
   build: () => ({}),
 };
 
-/** Positions of far pairs: those at least `window` apart use `query` and `key` instead of their own positions. */
-function far(inner, window, query, key) {
-  return { ...inner, pair: (i, j) => (i - j >= window ? [query(i), key(j)] : [i, j]) };
+/** Positions of far pairs: a query and the keys up to `lastKey` use `query` and `key` instead of their own positions. */
+function far(inner, lastKey, query, key) {
+  return { ...inner, pair: (i, j) => (j <= lastKey(i) ? [query(i), key(j)] : [i, j]) };
 }
 
 const innerAlone = ({ inner }, place) => ({ text: `${inner} alone`, parts: place.build(inner) });
@@ -31,7 +31,8 @@ export const selfExtend = {
   compare: innerAlone,
   build({ inner, group, window }, place) {
     const shift = window - Math.floor(window / group);
-    return far(place.build(inner), window, (i) => Math.floor(i / group) + shift, (j) => Math.floor(j / group));
+    const grouped = (position) => Math.floor(position / group);
+    return far(place.build(inner), (i) => i - window, (i) => grouped(i) + shift, grouped);
   },
 };
 
@@ -48,7 +49,25 @@ export const rerope = {
   compare: innerAlone,
   build({ inner, window, factor }, place) {
     const query = factor === null ? () => window : (i) => window + (i - window) / factor;
-    return far(place.build(inner), window, query, (j) => (factor === null ? 0 : j / factor));
+    return far(place.build(inner), (i) => i - window, query, (j) => (factor === null ? 0 : j / factor));
+  },
+};
+
+export const dualChunk = {
+  name: "dual_chunk",
+  steps: "pairs",
+  learn: "The positions of far words restart in every chunk, so no distance is longer than the chunk size. Near words keep their exact distance.",
+  failure: "Fails at order between chunks: words at the same place of two far chunks are equally far.",
+  controls: [
+    { option: "inner", choices: ["rope", "alibi", "t5"] },
+    { option: "chunk_size", from: 17, to: 128, step: 1, start: 24 },
+    { option: "local_size", from: 1, to: 8, step: 1, start: 4 },
+  ],
+  compare: innerAlone,
+  build({ inner, chunk_size: size, local_size: local }, place) {
+    const chunk = size - local;
+    const lastKey = (i) => Math.floor((i - local - 1) / chunk) * chunk - 1;
+    return far(place.build(inner), lastKey, () => size, (j) => j % chunk);
   },
 };
 

@@ -37,7 +37,7 @@ import { alibi, kerple, sandwich } from "./fixed_bias.js";
 import { integer, normalizedInteger } from "./integer.js";
 import { learned } from "./learned.js";
 import { fire, t5, tisa } from "./learned_bias.js";
-import { composed, none, positionScale, rerope, selfExtend } from "./arrangements.js";
+import { composed, dualChunk, none, positionScale, rerope, selfExtend } from "./arrangements.js";
 import { recordedScheme } from "./recorded.js";
 import { hope, pRope, rope } from "./rope.js";
 import { sinusoidal } from "./sinusoidal.js";
@@ -45,7 +45,7 @@ import { xpos } from "./xpos.js";
 
 const FORMULAS = [
   none, integer, normalizedInteger, binary, sinusoidal, learned, alibi, t5, kerple, sandwich, tisa, fire,
-  rope, pRope, hope, xpos, selfExtend, rerope, positionScale, composed,
+  rope, pRope, hope, xpos, selfExtend, rerope, dualChunk, positionScale, composed,
 ];
 
 export const SCHEMES = [];

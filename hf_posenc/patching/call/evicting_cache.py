@@ -2,8 +2,8 @@
 
 Any cache may drop tokens if its layers state which positions they still hold:
 
-- `layer.key_positions`: `(batch or 1, keys)` int64, the position of each key in the layer, negative at padding; `None` for
-  an empty layer. It is read before each call, and is the same in all layers.
+- `layer.key_positions`: `(batch or 1, keys)` int64, the position of each key in the layer, negative at padding; `None`
+  for an empty layer. It is read before each call, and is the same in all layers.
 - `cache.expect_positions(position_ids)`, if the cache has it, is called before each call with the positions of the new
   tokens, `(batch or 1, query_len)` int64, negative at padding.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class ContinuedCall:
     Args:
         held: the positions of the cached keys; `None` if there are none.
         position_ids: `(batch or 1, query_len)`, of the new tokens, negative at padding.
-        attention_mask: `(batch, keys)`, 1 at real tokens, for the cached keys and the new tokens; `None` without a mask.
+        attention_mask: `(batch, keys)`, 1 at real tokens, for cached keys and new tokens; `None` without a mask.
         columns: the same for the model, with a column for each slot up to the newest token; `None` without a mask with
             two axes.
         dropped: how many tokens the cache has dropped, of the row of which it has dropped most.
@@ -63,30 +63,33 @@ def held_positions(cache: Any, stack: nn.Module) -> Tensor | None:
     kinds = {*(types or ())} - {*_SEES_ALL} or (not types and getattr(config, "sliding_window", None))
     if kinds:
         raise UnsupportedError(
-            f"A {type(cache).__name__} drops tokens, but this {type(stack).__name__} has layers whose mask counts slots "
-            "(a sliding window, chunks, or states of their own). Use the model's own cache."
+            f"A {type(cache).__name__} drops tokens, but this {type(stack).__name__} has layers whose mask counts "
+            "slots (a sliding window, chunks, or states of their own). Use the model's own cache."
         )
-    layers = [layer for layer in self_attention_cache(cache).layers if _holds_keys(layer)]
-    stated = [getattr(layer, "key_positions", None) for layer in layers]
-    for layer, positions in zip(layers, stated, strict=True):
-        fits = isinstance(positions, Tensor) and positions.dim() == 2 and not positions.is_floating_point()
-        if (
-            not fits
-            or positions.shape[1] != layer.keys.shape[-2]
-            or len({*map(len, (positions, layer.keys))} - {1}) > 1
-        ):
+    stated: list[Tensor] = []
+    for layer in self_attention_cache(cache).layers:
+        keys, positions = getattr(layer, "keys", None), getattr(layer, "key_positions", None)
+        if not isinstance(keys, Tensor) or keys.dim() != 4 or keys.shape[-2] == 0:
+            continue
+        if not _fits(positions, keys):
             shape = tuple(positions.shape) if isinstance(positions, Tensor) else positions
             raise UnsupportedError(
-                f"A layer of this {type(cache).__name__} holds {layer.keys.shape[-2]} keys in each of "
-                f"{len(layer.keys)} rows and states the positions {shape} for them. Its key_positions must be a tensor "
-                "of integers, (batch or 1, keys)."
+                f"A layer of this {type(cache).__name__} holds {keys.shape[-2]} keys in each of {len(keys)} rows, and "
+                f"states the positions {shape} for them. Its key_positions must be integers, (batch or 1, keys)."
             )
+        stated.append(positions)
         if positions is not stated[0] and not torch.equal(positions.to(stated[0].device), stated[0]):
             raise UnsupportedError(
                 f"The layers of this {type(cache).__name__} hold tokens at different positions (a call has failed, or "
                 "each layer drops tokens of its own), and a call has the same positions in all layers."
             )
     return stated[0].long() if stated else None
+
+
+def _fits(positions: Any, keys: Tensor) -> TypeGuard[Tensor]:
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.is_floating_point():
+        return False
+    return positions.shape[1] == keys.shape[-2] and len(positions) in (1, len(keys))
 
 
 def continued_call(
@@ -125,11 +128,6 @@ def continued_call(
         return ContinuedCall(None, new, shown, columns, 0, hides)
     dropped = int((known.amax(-1) + 1 - (known >= 0).sum(-1)).amax().clamp(min=0))
     return ContinuedCall(CachedPositions(known.shape[1], known), new, shown, columns, dropped, hides)
-
-
-def _holds_keys(layer: Any) -> bool:
-    keys = getattr(layer, "keys", None)
-    return isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[-2] > 0
 
 
 @dataclass
@@ -182,7 +180,7 @@ class _SinkLayer(DynamicLayer):
         return held + query_length, self.seen - held
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         """Whether all tokens are still there."""
         return self.key_positions is None or self.key_positions.shape[1] == self.seen
 
@@ -236,8 +234,8 @@ class SinkCache(Cache):
     - With another scheme, every query sees the keys that are in the cache at their own distance. The new tokens of one
       call see each other, so long prompts are read in pieces (`prefill_chunk_size`) if memory must stay bounded.
 
-    Rows may be reordered and padded on the left. Schemes that add up something over the tokens between query and key are
-    refused once tokens were dropped, and so are sliding-window models and assisted decoding.
+    Rows may be reordered and padded on the left. Schemes that add up something over the tokens between query and key
+    are refused once tokens were dropped, and so are sliding-window models and assisted decoding.
 
     Args:
         sinks: number of first tokens that stay.
@@ -251,7 +249,7 @@ class SinkCache(Cache):
         self.sinks = sinks
         self.window = window
         self._next = _Next()
-        super().__init__(layer_class_to_replicate=functools.partial(_SinkLayer, self._next))  # type: ignore[arg-type]
+        super().__init__(layer_class_to_replicate=functools.partial(_SinkLayer, self._next))
 
     def expect_positions(self, position_ids: Tensor) -> None:
         """Decides, for all layers, which tokens stay after the next call.

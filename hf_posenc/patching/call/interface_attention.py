@@ -282,7 +282,7 @@ class InterfaceAttention(AttentionSite):
         attend = function
         flash = "flash" in (implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
-        zero = self.encoding.zero_within > 0 and self.bias_is_zero(call.state)
+        zero = self.encoding.zero_below > 0 and self.bias_is_zero(call.state)
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self._scaling if scaling is None else scaling

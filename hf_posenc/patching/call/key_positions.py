@@ -18,6 +18,7 @@ from hf_posenc.patching.call.cache import (
     GENERATION,
     CachedPositions,
     counted_tokens,
+    drops_keys,
     record,
     recorded,
     self_attention_cache,
@@ -129,6 +130,18 @@ def slot_distances_are_exact(
         return even if compiling else bool(even)
 
     return compare() if compiling else state.shared("even", compare, key_length, mask=mask)
+
+
+def require_window(state: ForwardState) -> None:
+    """Refuses a cache that has dropped keys, unless they are those before a window."""
+    if not torch.compiler.is_compiling() and state.shared(
+        "drops keys", lambda: drops_keys(state.cache_object), everywhere=True
+    ):
+        raise UnsupportedError(
+            f"This {type(state.cache_object).__name__} holds fewer keys than it has seen, and does not state which "
+            "positions they have, but this scheme needs them. Give its layers the attribute key_positions, "
+            "(batch or 1, keys), or use hf_posenc.SinkCache."
+        )
 
 
 def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: int | Tensor, restarts: bool) -> bool:

@@ -27,6 +27,7 @@ from hf_posenc.patching.call.key_positions import (
     all_positions_below,
     key_positions,
     positions_never_decrease,
+    require_window,
     slot_distances_are_exact,
 )
 from hf_posenc.patching.call.parallel import HeadShard
@@ -97,8 +98,8 @@ class LayerEncoding:
         self.num_features = own + shared
         if shared:
             self.num_features = self.num_heads // self.num_key_value_heads * own + shared
-        #: Pairs that are less than this many positions apart have the bias 0.
-        self.zero_within = 0 if pairwise is None else pairwise.zero_within
+        #: The bias of queries at positions below this is 0.
+        self.zero_below = 0 if pairwise is None else pairwise.zero_below
         #: Whether the scheme changes keys, or caches something next to them.
         self.has_keys = self.num_features > 0 or self.query_key_map is not None
         #: Whether it combines features of neighbouring tokens.
@@ -270,7 +271,7 @@ class LogitSite(PlacedForward):
 
     def bias_is_zero(self, state: ForwardState) -> bool:
         """Whether the bias of all pairs of a call is known to be 0."""
-        return self.encoding.zero_within > 0 and all_positions_below(state, self.encoding.zero_within)
+        return self.encoding.zero_below > 0 and all_positions_below(state, self.encoding.zero_below)
 
     def _distance_form(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
@@ -404,7 +405,10 @@ class LogitSite(PlacedForward):
     def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
         """Slots of the first query and of the first key."""
         offset = state.slot_offset(query_length, key_length)
-        return offset, first_key_slot(offset, query_length, key_length)
+        first = first_key_slot(offset, query_length, key_length)
+        if isinstance(first, int) and first > 0:
+            require_window(state)
+        return offset, first
 
 
 def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> DistanceForm | None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 #: Lengths that are tried until one shows the map.
 _LENGTHS = (128, 512, 2048)
-#: Of a pairwise map, how many windows are drawn.
-_WINDOWS = 4
+#: Of a pairwise map, how many times the distance to the first far pair is drawn.
+_TIMES = 4
 #: Layers of the example model, and how far apart those with full attention are.
 _LAYERS, _PERIOD = 12, 4
 
@@ -73,18 +73,16 @@ def _far_positions(subject: Subject) -> FarPositionsConfig | None:
 
 @figure_kind(
     lambda subject: _far_positions(subject) is not None,
-    "The distance at which the scheme sees a key, over the key's own distance from the query. Inside the window "
-    "nothing changes.",
+    "The distance at which the scheme sees a key, over the key's own distance from the query. Near keys keep theirs.",
 )
 def distance_map(subject: Subject) -> Figure:
     """The distance of each pair after a pairwise position map."""
     # The query stands at the end.
     far = _far_positions(subject)
     assert far is not None
-    distance = torch.arange(_WINDOWS * far.window)
-    query = distance[-1]
-    mapped = (far.query(query) - far.key(query - distance)).where(distance >= far.window, distance)
-    lines = {"unchanged": distance, f"this scheme (window of {far.window} tokens)": mapped}
+    distance = torch.arange(_TIMES * far.first_query)
+    mapped = -far.distance(distance[-1:], distance).squeeze(0).flip(0)
+    lines = {"unchanged": distance, f"this scheme (far keys from position {far.first_query} on)": mapped}
     return line_figure(subject, lines, distance, DISTANCE_LABEL, "distance after the map")[0]
 
 

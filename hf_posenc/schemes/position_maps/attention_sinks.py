@@ -16,21 +16,20 @@ class HiddenPairs(PairwiseBias):
     """Hides the keys that are neither sinks nor in the window of their query.
 
     Args:
-        sinks: number of first positions that every query sees.
-        window: number of last positions that a query sees, its own included.
+        config: the sinks and the window.
     """
 
     whole_heads = False
     reads_later_keys = False
 
-    def __init__(self, sinks: int, window: int) -> None:
+    def __init__(self, config: AttentionSinksConfig) -> None:
         super().__init__()
-        self.sinks = sinks
-        self.zero_within = window
+        self.config = config
+        self.zero_below = config.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""
-        hidden = (pairs.distance <= -self.zero_within) & (pairs.keys.ids >= self.sinks).unsqueeze(-2)
+        hidden = self.config.are_hidden(pairs.query_positions, pairs.keys.ids)
         bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN)
         return bias.unsqueeze(1).expand(-1, pairs.query.shape[1], -1, -1)
 
@@ -64,19 +63,28 @@ class AttentionSinksConfig(FarPositionsConfig):
     sinks: int = option(4, minimum=0)
     window: int = option(1020, minimum=1)
 
+    @property
+    def first_query(self) -> int:
+        """The first query that no longer sees all tokens before it."""
+        return self.sinks + self.window
+
     def query(self, ids: Tensor) -> Tensor:
         """Returns the place in the cache, which is the last one as soon as the cache is full."""
-        return ids.clamp(max=self.sinks + self.window - 1)
+        return ids.clamp(max=self.first_query - 1)
 
     def key(self, ids: Tensor) -> Tensor:
         """Returns the positions themselves."""
         return ids
 
-    def are_far(self, pairs: AttentionPairs) -> Tensor:
-        """Returns whether keys are sinks that are at least a window before the query."""
-        sinks = (pairs.keys.ids >= 0) & (pairs.keys.ids < self.sinks)
-        return super().are_far(pairs) & sinks.unsqueeze(-2)
+    def last_key(self, ids: Tensor) -> Tensor:
+        """Returns the last sink, or the last key before the window."""
+        return (ids - self.window).clamp(max=self.sinks - 1)
+
+    def are_hidden(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
+        """Returns which keys are between the sinks and the window, `(batch or 1, query_len, key_len)` bool."""
+        keys = key_ids.unsqueeze(-2)
+        return (keys >= self.sinks) & (keys <= (query_ids - self.window).unsqueeze(-1))
 
     def mask(self) -> HiddenPairs:
         """Hides what is neither near nor a sink."""
-        return HiddenPairs(self.sinks, self.window)
+        return HiddenPairs(self)

@@ -36,7 +36,7 @@ class FarRotation(PairwiseBias):
         super().__init__()
         self.rotation = rotation
         self.far = far
-        self.zero_within = far.window
+        self.zero_below = far.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
@@ -46,7 +46,7 @@ class FarRotation(PairwiseBias):
         far_key = self._turn(key, self.far.key(key_ids) - key_ids, pairs)
         far = dataclasses.replace(pairs, query=far_query, key=far_key)
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
-        return (change * pairs.scaling).where(self.far.are_far(pairs).unsqueeze(1), 0.0)
+        return (change * pairs.scaling).where(self.far.are_far(query_ids, key_ids).unsqueeze(1), 0.0)
 
     def _turn(self, heads: Tensor, steps: Tensor, pairs: AttentionPairs) -> Tensor:
         """Rotates `(batch, heads, length, head_dim)` by `steps` additional positions, `(batch or 1, length)`."""
@@ -70,14 +70,12 @@ class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        far_query, far_key = self.far.query(pairs.query_positions), self.far.key(pairs.keys.ids)
-        far_distance = far_key.unsqueeze(-2) - far_query.unsqueeze(-1)
-        distance = far_distance.where(self.far.are_far(pairs), pairs.distance)
+        distance = self.far.distance(pairs.query_positions, pairs.keys.ids)
         return self.total(lambda bias: bias(distance)).transpose(0, 1)
 
 
 class FarPositionsConfig(PositionMapConfig):
-    """Base class of configs that change the positions of far pairs: of those that are at least `window` apart.
+    """Base class of configs that change the positions of far pairs: of a query and all keys up to `last_key`.
 
     Args:
         inner: the scheme that gets the changed positions.
@@ -85,7 +83,11 @@ class FarPositionsConfig(PositionMapConfig):
 
     #: Whether far positions may be non-integers.
     gives_real_positions: ClassVar[bool] = False
-    window: int
+
+    @property
+    def first_query(self) -> int:
+        """The first position whose query has far keys."""
+        raise NotImplementedError
 
     def query(self, ids: Tensor) -> Tensor:
         """Returns the positions of queries for far keys, in the shape of `ids`."""
@@ -95,9 +97,18 @@ class FarPositionsConfig(PositionMapConfig):
         """Returns the positions of keys for far queries, in the shape of `ids`."""
         raise NotImplementedError
 
-    def are_far(self, pairs: AttentionPairs) -> Tensor:
-        """Returns whether keys are at least a window before the query, `(batch or 1, query_len, key_len)` bool."""
-        return pairs.distance <= -self.window
+    def last_key(self, ids: Tensor) -> Tensor:
+        """Returns the last far key of queries, in the shape of `ids`. By default, all far pairs are equally far."""
+        return ids - self.first_query
+
+    def are_far(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
+        """Returns which pairs are far, `(batch or 1, query_len, key_len)` bool."""
+        return key_ids.unsqueeze(-2) <= self.last_key(query_ids).unsqueeze(-1)
+
+    def distance(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
+        """Returns key position minus query position, `(batch or 1, query_len, key_len)`, by far positions if far."""
+        far = self.key(key_ids).unsqueeze(-2) - self.query(query_ids).unsqueeze(-1)
+        return far.where(self.are_far(query_ids, key_ids), key_ids.unsqueeze(-2) - query_ids.unsqueeze(-1))
 
     def mask(self) -> PairwiseBias | None:
         """Returns a bias that hides some pairs, if this scheme does."""

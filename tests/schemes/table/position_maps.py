@@ -17,10 +17,11 @@ from hf_posenc.schemes import (
     T5Config,
     YarnScaling,
 )
-from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
 from hf_posenc.schemes.parts import HIDDEN
+from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
+from hf_posenc.schemes.position_maps.dual_chunk import DualChunkConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
@@ -140,6 +141,20 @@ def summand(parts: Any) -> Any:
     return SchemeParts(parts.additive, parts.query_key_map, members[-1], parts.logit_scale)
 
 
+def dual_chunk(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2402.17463: three positions of a query, one for the keys of each kind of chunk, which restart in each."""
+    size = config.chunk_size - config.local_size
+
+    def distance(query: int, key: int) -> float:
+        within = query % size
+        kinds = (within, min(within + size, config.chunk_size), min(2 * size - 1, config.chunk_size))
+        chunks = query // size - key // size
+        # Keys after the query are not compared.
+        return query - key if chunks < 0 else kinds[min(chunks, 2)] - key % size
+
+    return distance_logits(config.inner, parts, case, distance)
+
+
 ROPE = RopeConfig(layout="half")
 
 ROWS: dict[str, Row] = {
@@ -225,10 +240,23 @@ ROWS: dict[str, Row] = {
         attention_sinks,
         (
             AttentionSinksConfig(ROPE, sinks=2, window=4),
-            AttentionSinksConfig(RopeConfig(scaling=LinearScaling(2.0), layout="interleaved"), sinks=0, window=6),
+            AttentionSinksConfig(RopeConfig(scaling=LinearScaling(2.0), layout="interleaved"), sinks=1, window=6),
             AttentionSinksConfig(AlibiConfig(), sinks=1, window=5),
             AttentionSinksConfig(T5Config(), sinks=3, window=2),
             AttentionSinksConfig(NoneConfig(), sinks=2, window=3),
+        ),
+        causal_only=True,
+        marks="-+-.++.++++",
+    ),
+    "dual_chunk": Row(
+        "logits",
+        dual_chunk,
+        (
+            DualChunkConfig(ROPE, chunk_size=5, local_size=2),
+            DualChunkConfig(RopeConfig(theta=500.0, rotary_dim=8, layout="interleaved"), chunk_size=4, local_size=1),
+            DualChunkConfig(RopeConfig(scaling=YarnScaling(4.0, 64, beta_fast=4.0)), chunk_size=11, local_size=3),
+            DualChunkConfig(AlibiConfig(), chunk_size=7, local_size=3),
+            DualChunkConfig(T5Config(), chunk_size=10, local_size=2),
         ),
         causal_only=True,
         marks="-+-.++.++++",

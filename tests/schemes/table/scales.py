@@ -35,6 +35,8 @@ def log_n(config: Any, parts: Any, case: LogitCase) -> Logits:
 
     def factor(head: int, n: int) -> float:
         base = math.log(n, config.training_length or 64)
+        if config.yarn_weight is not None:  # arXiv:2309.00071, section 3.4: 1 / t
+            return (1 + config.yarn_weight * math.log(max(1.0, n / (config.training_length or 64)))) ** 2
         return max(base, 1.0) if config.clamp else base
 
     return scaled(case, factor)
@@ -63,7 +65,12 @@ ROWS: dict[str, Row] = {
     "log_n_scale": Row(
         "logits",
         log_n,
-        (LogNScaleConfig(4), LogNScaleConfig(20, clamp=False), LogNScaleConfig(clamp=False)),
+        (
+            LogNScaleConfig(4),
+            LogNScaleConfig(20, clamp=False),
+            LogNScaleConfig(clamp=False),
+            LogNScaleConfig(4, yarn_weight=0.3),
+        ),
         marks="--+.++..-++",
         # Clamped: 1 for every position up to the training length.
         causal_marks="-+-.++..---",
