@@ -286,7 +286,7 @@ class AttentionPairs:
 
         return self.remembered("slot distance", compute)
 
-    def remembered(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    def remembered(self, name: str, compute: Callable[[], Value]) -> Value:
         """`compute()`, evaluated once for all layers if there is a single query. It may only use positions and slots.
 
         For many queries the value would be a tensor of all pairs, stored until the forward call ends.

@@ -29,9 +29,12 @@ class HiddenPairs(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""
+        heads = pairs.query.shape[1]
+        return pairs.remembered(f"hidden {id(self)}", lambda: self._of_pairs(pairs)).expand(-1, heads, -1, -1)
+
+    def _of_pairs(self, pairs: AttentionPairs) -> Tensor:
         hidden = self.config.are_hidden(pairs.query_positions, pairs.keys.ids)
-        bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN)
-        return bias.unsqueeze(1).expand(-1, pairs.query.shape[1], -1, -1)
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN).unsqueeze(1)
 
 
 @register_scheme

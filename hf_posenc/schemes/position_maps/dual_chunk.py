@@ -75,4 +75,4 @@ class DualChunkConfig(FarPositionsConfig):
     def last_key(self, ids: Tensor) -> Tensor:
         """Returns the end of the chunk before that of the query or, near the start of a chunk, of the one before it."""
         length = self.chunk_size - self.local_size
-        return torch.div(ids - self.local_size - 1, length, rounding_mode="floor") * length - 1
+        return torch.div(ids - (self.local_size + 1), length, rounding_mode="floor") * length - 1

@@ -40,20 +40,25 @@ class FarRotation(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
-        query, key = pairs.query.float(), pairs.key.float()
-        query_ids, key_ids = pairs.query_positions, pairs.keys.ids
-        far_query = self._turn(query, self.far.query(query_ids) - query_ids, pairs)
-        far_key = self._turn(key, self.far.key(key_ids) - key_ids, pairs)
-        far = dataclasses.replace(pairs, query=far_query, key=far_key)
+        query, key, rotate = pairs.query.float(), pairs.key.float(), self.rotation.rotate
+        far_query, far_key, are_far = pairs.remembered(f"far positions {id(self)}", lambda: self._far_positions(pairs))
+        far = dataclasses.replace(pairs, query=rotate(query, *far_query), key=rotate(key, *far_key))
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
-        return (change * pairs.scaling).where(self.far.are_far(query_ids, key_ids).unsqueeze(1), 0.0)
+        return (change * pairs.scaling).where(are_far, 0.0)
 
-    def _turn(self, heads: Tensor, steps: Tensor, pairs: AttentionPairs) -> Tensor:
-        """Rotates `(batch, heads, length, head_dim)` by `steps` additional positions, `(batch or 1, length)`."""
+    def _far_positions(self, pairs: AttentionPairs) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+        """The rotations from own to far positions of queries and of keys, and which pairs are far."""
+        query_ids, key_ids = pairs.query_positions, pairs.keys.ids
+        far_query, far_key = self.far.query(query_ids) - query_ids, self.far.key(key_ids) - key_ids
+        are_far = self.far.are_far(query_ids, key_ids).unsqueeze(1)
+        return self._phases(far_query, pairs), self._phases(far_key, pairs), are_far
+
+    def _phases(self, steps: Tensor, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of a rotation by additional positions, `(batch or 1, length)`."""
         cosine, sine = self.rotation.phases(dataclasses.replace(pairs.keys, ids=steps, coordinates=None))
         # Queries and keys already include this factor.
         factor = self.rotation.attention_scaling
-        return self.rotation.rotate(heads, cosine / factor, sine / factor)
+        return (cosine, sine) if factor == 1.0 else (cosine / factor, sine / factor)
 
 
 class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):
