@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_posenc import AttentionSinksConfig, SinkCache, UnsupportedError, get_scheme, unpatch_model
+from hf_posenc import AttentionSinksConfig, SinkCache, UnsupportedError, get_scheme, patch_model, unpatch_model
 from hf_posenc.metrics.properties.logits import relativity
 from hf_posenc.metrics.properties.specimen import build_specimen
 from tests.matrix.running import distance, patched, tokens
+from tests.models import tiny
 from tests.thinning import in_turn
 
 SINKS, WINDOW, LENGTH, PADS = 2, 6, 30, 5
@@ -109,6 +110,37 @@ def test_positions_stay_when_tokens_are_dropped(scheme: Any) -> None:
         assert layer.keys.shape[2] == layer.values.shape[2] == SIZE
         assert layer.key_positions.tolist() == [[0, 1, *range(LENGTH - WINDOW + 1, LENGTH)]]
         assert layer.get_seq_length() == LENGTH
+
+
+DECODERS: dict[str, Any] = {
+    "gpt2": "GPT2LMHeadModel",
+    "roberta": ("RobertaForCausalLM", {"is_decoder": True, "pad_token_id": 1}),
+    "xglm": "XGLMForCausalLM",
+    "mpt": "MptForCausalLM",
+    "ctrl": "CTRLLMHeadModel",
+    "gptj": "GPTJForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+
+
+@pytest.mark.parametrize(("decoder", "scheme"), in_turn(DECODERS, ["native", "learned", "alibi"]))
+@torch.no_grad()
+def test_architectures_that_count_slots_themselves(decoder: str, scheme: str) -> None:
+    """Tables of positions, biases and masks of the stock code are made from slots, of which some are gone."""
+    torch.manual_seed(0)
+    name, options = DECODERS[decoder] if isinstance(DECODERS[decoder], tuple) else (DECODERS[decoder], {})
+    model = tiny(name, attn_implementation="eager", **options).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=0.3)
+    patch_model(model, scheme)
+    ids, mask, length = tokens(2, LENGTH), left_padding(), LENGTH - PADS
+    whole = model(ids, attention_mask=shown(in_window()).expand(2, -1, -1, -1), use_cache=False).logits
+    assert distance(decoded(model, ids, SinkCache(SINKS, WINDOW), SINGLY), whole) <= CLOSE
+    alone = model(ids[1:, PADS:], attention_mask=shown(in_window()[:length, :length]), use_cache=False).logits[0]
+    pieces = (PADS + 1, *SINGLY[PADS + 1 :])
+    padded = decoded(model, ids, SinkCache(SINKS, WINDOW), pieces, attention_mask=mask)
+    assert distance(padded[1, PADS:], alone) <= CLOSE
 
 
 @pytest.mark.parametrize("scheme", ["cope", "forget_gate", "grape_ap", "grape_m", "selective_rope"])

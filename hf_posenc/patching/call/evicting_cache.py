@@ -40,7 +40,6 @@ class ContinuedCall:
         columns: the same for the model, with a column for each slot up to the newest token; `None` without a mask with
             two axes.
         dropped: how many tokens the cache has dropped, of the row of which it has dropped most.
-        hides_padding: whether there is a mask that does not show padding.
     """
 
     held: CachedPositions | None
@@ -48,7 +47,6 @@ class ContinuedCall:
     attention_mask: Tensor | None
     columns: Tensor | None
     dropped: int
-    hides_padding: bool
 
 
 def held_positions(cache: Any, stack: nn.Module) -> Tensor | None:
@@ -123,11 +121,10 @@ def continued_call(
         if isinstance(mask, Tensor) and mask.dim() == 2:
             before = keeper.get_mask_sizes(length, 0)[1]
             columns = torch.cat((shown.new_ones(batch, before), shown), 1)
-    hides = mask is not None and padding is None
     if held is None:
-        return ContinuedCall(None, new, shown, columns, 0, hides)
+        return ContinuedCall(None, new, shown, columns, 0)
     dropped = int((known.amax(-1) + 1 - (known >= 0).sum(-1)).amax().clamp(min=0))
-    return ContinuedCall(CachedPositions(known.shape[1], known), new, shown, columns, dropped, hides)
+    return ContinuedCall(CachedPositions(known.shape[1], known), new, shown, columns, dropped)
 
 
 @dataclass

@@ -134,6 +134,8 @@ class ForwardState:
         held: the positions that the cache itself states for its keys, if it does and is not empty. Its keys then count
             as the only cached slots.
         dropped: how many tokens it has dropped.
+        goes_on: whether the caller passed no positions to a call with such a cache, so that `position_ids` go on from
+            those of its keys.
     """
 
     query_length: int
@@ -147,6 +149,7 @@ class ForwardState:
     cache_changed: bool = False
     held: CachedPositions | None = None
     dropped: int = 0
+    goes_on: bool = False
     #: Where the tensors of this state are; `None` before the first module of the stack has asked.
     device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.

@@ -392,7 +392,8 @@ class StackForward(PlacedForward):
             if call.columns is not None:
                 args, kwargs = (), arguments | {"attention_mask": call.columns}
             state = ForwardState(query_length, offset, call.position_ids, call.attention_mask, cache_object=cache)
-            state.held, state.dropped, state.mask_hides_padding = call.held, call.dropped, call.hides_padding
+            state.held, state.dropped, state.goes_on = call.held, call.dropped, position_ids is None
+            state.mask_hides_padding = mask is not None and padding is None
             return state, args, kwargs
         changed = cache is not None and not matches_keys(cache)
         if features is not None:
