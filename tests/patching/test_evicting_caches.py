@@ -233,54 +233,48 @@ def test_given_positions_are_kept() -> None:
 
 
 class _Kept(DynamicLayer):
-    """Keeps some tokens of each call. States their positions, and counts those that it holds or those it has seen."""
+    """Drops one of three tokens as soon as all of them are older than four."""
 
     def __init__(self, owner: _OwnCache) -> None:
         super().__init__()
         self.owner, self.seen = owner, 0
-        if owner.states:
-            self.key_positions: Tensor | None = None
+        self.third = 1 + len(owner.layers) * owner.by_layer
+        self.positions = torch.zeros(0, dtype=torch.long)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states)
-        self.seen += key_states.shape[-2]
-        held = [] if self.owner.positions is None else self.owner.positions
-        positions = torch.tensor([*held, *range(self.seen - key_states.shape[-2], self.seen)])
-        kept = self.owner.keep(positions.tolist())
-        self.keys, self.values = keys[:, :, kept], values[:, :, kept]
+        start, self.seen = self.seen, self.seen + key_states.shape[-2]
+        positions = torch.cat((self.positions, torch.arange(start, self.seen)))
+        kept = (positions % 3 != self.third) | (positions // 3 * 3 + 2 > self.seen - 5)
+        self.keys, self.values, self.positions = keys[:, :, kept], values[:, :, kept], positions[kept]
         if self.owner.states:
-            self.key_positions = positions[kept].unsqueeze(0)
-        self.owner.new = positions[kept].tolist()
+            self.key_positions = self.positions.unsqueeze(0)
         return keys, values
 
     def get_seq_length(self) -> int:
         return self.seen if self.owner.counts_all else super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = 0 if not self.is_initialized else self.keys.shape[-2]
-        return held + query_length, self.get_seq_length() - held
+        return len(self.positions) + query_length, self.get_seq_length() - len(self.positions)
 
 
 class _OwnCache(Cache):
-    """A cache of somebody else, which drops every third token (by position) as soon as it is older than four."""
+    """A cache of somebody else.
 
-    def __init__(self, states: bool, counts_all: bool) -> None:
-        self.states, self.counts_all = states, counts_all
-        self.positions: list[int] | None = None
-        self.new: list[int] = []
+    Args:
+        states: whether its layers state the positions of their keys.
+        counts_all: whether its length is the number of all tokens, or of those that it holds.
+        by_layer: whether each layer drops tokens of its own.
+    """
+
+    def __init__(self, states: bool, counts_all: bool, by_layer: bool = False) -> None:
+        self.states, self.counts_all, self.by_layer = states, counts_all, by_layer
         super().__init__(layer_class_to_replicate=lambda: _Kept(self))  # type: ignore[arg-type]
 
-    @staticmethod
-    def keep(positions: list[int]) -> list[int]:
-        return [slot for slot, one in enumerate(positions) if one % 3 != 1 or one > positions[-1] - 4]
 
-    def forget(self) -> None:
-        self.positions = self.new
-
-
-def every_third_dropped() -> Tensor:
+def without_third(third: int) -> Tensor:
     query, key = torch.arange(LENGTH).unsqueeze(1), torch.arange(LENGTH)
-    return (key <= query) & ((key % 3 != 1) | (key > query - 5))
+    return shown((key <= query) & ((key % 3 != third) | (key // 3 * 3 + 2 > query - 5)))
 
 
 def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
@@ -288,7 +282,6 @@ def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
     for step in range(LENGTH):
         position = {} if cache.counts_all or cache.states else {"position_ids": torch.tensor([[step]])}
         steps.append(model(ids[:, step : step + 1], past_key_values=cache, **position).logits)
-        cache.forget()
     return torch.cat(steps, 1)
 
 
@@ -297,20 +290,38 @@ def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
 @torch.no_grad()
 def test_any_cache_may_state_the_positions_of_its_keys(scheme: str, counts_all: bool) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
-    expected = model(ids, attention_mask=shown(every_third_dropped()), use_cache=False).logits
+    expected = model(ids, attention_mask=without_third(1), use_cache=False).logits
     cache = _OwnCache(True, counts_all)
     assert distance(with_own_cache(model, ids, cache), expected) <= CLOSE
     assert cache.layers[0].keys.shape[2] < LENGTH
 
 
+class _MaskOfLayer:
+    """A forward pre-hook that gives a layer a mask of its own."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"attention_mask": self.mask}
+
+
 @pytest.mark.parametrize("counts_all", [False, True])
-@pytest.mark.parametrize("scheme", ["alibi", "t5", "shaw", "self_extend"])
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "shaw", {"scheme": "rerope", "window": 3}], ids=str)
 @torch.no_grad()
-def test_unknown_positions_are_refused(scheme: str, counts_all: bool) -> None:
-    model, ids = (
-        patched("llama_gqa", {"scheme": scheme} | ({"window": 2} if scheme == "self_extend" else {})),
-        tokens(2, LENGTH),
-    )
+def test_layers_may_hold_different_tokens(scheme: Any, counts_all: bool) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
+    found = with_own_cache(model, ids, _OwnCache(True, counts_all, by_layer=True))
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(_MaskOfLayer(without_third(1 + index)), with_kwargs=True)
+    assert distance(found, model(ids, use_cache=False).logits) <= CLOSE
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "shaw", {"scheme": "self_extend", "window": 2}], ids=str)
+@torch.no_grad()
+def test_unknown_positions_are_refused(scheme: Any, counts_all: bool) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     with pytest.raises(UnsupportedError, match=r"fewer keys than it has seen|tokens were dropped, moved"):
         with_own_cache(model, ids, _OwnCache(False, counts_all))
 
@@ -318,7 +329,7 @@ def test_unknown_positions_are_refused(scheme: str, counts_all: bool) -> None:
 @torch.no_grad()
 def test_keys_that_carry_their_position_need_no_statement() -> None:
     model, ids = patched("llama_gqa", "rope"), tokens(2, LENGTH)
-    expected = model(ids, attention_mask=shown(every_third_dropped()), use_cache=False).logits
+    expected = model(ids, attention_mask=without_third(1), use_cache=False).logits
     for counts_all in (False, True):
         assert distance(with_own_cache(model, ids, _OwnCache(False, counts_all)), expected) <= CLOSE
 
@@ -341,7 +352,7 @@ def test_statements_that_do_not_fit_are_refused() -> None:
     cache = SinkCache(SINKS, WINDOW)
     decoded(model, ids, cache, (9,))
     cache.layers[1].key_positions = cache.layers[1].key_positions - 1
-    with pytest.raises(UnsupportedError, match="at different positions"):
+    with pytest.raises(UnsupportedError, match="different tokens of padded rows"):
         model(ids[:, 9:10], past_key_values=cache)
 
 

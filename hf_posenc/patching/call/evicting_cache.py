@@ -3,7 +3,7 @@
 Any cache may drop tokens if its layers state which positions they still hold:
 
 - `layer.key_positions`: `(batch or 1, keys)` int64, the position of each key in the layer, negative at padding; `None`
-  for an empty layer. It is read before each call, and is the same in all layers.
+  for an empty layer. It is read before each call. Layers may hold different tokens, but as many of each row.
 - `cache.expect_positions(position_ids)`, if the cache has it, is called before each call with the positions of the new
   tokens, `(batch or 1, query_len)` int64, negative at padding.
 
@@ -34,7 +34,7 @@ class ContinuedCall:
     """A call with a cache that states the positions of its keys.
 
     Args:
-        held: the positions of the cached keys; `None` if there are none.
+        held: the positions of the cached keys, by layer; empty if there are none.
         position_ids: `(batch or 1, query_len)`, of the new tokens, negative at padding.
         attention_mask: `(batch, keys)`, 1 at real tokens, for cached keys and new tokens; `None` without a mask.
         columns: the same for the model, with a column for each slot up to the newest token; `None` without a mask with
@@ -42,30 +42,28 @@ class ContinuedCall:
         dropped: how many tokens the cache has dropped, of the row of which it has dropped most.
     """
 
-    held: CachedPositions | None
+    held: dict[int, CachedPositions]
     position_ids: Tensor
     attention_mask: Tensor | None
     columns: Tensor | None
     dropped: int
 
 
-def held_positions(cache: Any, stack: nn.Module) -> Tensor | None:
-    """`(batch or 1, keys)`: the positions that the layers of a cache state, or `None` if it is empty.
+def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
+    """`(batch or 1, keys)` each: the positions that the layers of a cache state. If all are equal, they are one tensor.
 
     Raises:
-        UnsupportedError: if they do not fit the keys, or differ between layers, or the model has layers that see only
-            the last slots.
+        UnsupportedError: if they do not fit the keys, or the model has layers that see only the last slots.
     """
     config = stack.config
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    kinds = {*(types or ())} - {*_SEES_ALL} or (not types and getattr(config, "sliding_window", None))
-    if kinds:
+    if {*(types or ())} - {*_SEES_ALL} or (not types and getattr(config, "sliding_window", None)):
         raise UnsupportedError(
             f"A {type(cache).__name__} drops tokens, but this {type(stack).__name__} has layers whose mask counts "
             "slots (a sliding window, chunks, or states of their own). Use the model's own cache."
         )
-    stated: list[Tensor] = []
-    for layer in self_attention_cache(cache).layers:
+    stated: dict[int, Tensor] = {}
+    for index, layer in enumerate(self_attention_cache(cache).layers):
         keys, positions = getattr(layer, "keys", None), getattr(layer, "key_positions", None)
         if not isinstance(keys, Tensor) or keys.dim() != 4 or keys.shape[-2] == 0:
             continue
@@ -75,13 +73,17 @@ def held_positions(cache: Any, stack: nn.Module) -> Tensor | None:
                 f"A layer of this {type(cache).__name__} holds {keys.shape[-2]} keys in each of {len(keys)} rows, and "
                 f"states the positions {shape} for them. Its key_positions must be integers, (batch or 1, keys)."
             )
-        stated.append(positions)
-        if positions is not stated[0] and not torch.equal(positions.to(stated[0].device), stated[0]):
-            raise UnsupportedError(
-                f"The layers of this {type(cache).__name__} hold tokens at different positions (a call has failed, or "
-                "each layer drops tokens of its own), and a call has the same positions in all layers."
-            )
-    return stated[0].long() if stated else None
+        stated[index] = positions
+    first = next(iter(stated.values()), None)
+    others = [one for one in stated.values() if one is not first]
+    if first is None or all(torch.equal(one.to(first.device), first) for one in others):
+        return dict.fromkeys(stated, first) if first is not None else {}
+    if any(one.shape[1] != first.shape[1] or bool((one < 0).any()) for one in stated.values()):
+        raise UnsupportedError(
+            f"The layers of this {type(cache).__name__} hold different numbers of keys, or different tokens of padded "
+            "rows, but a call has one mask for all layers. Begin with a new cache if a call has failed."
+        )
+    return stated
 
 
 def _fits(positions: Any, keys: Tensor) -> TypeGuard[Tensor]:
@@ -91,7 +93,7 @@ def _fits(positions: Any, keys: Tensor) -> TypeGuard[Tensor]:
 
 
 def continued_call(
-    cache: Any, held: Tensor | None, given: Tensor | None, mask: Any, padding: Tensor | None, tokens: Tensor
+    cache: Any, held: dict[int, Tensor], given: Tensor | None, mask: Any, padding: Tensor | None, tokens: Tensor
 ) -> ContinuedCall:
     """The positions of a call with a cache that states those of its keys. Tells the cache those of the new tokens.
 
@@ -105,12 +107,13 @@ def continued_call(
     """
     batch, length = tokens.shape[:2]
     device = tokens.device
-    known = torch.zeros(1, 0, dtype=torch.int64, device=device) if held is None else held.to(device)
+    stated = {id(one): one.to(device).long() for one in held.values()}
+    known = next(iter(stated.values()), torch.zeros(1, 0, dtype=torch.int64, device=device))
     real = None if padding is None else padding[:, -length:].to(device) != 0
     if given is None:
         counted = torch.ones(1, length, dtype=torch.bool, device=device) if real is None else real
-        start = known.amax(-1, keepdim=True).clamp(min=-1) if known.shape[1] else -1
-        given = counted.cumsum(-1) + start
+        ends = [one.amax(-1, keepdim=True) for one in stated.values()]
+        given = counted.cumsum(-1) + (torch.stack(ends).amax(0).clamp(min=-1) if ends else -1)
     new = given.to(device) if real is None else given.to(device).where(real, -1)
     keeper = self_attention_cache(cache)
     if hasattr(keeper, "expect_positions"):
@@ -121,10 +124,9 @@ def continued_call(
         if isinstance(mask, Tensor) and mask.dim() == 2:
             before = keeper.get_mask_sizes(length, 0)[1]
             columns = torch.cat((shown.new_ones(batch, before), shown), 1)
-    if held is None:
-        return ContinuedCall(None, new, shown, columns, 0)
-    dropped = int((known.amax(-1) + 1 - (known >= 0).sum(-1)).amax().clamp(min=0))
-    return ContinuedCall(CachedPositions(known.shape[1], known), new, shown, columns, dropped)
+    dropped = max((int((one.amax(-1) + 1 - (one >= 0).sum(-1)).amax()) for one in stated.values()), default=0)
+    cached = {key: CachedPositions(one.shape[1], one) for key, one in stated.items()}
+    return ContinuedCall({index: cached[id(one)] for index, one in held.items()}, new, shown, columns, max(dropped, 0))
 
 
 @dataclass

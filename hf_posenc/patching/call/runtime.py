@@ -367,9 +367,9 @@ class StackForward(PlacedForward):
             implementation = getattr(stack.config, "_attn_implementation", None)
             refuse_context_parallel(self.runtime.split_problem, arguments.get("position_ids"), implementation)
         evicts = cache is not None and states_positions(cache)
-        held = held_positions(cache, stack) if evicts else None
-        if held is not None:
-            offset = held.shape[1]
+        held = held_positions(cache, stack) if evicts else {}
+        if held:
+            offset = next(iter(held.values())).shape[1]
         mask = arguments.get("attention_mask")
         padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
@@ -392,7 +392,8 @@ class StackForward(PlacedForward):
             if call.columns is not None:
                 args, kwargs = (), arguments | {"attention_mask": call.columns}
             state = ForwardState(query_length, offset, call.position_ids, call.attention_mask, cache_object=cache)
-            state.held, state.dropped, state.goes_on = call.held, call.dropped, position_ids is None
+            state.held_by_layer, state.dropped, state.goes_on = call.held, call.dropped, position_ids is None
+            state.held = next(iter(call.held.values()), None)
             state.mask_hides_padding = mask is not None and padding is None
             return state, args, kwargs
         changed = cache is not None and not matches_keys(cache)
