@@ -100,9 +100,9 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 51_830
+    assert sum(lines) <= 52_336
     assert max(lines) <= 500
-    assert len(lines) <= 285
+    assert len(lines) <= 288
 
 
 @pytest.mark.parametrize(("room", "most"), [("training", 6_984), ("eval", 316), ("benchmarks", 2_500)])

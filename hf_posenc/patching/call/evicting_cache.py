@@ -24,29 +24,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import CachedPositions, self_attention_cache
+from hf_posenc.patching.call.forward_state import ForwardState, padding_mask
 
 #: Names of layers, in a config, that see all earlier tokens.
 _SEES_ALL = ("full_attention", "global")
-
-
-@dataclass
-class ContinuedCall:
-    """A call with a cache that states the positions of its keys.
-
-    Args:
-        held: the positions of the cached keys, by layer; empty if there are none.
-        position_ids: `(batch or 1, query_len)`, of the new tokens, negative at padding.
-        attention_mask: `(batch, keys)`, 1 at real tokens, for cached keys and new tokens; `None` without a mask.
-        columns: the same for the model, with a column for each slot up to the newest token; `None` without a mask with
-            two axes.
-        dropped: how many tokens the cache has dropped, of the row of which it has dropped most.
-    """
-
-    held: dict[int, CachedPositions]
-    position_ids: Tensor
-    attention_mask: Tensor | None
-    columns: Tensor | None
-    dropped: int
 
 
 def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
@@ -92,41 +73,56 @@ def _fits(positions: Any, keys: Tensor) -> TypeGuard[Tensor]:
     return positions.shape[1] == keys.shape[-2] and len(positions) in (1, len(keys))
 
 
-def continued_call(
-    cache: Any, held: dict[int, Tensor], given: Tensor | None, mask: Any, padding: Tensor | None, tokens: Tensor
-) -> ContinuedCall:
+def evicting_state(
+    cache: Any, stack: nn.Module, tokens: Tensor | None, given: Tensor | None, mask: Any
+) -> tuple[ForwardState, Tensor | None]:
     """The positions of a call with a cache that states those of its keys. Tells the cache those of the new tokens.
 
     Args:
         cache: the cache.
-        held: what `held_positions` returned.
+        stack: the stack that is called.
+        tokens: `(batch, query_len, ...)`, its tokens.
         given: `(batch or 1, query_len)`, the `position_ids` of the call, or `None`: they go on from the cached ones.
         mask: the mask of the call, or `None`.
-        padding: what it shows of padding, `(batch, keys or slots)`; its last columns are the new tokens.
-        tokens: `(batch, query_len, ...)`.
+
+    Returns:
+        The state, for which the cached keys are all slots before the new tokens; and the mask for the model, with a
+        column for each slot up to the newest token, if the mask has two axes, else `None`.
     """
-    batch, length = tokens.shape[:2]
-    device = tokens.device
-    stated = {id(one): one.to(device).long() for one in held.values()}
-    known = next(iter(stated.values()), torch.zeros(1, 0, dtype=torch.int64, device=device))
+    if tokens is None:
+        raise UnsupportedError(f"A {type(cache).__name__} drops tokens, and this call has frames or patches instead.")
+    keeper, device, (batch, length) = self_attention_cache(cache), tokens.device, tokens.shape[:2]
+    stated = held_positions(keeper, stack)
+    held = {id(one): CachedPositions(one.shape[1], one.to(device).long()) for one in stated.values()}
+    first = next(iter(held.values()), None)
+    known = [one.ids for one in held.values() if one.ids is not None]
+    padding = padding_mask(mask, stack, first.length if first else 0)
     real = None if padding is None else padding[:, -length:].to(device) != 0
-    if given is None:
+    new = given
+    if new is None:
         counted = torch.ones(1, length, dtype=torch.bool, device=device) if real is None else real
-        ends = [one.amax(-1, keepdim=True) for one in stated.values()]
-        given = counted.cumsum(-1) + (torch.stack(ends).amax(0).clamp(min=-1) if ends else -1)
-    new = given.to(device) if real is None else given.to(device).where(real, -1)
-    keeper = self_attention_cache(cache)
+        ends = [one.amax(-1, keepdim=True).clamp(min=-1) for one in known]
+        new = counted.cumsum(-1) + (torch.stack(ends).amax(0) if ends else -1)
+    new = new.to(device) if real is None else new.to(device).where(real, -1)
     if hasattr(keeper, "expect_positions"):
         keeper.expect_positions(new)
     shown = columns = None
     if real is not None:
-        shown = torch.cat(((known >= 0).expand(batch, -1), real.expand(batch, -1)), 1).long()
+        shown = torch.cat([*((one >= 0).expand(batch, -1) for one in known[:1]), real.expand(batch, -1)], 1).long()
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            before = keeper.get_mask_sizes(length, 0)[1]
-            columns = torch.cat((shown.new_ones(batch, before), shown), 1)
-    dropped = max((int((one.amax(-1) + 1 - (one >= 0).sum(-1)).amax()) for one in stated.values()), default=0)
-    cached = {key: CachedPositions(one.shape[1], one) for key, one in stated.items()}
-    return ContinuedCall({index: cached[id(one)] for index, one in held.items()}, new, shown, columns, max(dropped, 0))
+            columns = torch.cat((shown.new_ones(batch, keeper.get_mask_sizes(length, 0)[1]), shown), 1)
+    return ForwardState(
+        length,
+        first.length if first else 0,
+        new,
+        shown,
+        mask_hides_padding=mask is not None and padding is None,
+        cache_object=cache,
+        held=first,
+        held_by_layer={index: held[id(one)] for index, one in stated.items()},
+        dropped=max(0, *(int((one.amax(-1) + 1 - (one >= 0).sum(-1)).amax()) for one in known), 0),
+        goes_on=given is None,
+    ), columns
 
 
 @dataclass

@@ -36,7 +36,7 @@ from hf_posenc.patching.call.cache import (
     states_positions,
 )
 from hf_posenc.patching.call.cache_checks import SCHEME, check_cached_scheme
-from hf_posenc.patching.call.evicting_cache import continued_call, held_positions
+from hf_posenc.patching.call.evicting_cache import evicting_state
 from hf_posenc.patching.call.forward_state import (
     AXES,
     UNKNOWN,
@@ -366,36 +366,27 @@ class StackForward(PlacedForward):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             implementation = getattr(stack.config, "_attn_implementation", None)
             refuse_context_parallel(self.runtime.split_problem, arguments.get("position_ids"), implementation)
-        evicts = cache is not None and states_positions(cache)
-        held = held_positions(cache, stack) if evicts else {}
-        if held:
-            offset = next(iter(held.values())).shape[1]
+        if cache is not None and states_positions(cache):
+            given = arguments.get("position_ids")
+            given = None if given is None else _for_every_token(one_axis(given).long(), tokens)
+            if given is not None:
+                self.runtime.slots.reach_positions(stack, given)
+            state, columns = evicting_state(cache, stack, tokens, given, arguments.get("attention_mask"))
+            if columns is not None:
+                args, kwargs = (), arguments | {"attention_mask": columns}
+            return state, args, kwargs
         mask = arguments.get("attention_mask")
         padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
         if position_ids is not None and features is None and not torch.compiler.is_compiling():
             position_ids = _for_every_token(position_ids, tokens)
-        generation = None if torch.compiler.is_compiling() or evicts else GENERATION.get()
+        generation = None if torch.compiler.is_compiling() else GENERATION.get()
         shows_padding = offset is not None and (padding is not None or mask is None)
         counted = position_ids if generation is not None and coordinates is None and shows_padding else None
         position_ids = position_ids if counted is None else None
         if position_ids is not None:
             self.runtime.slots.reach_positions(stack, position_ids)
         token_ids = arguments.get("input_ids")
-        if evicts:
-            if features is not None or coordinates is not None or tokens is None:
-                raise UnsupportedError(
-                    f"A {type(cache).__name__} drops tokens, which is supported for tokens with one position each, and "
-                    "this call has frames, or positions on several axes."
-                )
-            call = continued_call(cache, held, position_ids, mask, padding, tokens)
-            if call.columns is not None:
-                args, kwargs = (), arguments | {"attention_mask": call.columns}
-            state = ForwardState(query_length, offset, call.position_ids, call.attention_mask, cache_object=cache)
-            state.held_by_layer, state.dropped, state.goes_on = call.held, call.dropped, position_ids is None
-            state.held = next(iter(call.held.values()), None)
-            state.mask_hides_padding = mask is not None and padding is None
-            return state, args, kwargs
         changed = cache is not None and not matches_keys(cache)
         if features is not None:
             given = SeriesState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
