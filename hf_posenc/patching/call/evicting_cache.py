@@ -225,7 +225,8 @@ class SinkCache(Cache):
     The tokens that stay keep their positions, for rotations and for biases:
 
     - With the scheme `attention_sinks` of the same `sinks` and `window`, results equal those of the whole text, and the
-      sinks are seen from the end of the window. This is what can go on for ever.
+      sinks are seen from the end of the window. Angles of rotations are computed in float32 from positions that go on
+      growing: in a tiny model, logits of size 5 are off by 3e-3 after 100,000 tokens, and by 3e-2 after a million.
     - With another scheme, every query sees the keys that are in the cache at their own distance. The new tokens of one
       call see each other, so long prompts are read in pieces (`prefill_chunk_size`) if memory must stay bounded.
 
