@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hf_posenc.export.records import ExportReport as ExportReport
     from hf_posenc.patching import (
         Architecture as Architecture,
+        SinkCache as SinkCache,
         accept_cache as accept_cache,
         extend_context as extend_context,
         inspect_model as inspect_model,
@@ -48,8 +49,8 @@ _HOMES = {
     "hf_posenc.export.export_model": ("export_model",),
     "hf_posenc.export.records": ("ExportReport",),
     "hf_posenc.patching": (
-        "Architecture", "accept_cache", "extend_context", "inspect_model", "native_scheme", "patch_model",
-        "register_architecture", "unpatch_model",
+        "Architecture", "SinkCache", "accept_cache", "extend_context", "inspect_model", "native_scheme",
+        "patch_model", "register_architecture", "unpatch_model",
     ),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -20,6 +20,8 @@ _SCHEMES = {
     "rnope": ("interleaved",),
     "rnope_swa": ("local_global",),
     "bipe": ("hierarchical",),
+    "streaming_llm": ("attention_sinks",),
+    "sinks": ("attention_sinks",),
     "chunkllama": ("dual_chunk",),
     "dca": ("dual_chunk",),
     "lerope": ("learned_rope",),

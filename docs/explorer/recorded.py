@@ -28,7 +28,7 @@ from hf_posenc.schemes import BuildContext, SchemeConfig, SchemeParts, get_schem
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.parts import DistanceBias
+from hf_posenc.schemes.parts import HIDDEN, DistanceBias
 from hf_posenc.schemes.positions import Positions, integer_range
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.validation import kind_of
@@ -42,10 +42,13 @@ FIRST, SECOND = 1, 4
 #: Layers of an arrangement of layers, and how far apart those with full attention are.
 LAYERS, PERIOD = 12, 4
 MODES = {"both": False, "causal": True}
+#: The bias of hidden pairs in the pictures.
+NO_WEIGHT = -20.0
 #: Examples of one scheme, at most.
 MOST_EXAMPLES = 3
 #: The options of the first example, where a scheme needs some or its defaults show nothing in 64 positions.
 FIRST_OPTIONS: dict[str, dict[str, Any]] = {
+    "attention_sinks": {"sinks": 2, "window": 12},
     "blended": {"old": "rope", "new": "alibi", "strength": 0.5},
     "hierarchical": {"segment_length": 8},
     "llama4_scale": {"floor_scale": 16},
@@ -59,6 +62,7 @@ FIRST_OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: Examples beyond those of the options with choices.
 MORE_EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
+    "attention_sinks": ({"inner": "alibi", "sinks": 2, "window": 12},),
     "blended": (
         {"old": "rope", "new": "alibi", "strength": 0.9},
         {"old": "sinusoidal", "new": "rope", "strength": 0.5},
@@ -224,7 +228,8 @@ def _bias(subject: Subject, text: str = "word") -> Tensor:
     parts = dataclasses.replace(subject.parts, logit_scale=None)
     plain = dataclasses.replace(parts, logit_bias=None)
     biased, without = (positional_logits(one, query, key, positions(LENGTH), hidden)[0] for one in (parts, plain))
-    return biased - without
+    bias = biased - without
+    return bias.where(bias > HIDDEN / 2, NO_WEIGHT)
 
 
 def _equal(subject: Subject) -> Tensor:

@@ -3,6 +3,7 @@
 from hf_posenc.patching import layouts as layouts
 from hf_posenc.patching.anatomy.architectures import Architecture, register_architecture
 from hf_posenc.patching.call.cache_checks import accept_cache
+from hf_posenc.patching.call.evicting_cache import SinkCache
 from hf_posenc.patching.inspection import Inspection, inspect_model, native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.install import PatchReport, StackReport
@@ -12,6 +13,7 @@ __all__ = [
     "Architecture",
     "Inspection",
     "PatchReport",
+    "SinkCache",
     "StackReport",
     "accept_cache",
     "extend_context",

@@ -68,6 +68,7 @@ from hf_posenc.schemes.position_maps.affine import (
     PositionScaleConfig as PositionScaleConfig,
     PositionShiftConfig as PositionShiftConfig,
 )
+from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig as AttentionSinksConfig
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig as PositionClampConfig
 from hf_posenc.schemes.position_maps.dual_chunk import DualChunkConfig as DualChunkConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig as HierarchicalConfig

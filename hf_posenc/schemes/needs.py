@@ -43,6 +43,7 @@ class Need(Enum):
     CORRECTED_LOGITS = "corrects logits with a bias"
     FEATURES = "stores features of each token next to its key"
     OLDEST_KEYS = "combines features of neighbouring tokens"
+    TOKENS_BETWEEN = "adds up something over the tokens between query and key"
     SCALE = "scales the logits by the position of the query"
     LENGTH = "depends on the length of the sequence"
     ALL_TOKENS = "depends on tokens that a cache does not store"
@@ -113,6 +114,7 @@ _DECLARED = {
     Need.LENGTH: "length_dependent",
     Need.ALL_TOKENS: "needs_whole_sequence",
     Need.COORDINATES: "reads_coordinates",
+    Need.TOKENS_BETWEEN: "sums_tokens",
 }
 
 

@@ -158,6 +158,8 @@ class SummedPairwiseBias(OuterPart[LogitBias], PairwiseBias):
         counts = [feature_counts(part) for part in self.members()]
         self.num_features = sum(unshared + shared for unshared, shared in counts)
         self.num_shared_features = sum(shared for _, shared in counts)
+        if self.position_map is None:
+            self.zero_below = min((getattr(part, "zero_below", 0) for part in self.members()), default=0)
         # A map may depend on later tokens: randomized positions are drawn for the last position.
         self.reads_later_keys |= self.position_map is not None
 

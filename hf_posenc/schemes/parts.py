@@ -269,6 +269,10 @@ class DistanceBias(LogitBias):
         return None
 
 
+#: The bias of pairs that a scheme hides. It is finite, because a blend multiplies it by 0.
+HIDDEN = -1e30
+
+
 class PairwiseBias(LogitBias):
     """A bias that reads more than the distance: positions, queries, keys, or the input of the layer."""
 
@@ -288,6 +292,9 @@ class PairwiseBias(LogitBias):
     #: Whether features are combined over neighbouring tokens, so that the first keys of a cache without older ones
     #: would be wrong. Caches that drop old keys (sliding windows) are then refused.
     needs_oldest_keys: bool = False
+    #: Whether the bias of a pair adds up something over the tokens between them. Caches that drop such tokens but keep
+    #: older ones (attention sinks) are then refused.
+    sums_tokens: bool = False
     #: The bias of queries at positions below this is 0. A call without other queries needs no bias.
     zero_below: int = 0
 

@@ -26,6 +26,11 @@ SLIDING_CACHE = Environment(
     {Need.OLDEST_KEYS: "but it has dropped the tokens before its first key"},
     "Use use_cache=False, or give the scheme to layers without a window: patch_model(..., layers=...).",
 )
+EVICTING_CACHE = Environment(
+    "A cache that has dropped tokens between those it still has (SinkCache)",
+    dict.fromkeys((Need.OLDEST_KEYS, Need.TOKENS_BETWEEN), "but some of them are gone"),
+    "Use the model's own cache.",
+)
 PACKED_ROWS = Environment(
     "A row of packed documents (its position_ids restart)",
     {Need.LENGTH: "and the row holds several sequences"},
@@ -146,6 +151,7 @@ ENVIRONMENTS = (
     GROWING_CACHE,
     QUANTISED_CACHE,
     SLIDING_CACHE,
+    EVICTING_CACHE,
     PACKED_ROWS,
     PAGES,
     PAGES_IN_GRAPHS,

@@ -103,6 +103,7 @@ def lines(config: SchemeConfig, kind: str, panel: int = 0) -> dict[str, numpy.nd
         # A bias of far pairs only is shown by its distances.
         (get_scheme("rerope")(), ["distance_map", *MAP]),
         (get_scheme("self_extend")(), ["distance_map", *MAP]),
+        (get_scheme("attention_sinks")(), ["distance_map", *MAP]),
         (get_scheme("position_shift")(), ["position_map", *(kind for kind in MAP if kind != "frequencies")]),
         (get_scheme("ssmax")(), ["logit_scale"]),
         (get_scheme("rope_nd")(), ["grid", *MAP]),

@@ -439,5 +439,5 @@ def test_no_vector_per_pair_is_ever_held(name, config):
     pairs = pairs_of(part, positions_of(length), *heads_of(positions_of(length)))
     with LargestTensor() as largest:
         part(pairs)
-    # One number per head and pair, or per head, query and row of a table, of which the longest has 1800.
-    assert HEADS * length * length <= largest.elements < HEADS * length * 2000
+    # One number per pair, per head and pair, or per head, query and row of a table, of which the longest has 1800.
+    assert length * length <= largest.elements < HEADS * length * 2000

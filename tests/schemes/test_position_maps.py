@@ -51,6 +51,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.parts import Reach
+from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 
@@ -396,6 +397,16 @@ OFFICIAL = [
         DualChunkConfig(chunk_size=7, local_size=2),
         [[0.204807, 1.843253, 0.840915, -1.366182], [1.062186, 1.723215, -0.084564, -1.77119]],
     ),
+    # `llama_pos_shift_attention_forward` of attention_sinks 0.4.0, the package of StreamingLLM's code, one token at a
+    # time, with `AttentionSinkKVCache(sinks, window - 1)`.
+    (
+        AttentionSinksConfig(sinks=2, window=4),
+        [[0.364306, 1.861916, 0.692005, -1.469325], [1.358547, 1.666877, -0.412888, -1.901118]],
+    ),
+    (
+        AttentionSinksConfig(sinks=1, window=6),
+        [[0.287837, 1.889897, 0.784348, -1.444917], [1.319224, 1.6685, -0.372643, -1.87991]],
+    ),
 ]
 
 
@@ -426,6 +437,7 @@ def test_reductions_to_the_scheme_itself(inner: SchemeConfig) -> None:
         ReRopeConfig(inner, window=3, factor=1),
         ReRopeConfig(inner, window=3, factor=1.0),
         DualChunkConfig(inner, chunk_size=LENGTH - 1, local_size=1),
+        AttentionSinksConfig(inner, sinks=3, window=LENGTH - 3),
     ):
         assert torch.equal(logits(same).tril(), logits(inner).tril())
 

@@ -21,6 +21,7 @@ from hf_posenc.metrics.properties.specimen import (
     random_contents,
 )
 from hf_posenc.preserve import isolated_rng
+from hf_posenc.schemes.parts import HIDDEN
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.positions import Positions
 
@@ -48,14 +49,16 @@ _STEPS = 64
 def relativity(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, ...] = SHIFTS) -> Found | None:
     """The largest change of a logit when all positions move by the same shift.
 
-    Measured with random contents, in two sets of 96 positions: the first ones, and a random selection below twice the
-    training length, for schemes that treat near and far keys differently. For additive schemes the logits are
-    `(x_i + PE_i) W_q . W_k (x_j + PE_j)`, contents included. The sequence keeps its length, for schemes that read it.
-    Changes are relative to the largest logit where that is more than 1; only pairs that the scheme may see are
-    compared. Passes up to 2e-3. `details["by_shift"]` is the largest change for each shift, in positions.
+    Measured with random contents, in two sets of 96 positions: the first ones, and the first one with a random
+    selection below twice the training length, for schemes that treat near and far keys differently. For additive
+    schemes the logits are `(x_i + PE_i) W_q . W_k (x_j + PE_j)`, contents included. The sequence keeps its length, for
+    schemes that read it. Changes are relative to the largest logit where that is more than 1; only pairs that the
+    scheme may see are compared. Passes up to 2e-3. `details["by_shift"]` is the largest change for each shift, in
+    positions.
     """
     generator = torch.Generator().manual_seed(0)
     spread = torch.randperm(2 * TRAINING_LENGTH, generator=generator)[:96].sort().values
+    spread[0] = 0
     by_shift: dict[int, float] = {}
     for name, ids in {"near": torch.arange(96), "spread": spread}.items():
         contents, lengths = random_contents(1, 96), ids[-1:].unsqueeze(0) + 1
@@ -73,7 +76,8 @@ def logit_change(specimen: Specimen, logits: Tensor, reference: Tensor) -> float
     """The largest difference on visible pairs, relative to the largest logit where that is more than 1."""
     visible = specimen.visible(logits.shape[-1])
     reference = reference[..., visible]
-    difference = (logits[..., visible] - reference).abs().max() / reference.abs().max().clamp(min=1)
+    size = reference.where(reference > HIDDEN / 2, 0.0).abs().max().clamp(min=1)
+    difference = (logits[..., visible] - reference).abs().max() / size
     # Not a number is no small change.
     return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")))
 

@@ -167,6 +167,24 @@ def is_cache(value: Any) -> bool:
     return counts or isinstance(value, PagedAttentionCache)
 
 
+def states_positions(cache: Any) -> bool:
+    """Whether a cache states the positions of its keys, because it may have dropped some (`evicting_cache`)."""
+    keeper = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(keeper, "layers", ())
+    return hasattr(keeper, "expect_positions") or any(hasattr(layer, "key_positions") for layer in layers)
+
+
+def drops_keys(cache: Any) -> bool:
+    """Whether a cache holds fewer keys than it has seen and has no window, so that it is unknown which."""
+    for layer in getattr(self_attention_cache(cache), "layers", ()):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor) and not (getattr(layer, "is_sliding", False) or isinstance(layer, QUANTISED_LAYER)):
+            length = layer.get_seq_length()
+            if isinstance(length, int) and keys.shape[-2] < length:
+                return True
+    return False
+
+
 def self_attention_cache(cache: Any) -> Any:
     """The self-attention cache of an encoder-decoder cache, which receives all its row operations."""
     return getattr(cache, "self_attention_cache", cache)
@@ -273,6 +291,7 @@ class CachedPositions:
             they follow from the slots.
         by_next_mask: whether they are counted over the mask of the next call instead.
         even: whether all real tokens are as far apart as their slots; `None` if nobody has looked.
+        evicted: whether the cache dropped some of the tokens while it took in the new ones.
     """
 
     length: int | Tensor
@@ -282,6 +301,7 @@ class CachedPositions:
     mask: Tensor | None = None
     by_next_mask: bool = False
     even: bool | None = None
+    evicted: bool = False
 
     def counted(self, slots: Tensor) -> Tensor:
         """`(batch or 1, slots)`: the positions implied when the tokens in these slots were cached; -1 at padding."""
@@ -341,8 +361,8 @@ def recorded(cache: Any) -> CachedPositions | None:
 
 
 def has_given_positions(cache: Any) -> bool:
-    """Whether positions of cached tokens were recorded that a compiled graph cannot read."""
-    return getattr(self_attention_cache(cache), _GIVEN, False)
+    """Whether the cache has positions that a compiled graph cannot read: they were recorded, or it states them."""
+    return getattr(self_attention_cache(cache), _GIVEN, False) or states_positions(cache)
 
 
 def record(cache: Any, positions: CachedPositions) -> None:
@@ -356,7 +376,7 @@ def record(cache: Any, positions: CachedPositions) -> None:
     set_note(keeper, _POSITIONS, positions)
     if positions.ids is not None:
         setattr(keeper, _GIVEN, True)
-    elif has_given_positions(keeper):
+    elif getattr(keeper, _GIVEN, False):
         delattr(keeper, _GIVEN)
 
 
@@ -368,7 +388,9 @@ def remember_keys(cache: Any) -> None:
         return
     known, generation = recorded(keeper), GENERATION.get()
     if known is not None:
-        known.keys = _seen(keeper)
+        known.keys = seen = _seen(keeper)
+        left = None if seen is None else seen.length
+        known.evicted = left is not None and isinstance(known.length, int) and left < known.length
     if generation is not None:
         generation.caches.add(id(keeper))
     if note_of(keeper, _CONTINUED):
@@ -381,9 +403,11 @@ def matches_keys(cache: Any) -> bool:
     If rows were reordered, selected, repeated or cropped, the recorded positions are changed in the same way.
     """
     keeper = self_attention_cache(cache)
-    known = None if traced() or note_of(keeper, _CONTINUED) else recorded(cache)
-    if known is None or known.keys is None or known.keys.still_in(_keys(cache)):
+    known: CachedPositions | None = None if traced() or note_of(keeper, _CONTINUED) else note_of(keeper, _POSITIONS)
+    if known is None or known.keys is None or (known.keys.still_in(_keys(cache)) and not known.evicted):
         return True
+    if known.evicted:
+        return False
     seen = _seen(cache)
     generation = GENERATION.get()
     if generation is not None and known.ids is None and generation.has_filled(keeper):

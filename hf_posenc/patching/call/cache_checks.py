@@ -163,7 +163,7 @@ def check_cache(part: Part, state: ForwardState) -> None:
     if exporting():
         _check_cache_of_program(part, state)
         return
-    cached = int(state.offset)
+    cached = int(state.offset) + state.dropped
     if cached > 0:
         part.check_cache(cached, cached + state.query_length)
 

@@ -18,7 +18,7 @@ from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
-from hf_posenc.patching.call.cache import counted_tokens, recorded
+from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions, gradients_may_be_shared
 
@@ -131,6 +131,12 @@ class ForwardState:
         mask_hides_padding: whether the caller's mask has a form that does not show which tokens are padding.
         cache_object: the cache of the call, or `None`.
         cache_changed: whether its keys have been changed since their positions were recorded.
+        held: the positions that the cache itself states for its keys, if it does and is not empty. Its keys then count
+            as the only cached slots.
+        held_by_layer: the same by layer, if it does; layers may hold different tokens.
+        dropped: how many tokens it has dropped.
+        goes_on: whether the caller passed no positions to a call with such a cache, so that `position_ids` go on from
+            those of its keys.
     """
 
     query_length: int
@@ -142,6 +148,10 @@ class ForwardState:
     mask_hides_padding: bool = False
     cache_object: Any = None
     cache_changed: bool = False
+    held: CachedPositions | None = None
+    held_by_layer: dict[int, CachedPositions] = field(default_factory=dict)
+    dropped: int = 0
+    goes_on: bool = False
     #: Where the tensors of this state are; `None` before the first module of the stack has asked.
     device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.
@@ -165,6 +175,22 @@ class ForwardState:
             if isinstance(value, Tensor | Positions):
                 setattr(there, name, there.shared(("moved", name), functools.partial(value.to, device), mask=value))
         return there
+
+    def of_layer(self, module: nn.Module) -> ForwardState:
+        """This state for an attention layer, if the cache holds different tokens in each layer.
+
+        Raises:
+            UnsupportedError: for a layer that does not say which of them it reads.
+        """
+        if all(one is self.held for one in self.held_by_layer.values()):
+            return self
+        held = self.held_by_layer.get(getattr(module, "layer_idx", -1))
+        if held is None:
+            raise UnsupportedError(
+                f"The layers of this {type(self.cache_object).__name__} hold different tokens, and it is not known "
+                f"which of them {type(module).__name__} reads. Let all layers drop the same tokens."
+            )
+        return dataclasses.replace(self, held=held, scratch={}, memo={})
 
     def is_for(self, length: int, device: torch.device) -> bool:
         """Whether this state is that of a module with `length` tokens on `device`, as that of most modules is."""

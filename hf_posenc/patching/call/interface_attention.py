@@ -113,6 +113,8 @@ class InterfaceAttention(AttentionSite):
             call = LayerCall(state, hidden_states)
         else:
             call = self.begin_call(hidden_states)
+        if call.state.held_by_layer:
+            call.state = call.state.of_layer(self.module)
         if call.state.cache_object is None:
             call.state.cache_object = first_cache((*args, *kwargs.values()))
         calls = self.calls.own()

@@ -18,6 +18,7 @@ from hf_posenc.patching.call.cache import (
     GENERATION,
     CachedPositions,
     counted_tokens,
+    drops_keys,
     record,
     recorded,
     self_attention_cache,
@@ -131,6 +132,18 @@ def slot_distances_are_exact(
     return compare() if compiling else state.shared("even", compare, key_length, mask=mask)
 
 
+def require_window(state: ForwardState) -> None:
+    """Refuses a cache that has dropped keys, unless they are those before a window."""
+    if not torch.compiler.is_compiling() and state.shared(
+        "drops keys", lambda: drops_keys(state.cache_object), everywhere=True
+    ):
+        raise UnsupportedError(
+            f"This {type(state.cache_object).__name__} holds fewer keys than it has seen, and does not state which "
+            "positions they have, but this scheme needs them. Give its layers the attribute key_positions, "
+            "(batch or 1, keys), or use hf_posenc.SinkCache."
+        )
+
+
 def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: int | Tensor, restarts: bool) -> bool:
     """Whether positions of real tokens never decrease along a row, so that earlier keys have no larger positions.
 
@@ -154,7 +167,7 @@ def _compute_regularity(state: ForwardState) -> Regularity:
     own, offset, mask = state.positions().ids, state.offset, _usable_mask(state)
     differs = None if state.position_ids is None else differs_from_expected(state, own)
     device = own.device
-    known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
+    known = None if isinstance(offset, int) and offset == 0 else state.held or recorded(state.cache_object)
     if known is not None and known.even is not None and differs is None and _goes_on(state):
         assert state.end is not None
         record(state.cache_object, CachedPositions(state.end, mask=mask, even=known.even))
@@ -187,14 +200,15 @@ def _compute_regularity(state: ForwardState) -> Regularity:
             record(state.cache_object, CachedPositions(offset + state.query_length, mask=mask, even=even))
         return Regularity(irregular=False, even=even)
     cached = _recorded_length(state, known)
-    if not stated and known is not None and not known.by_next_mask and cached:
+    if not stated and known is not None and not known.by_next_mask and cached and state.held is None:
         before = known.counted(torch.arange(cached, device=device)) if known.ids is None else known.ids[:, :cached]
         farthest = before.to(device).amax(-1)
         if bool((own[:, 0] <= farthest).any()):
             raise UnsupportedError(_NOT_CONTINUED.format(int(farthest.max()), int(own[:, 0].min())))
     slots = torch.arange(cached + state.query_length, device=device)
     ids = _ids_at(state, slots, own, irregular=True)
-    record(state.cache_object, CachedPositions(len(slots), ids))
+    if state.held is None:
+        record(state.cache_object, CachedPositions(len(slots), ids))
     return Regularity(irregular=True, even=bool(_has_even_spacing(ids, _real_at(state, slots, ids))))
 
 
@@ -313,7 +327,7 @@ def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) ->
     ids = _expected_ids(state, slots, own)
     if not irregular:
         return ids
-    known = recorded(state.cache_object)
+    known = state.held or recorded(state.cache_object)
     offset = 0 if state.offset is None else state.offset
     cached = None if known is None else known.ids
     if known is not None and cached is None and not known.by_next_mask:

@@ -27,6 +27,7 @@ from hf_posenc.patching.call.key_positions import (
     all_positions_below,
     key_positions,
     positions_never_decrease,
+    require_window,
     slot_distances_are_exact,
 )
 from hf_posenc.patching.call.parallel import HeadShard
@@ -44,7 +45,7 @@ from hf_posenc.schemes.parts import (
     feature_counts,
 )
 from hf_posenc.schemes.positions import AttentionPairs, KeptValues, Positions, assert_in_graph, traced
-from hf_posenc.schemes.refusals import POOLED_PATCHES, SLIDING_CACHE
+from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
 from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
@@ -355,6 +356,8 @@ class LogitSite(PlacedForward):
             slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
             return key_positions(state, key_start, key_length), slots
 
+        if state.dropped:
+            EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
         if self.encoding.needs_oldest_keys:
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
         keys, query_slots = state.shared("pairs", places, query_length, key_length)
@@ -402,7 +405,10 @@ class LogitSite(PlacedForward):
     def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
         """Slots of the first query and of the first key."""
         offset = state.slot_offset(query_length, key_length)
-        return offset, first_key_slot(offset, query_length, key_length)
+        first = first_key_slot(offset, query_length, key_length)
+        if isinstance(first, int) and first > 0:
+            require_window(state)
+        return offset, first
 
 
 def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> DistanceForm | None:

@@ -112,6 +112,9 @@ class TableSite(PlacedForward):
         return numbered
 
     def _positions(self, state: ForwardState, rows: Tensor) -> Positions:
+        if state.goes_on:
+            # The architecture counts slots.
+            return state.positions()
         ids = rows - self.origin
         counted = state.mask_positions()
         if state.position_ids is None and counted is not None and state.attention_mask is not None:

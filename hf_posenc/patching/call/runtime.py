@@ -33,8 +33,10 @@ from hf_posenc.patching.call.cache import (
     remember_length,
     self_attention_cache,
     set_note,
+    states_positions,
 )
 from hf_posenc.patching.call.cache_checks import SCHEME, check_cached_scheme
+from hf_posenc.patching.call.evicting_cache import evicting_state
 from hf_posenc.patching.call.forward_state import (
     AXES,
     UNKNOWN,
@@ -294,7 +296,7 @@ class StackForward(PlacedForward):
         calls = self.runtime.states.own()
         depth = len(calls)
         try:
-            state, kwargs = self._resolve(args, kwargs)
+            state, args, kwargs = self._resolve(args, kwargs)
             known, scheme = None, self.runtime.scheme
             if state.cache_object is not None and not torch.compiler.is_compiling():
                 # A graph that read the note would be compiled once more after it has set it.
@@ -335,18 +337,20 @@ class StackForward(PlacedForward):
         "call without torch.compile, or compile without fullgraph=True.",
     )
 
-    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardState, dict[str, Any]]:
+    def _resolve(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ForwardState, tuple[Any, ...], dict[str, Any]]:
         """Resolves the positions of this call.
 
         Returns:
-            The state and the keyword arguments of the call. If positions have several axes, none of which is
+            The state and the arguments of the call. If positions have several axes, none of which is
             the place in the sequence, and the caller passed no mask, a mask of ones is added: without a mask
             transformers looks for packed documents in the positions.
         """
         stack = self.module
         layout = self.runtime.layout
         if layout.has_axes:
-            return layout.state_of_call(stack, args, kwargs), kwargs
+            return layout.state_of_call(stack, args, kwargs), args, kwargs
         arguments = named_arguments(stack, args, kwargs) if args else kwargs
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
         features = layout.features_among(arguments) if tokens is None else None
@@ -362,6 +366,15 @@ class StackForward(PlacedForward):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             implementation = getattr(stack.config, "_attn_implementation", None)
             refuse_context_parallel(self.runtime.split_problem, arguments.get("position_ids"), implementation)
+        if cache is not None and states_positions(cache):
+            given = arguments.get("position_ids")
+            given = None if given is None else _for_every_token(one_axis(given).long(), tokens)
+            if given is not None:
+                self.runtime.slots.reach_positions(stack, given)
+            state, columns = evicting_state(cache, stack, tokens, given, arguments.get("attention_mask"))
+            if columns is not None:
+                args, kwargs = (), arguments | {"attention_mask": columns}
+            return state, args, kwargs
         mask = arguments.get("attention_mask")
         padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
@@ -378,7 +391,7 @@ class StackForward(PlacedForward):
         if features is not None:
             given = SeriesState(UNKNOWN, offset, position_ids, padding, cache_object=cache, cache_changed=changed)
             given.expected = layout.tokens_of(features)
-            return given, kwargs
+            return given, args, kwargs
         state = ForwardState(
             query_length,
             offset,
@@ -396,9 +409,9 @@ class StackForward(PlacedForward):
             generation.compare(differs_from_expected(state.on(counted.device), counted))
         shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES
         if coordinates is None or shows_packing or mask is not None or not isinstance(offset, int):
-            return state, kwargs
+            return state, args, kwargs
         ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
-        return state, kwargs | {"attention_mask": ones}
+        return state, args, kwargs | {"attention_mask": ones}
 
     def _split_axes(
         self, position_ids: Tensor | None, cache: Any, offset: int | Tensor | None, padding: Tensor | None

@@ -45,6 +45,8 @@ class ScoresAttention(AttentionSite):
             self.runtime.unattended.discard(id(self.module))
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = self.begin_call(hidden_states)
+        if call.state.held_by_layer:
+            call.state = call.state.of_layer(self.module)
         if call.state.cache_object is None:
             call.state.cache_object = first_cache((*args, *kwargs.values()))
         forward = inspect.unwrap(type(self.module).forward)

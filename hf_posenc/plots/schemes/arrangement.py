@@ -14,6 +14,7 @@ from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import PositionMap
+from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def _far_positions(subject: Subject) -> FarPositionsConfig | None:
 
 @figure_kind(
     lambda subject: _far_positions(subject) is not None,
-    "The distance at which the scheme sees a key, over the key's own distance from the query. Near keys keep theirs.",
+    "The distance at which the scheme sees a key, over the key's own distance from the query. Near keys keep theirs. "
+    "Where there is no line, keys are hidden.",
 )
 def distance_map(subject: Subject) -> Figure:
     """The distance of each pair after a pairwise position map."""
@@ -82,6 +84,8 @@ def distance_map(subject: Subject) -> Figure:
     assert far is not None
     distance = torch.arange(_TIMES * far.first_query)
     mapped = -far.distance(distance[-1:], distance).squeeze(0).flip(0)
+    if isinstance(far, AttentionSinksConfig):
+        mapped = mapped.float().masked_fill(far.are_hidden(distance[-1:], distance).squeeze(0).flip(0), torch.nan)
     lines = {"unchanged": distance, f"this scheme (far keys from position {far.first_query} on)": mapped}
     return line_figure(subject, lines, distance, DISTANCE_LABEL, "distance after the map")[0]
 

@@ -31,6 +31,7 @@ from hf_posenc.plots.schemes.subject import (
 from hf_posenc.plots.style import HIGHLIGHT, palette
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.parts import DistanceBias
+from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
 from hf_posenc.schemes.position_maps.pairwise import FarRotation
 from hf_posenc.schemes.positions import Positions
 
@@ -56,7 +57,8 @@ def _random_inputs(subject: Subject) -> str:
 
 def _has_bias(subject: Subject) -> bool:
     # What changes far pairs only shows nothing this near; there is a figure of its distances.
-    return not isinstance(subject.parts.logit_bias, FarRotation | None)
+    bias = subject.parts.logit_bias
+    return bias is not None and not all(isinstance(one, FarRotation | HiddenPairs) for one in bias.summands())
 
 
 def _row(subject: Subject) -> int:

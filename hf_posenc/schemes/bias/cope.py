@@ -22,6 +22,7 @@ class CopeBias(NormalWeights, PairwiseBias):
     reads_later_keys = False
     reads_heads = True
     reads_positions = False
+    sums_tokens = True
 
     def __init__(self, config: CopeConfig, context: BuildContext) -> None:
         super().__init__()

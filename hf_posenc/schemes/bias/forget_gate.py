@@ -18,6 +18,7 @@ class ForgetGateBias(SeparableBias):
 
     num_features = 1
     reads_positions = False
+    sums_tokens = True
     no_weight_decay = frozenset({"bias"})
 
     def __init__(self, config: ForgetGateConfig, context: BuildContext) -> None:

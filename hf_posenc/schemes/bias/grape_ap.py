@@ -21,6 +21,7 @@ class GrapeApBias(NormalWeights, PairwiseBias):
     """A sum of penalties over all tokens after a key, up to the query. Each compares one of them with the query."""
 
     reads_later_keys = False
+    sums_tokens = True
 
     def __init__(self, config: GrapeApConfig, context: BuildContext) -> None:
         super().__init__()

@@ -117,6 +117,10 @@ class FarPositionsConfig(PositionMapConfig):
         far = self.key(key_ids).unsqueeze(-2) - self.query(query_ids).unsqueeze(-1)
         return far.where(self.are_far(query_ids, key_ids), key_ids.unsqueeze(-2) - query_ids.unsqueeze(-1))
 
+    def mask(self) -> PairwiseBias | None:
+        """Returns a bias that hides some pairs, if this scheme does."""
+        return None
+
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds the parts of the scheme, and a bias that corrects far pairs.
 
@@ -134,14 +138,15 @@ class FarPositionsConfig(PositionMapConfig):
             )
         parts = self.inner.build(context)
         rotation, bias = parts.query_key_map, parts.logit_bias
-        _check_follows(owner, self.inner, parts)
+        mask = self.mask()
+        _check_follows(owner, self.inner, parts, encodes=mask is None)
         if bias is not None and self.gives_real_positions and needs_whole_positions(bias):
             raise ValueError(
                 f"{owner}.inner is {self.inner.name!r}, which needs integer positions, but this factor produces real "
                 "ones for far pairs. Omit the factor, or use 'self_extend', or a bias that accepts real distances, "
                 "such as 'alibi'."
             )
-        biases: list[LogitBias] = []
+        biases: list[LogitBias] = [] if mask is None else [mask]
         if rotation is not None:
             rotation.mapped_again = True
             biases.append(FarRotation(cast("RotaryMap", rotation), self))
@@ -151,7 +156,7 @@ class FarPositionsConfig(PositionMapConfig):
         return SchemeParts(parts.additive, rotation, far, parts.logit_scale)
 
 
-def _check_follows(owner: str, scheme: SchemeConfig, parts: SchemeParts) -> None:
+def _check_follows(owner: str, scheme: SchemeConfig, parts: SchemeParts, encodes: bool) -> None:
     rotation, bias = parts.query_key_map, parts.logit_bias
     # Subclasses may rotate by angles that are not multiples of the position.
     if rotation is not None and type(rotation) not in (RotaryMap, LengthDependentRotaryMap):
@@ -164,5 +169,5 @@ def _check_follows(owner: str, scheme: SchemeConfig, parts: SchemeParts) -> None
             f"{owner}.inner is {scheme.name!r}, whose bias depends on more than the distance of a pair, so it cannot "
             "be computed at other positions. Use 'alibi' or 't5', or compose it with this scheme."
         )
-    if rotation is None and bias is None:
+    if encodes and rotation is None and bias is None:
         raise ValueError(f"{owner}.inner is {scheme.name!r}, which encodes no distances. Use 'rope', 'alibi' or 't5'.")

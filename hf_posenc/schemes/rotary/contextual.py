@@ -32,6 +32,7 @@ class ContextualRotation(PairwiseBias):
     replaces_logits = True
     reads_later_keys = False
     reads_positions = False
+    sums_tokens = True
     #: Whether the angles of a token depend on no other token, so that its rotated key can be cached.
     angles_of_own_token: bool = False
 

@@ -19,6 +19,7 @@ class RepoRotation(NormalWeights, ContextualPlaces):
     """A rotation by places that a gated projection of each token predicts."""
 
     angles_of_own_token = True
+    sums_tokens = False
 
     def __init__(self, config: RepoConfig, context: BuildContext) -> None:
         super().__init__(RotaryMap(config.frequencies(context), config.layout), context)

@@ -10,12 +10,16 @@ from hf_posenc.schemes import (
     IntegerConfig,
     LearnedConfig,
     LinearScaling,
+    NoneConfig,
     RopeConfig,
+    SchemeParts,
     SinusoidalConfig,
     T5Config,
     YarnScaling,
 )
+from hf_posenc.schemes.parts import HIDDEN
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
+from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
 from hf_posenc.schemes.position_maps.dual_chunk import DualChunkConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
@@ -107,6 +111,34 @@ def rerope(config: Any, parts: Any, case: LogitCase) -> Logits:
         return config.window if config.factor is None else config.window + (steps - config.window) / config.factor
 
     return distance_logits(config.inner, parts, case, distance)
+
+
+def attention_sinks(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2309.17453: a cache of the sinks, the last `window - 1` tokens and the query, numbered from 0."""
+
+    def place(query: int, key: int) -> int | None:
+        kept = [*range(config.sinks), *range(max(config.sinks, query - config.window + 1), query + 1)]
+        return kept.index(query) - kept.index(key) if query >= config.sinks and key in kept else None
+
+    def distance(query: int, key: int) -> float:
+        found = place(query, key)
+        return query - key if found is None else found
+
+    def hidden(query: int, key: int) -> bool:
+        return config.sinks <= key <= query and place(query, key) is None
+
+    inner, numbers = config.inner, case.positions
+    if inner.name == "none":
+        shown = case.logits(case.product)
+    else:
+        shown = distance_logits(inner, summand(parts), case, distance)
+    return case.logits(lambda head, i, j: shown[head][i][j] + HIDDEN * hidden(numbers[i], numbers[j]))
+
+
+def summand(parts: Any) -> Any:
+    """The parts, with the bias that has learned weights in place of the sum."""
+    members = getattr(parts.logit_bias, "parts", [parts.logit_bias])
+    return SchemeParts(parts.additive, parts.query_key_map, members[-1], parts.logit_scale)
 
 
 def dual_chunk(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -202,6 +234,19 @@ ROWS: dict[str, Row] = {
         ),
         causal_only=True,
         marks="-++.++.++++",
+    ),
+    "attention_sinks": Row(
+        "logits",
+        attention_sinks,
+        (
+            AttentionSinksConfig(ROPE, sinks=2, window=4),
+            AttentionSinksConfig(RopeConfig(scaling=LinearScaling(2.0), layout="interleaved"), sinks=1, window=6),
+            AttentionSinksConfig(AlibiConfig(), sinks=1, window=5),
+            AttentionSinksConfig(T5Config(), sinks=3, window=2),
+            AttentionSinksConfig(NoneConfig(), sinks=2, window=3),
+        ),
+        causal_only=True,
+        marks="-+-.++.++++",
     ),
     "dual_chunk": Row(
         "logits",

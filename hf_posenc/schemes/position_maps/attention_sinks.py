@@ -1,0 +1,93 @@
+"""A window, and the first tokens of the text at its far end (attention sinks)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.parts import HIDDEN, AttentionPairs, PairwiseBias
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
+from hf_posenc.schemes.scheme import option, register_scheme
+
+
+class HiddenPairs(PairwiseBias):
+    """Hides the keys that are neither sinks nor in the window of their query.
+
+    Args:
+        config: the sinks and the window.
+    """
+
+    whole_heads = False
+    reads_later_keys = False
+
+    def __init__(self, config: AttentionSinksConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.zero_below = config.first_query
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""
+        heads = pairs.query.shape[1]
+        return pairs.remembered(f"hidden {id(self)}", lambda: self._of_pairs(pairs)).expand(-1, heads, -1, -1)
+
+    def _of_pairs(self, pairs: AttentionPairs) -> Tensor:
+        hidden = self.config.are_hidden(pairs.query_positions, pairs.keys.ids)
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN).unsqueeze(1)
+
+
+@register_scheme
+class AttentionSinksConfig(FarPositionsConfig):
+    """A window and the first tokens of the text, as in the rolling cache of StreamingLLM (arXiv:2309.17453, fig. 4).
+
+    For query `i` and key `j <= i`, the scheme uses the distance::
+
+        i - j                           if i - j < window
+        min(i, sinks + window - 1) - j  otherwise, if j < sinks: they stay where they are once the cache is full
+        (hidden)                        otherwise
+
+    A model that was trained without such a window can then go on reading at its trained distances, because a trained
+    model puts much of its attention on the first tokens. It does not remember what has left the window. It
+    needs no training. `hf_posenc.SinkCache` has the same memory at any length; with another cache or without one, the
+    results are the same. The official code counts a window without the query's own token (`recent_size = window - 1`),
+    and in a call of several tokens, its sinks come nearer than here. As an extension of the paper, distance biases
+    other than `alibi` are supported too, and models without positions. `sinks=0` is a sliding window.
+
+    Args:
+        inner: a rotation proportional to positions (`rope` with any scaling, `p_rope`), a distance bias, or both; or
+            `none`.
+        sinks: number of first tokens that every token sees, 4 in the paper.
+        window: number of last tokens that a token sees, itself included: 1020 in the paper.
+    """
+
+    name: ClassVar[str] = "attention_sinks"
+
+    sinks: int = option(4, minimum=0)
+    window: int = option(1020, minimum=1)
+
+    @property
+    def first_query(self) -> int:
+        """The first query that no longer sees all tokens before it."""
+        return self.sinks + self.window
+
+    def query(self, ids: Tensor) -> Tensor:
+        """Returns the place in the cache, which is the last one as soon as the cache is full."""
+        return ids.clamp(max=self.first_query - 1)
+
+    def key(self, ids: Tensor) -> Tensor:
+        """Returns the positions themselves."""
+        return ids
+
+    def last_key(self, ids: Tensor) -> Tensor:
+        """Returns the last sink, or the last key before the window."""
+        return (ids - self.window).clamp(max=self.sinks - 1)
+
+    def are_hidden(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
+        """Returns which keys are between the sinks and the window, `(batch or 1, query_len, key_len)` bool."""
+        keys = key_ids.unsqueeze(-2)
+        return (keys >= self.sinks) & (keys <= (query_ids - self.window).unsqueeze(-1))
+
+    def mask(self) -> HiddenPairs:
+        """Hides what is neither near nor a sink."""
+        return HiddenPairs(self)

@@ -1,0 +1,435 @@
+"""Caches that drop tokens: the tokens that stay keep their positions, or the call is refused.
+
+Right is one call over the whole text in which the dropped tokens are hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_posenc import AttentionSinksConfig, SinkCache, UnsupportedError, get_scheme, patch_model, unpatch_model
+from hf_posenc.metrics.properties.logits import relativity
+from hf_posenc.metrics.properties.specimen import build_specimen
+from tests.matrix.running import distance, patched, tokens
+from tests.models import tiny
+from tests.thinning import in_turn
+
+SINKS, WINDOW, LENGTH, PADS = 2, 6, 30, 5
+SIZE = SINKS + WINDOW - 1
+#: Two tiny layers in float32.
+CLOSE = 1e-4
+SINGLY = (1,) * LENGTH
+PIECES: dict[str, tuple[int, ...]] = {
+    "singly": SINGLY,
+    "a long prompt": (17, *SINGLY[17:]),
+    "in pieces": (9, 4, 1, 7, 1, 1, 7),
+}
+ROPE_AND_ALIBI = {"scheme": "composed", "parts": ["rope", "alibi"]}
+
+
+def sinks_with(inner: Any) -> dict[str, Any]:
+    return {"scheme": "attention_sinks", "inner": inner, "sinks": SINKS, "window": WINDOW}
+
+
+def left_padding() -> Tensor:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :PADS] = 0
+    return mask
+
+
+def decoded(model: Any, ids: Tensor, cache: Any, pieces: tuple[int, ...], **given: Tensor) -> Tensor:
+    steps, start = [], 0
+    for count in pieces:
+        stop = start + count
+        some = {name: values[:, 0 if "mask" in name else start : stop] for name, values in given.items()}
+        steps.append(model(ids[:, start:stop], **some, past_key_values=cache, use_cache=True).logits)
+        start = stop
+    return torch.cat(steps, dim=1)
+
+
+def shown(visible: Tensor) -> Tensor:
+    """The mask of a call that hides all other pairs."""
+    return torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+def in_window() -> Tensor:
+    """Which keys a `SinkCache` shows to each query."""
+    query, key = torch.arange(LENGTH).unsqueeze(1), torch.arange(LENGTH)
+    return (key <= query) & ((query - key < WINDOW) | (key < SINKS))
+
+
+INNER: list[Any] = ["rope", "p_rope", "alibi", "t5", "kerple", "none", ROPE_AND_ALIBI]
+
+
+@pytest.mark.parametrize(("inner", "pieces", "kind"), in_turn(INNER, PIECES, ["sdpa", "eager"]), ids=str)
+@torch.no_grad()
+def test_sinks_behind_a_cache_equal_one_call(inner: Any, pieces: str, kind: str) -> None:
+    model, ids, mask = (
+        patched("llama_gqa", sinks_with(inner), attn_implementation=kind),
+        tokens(2, LENGTH),
+        left_padding(),
+    )
+    whole, alone = model(ids, use_cache=False).logits, model(ids[1:, PADS:], use_cache=False).logits[0]
+    for cache in (SinkCache(SINKS, WINDOW), DynamicCache()):
+        assert distance(decoded(model, ids, cache, PIECES[pieces]), whole) <= CLOSE
+    padded = decoded(model, ids, SinkCache(SINKS, WINDOW), PIECES[pieces], attention_mask=mask)
+    assert distance(padded[0], whole[0]) <= CLOSE
+    assert distance(padded[1, PADS:], alone) <= CLOSE
+
+
+PLAIN: list[Any] = [
+    *("none", "native", "rope", "xpos", "sinusoidal", "learned", "alibi", "t5", "kerple", "fire", "shaw", "swin"),
+    *(
+        "transformer_xl",
+        "self_extend",
+        "repo",
+        "pope",
+        {"scheme": "forget_gate", "gate": "bias_only"},
+        ["rope", "ssmax"],
+    ),
+]
+
+
+@pytest.mark.parametrize("scheme", PLAIN, ids=str)
+@torch.no_grad()
+def test_positions_stay_when_tokens_are_dropped(scheme: Any) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
+    cache = SinkCache(SINKS, WINDOW)
+    found = decoded(model, ids, cache, SINGLY)
+    assert distance(found, model(ids, attention_mask=shown(in_window()), use_cache=False).logits) <= CLOSE
+    for layer in cache.layers:
+        assert layer.keys.shape[2] == layer.values.shape[2] == SIZE
+        assert layer.key_positions.tolist() == [[0, 1, *range(LENGTH - WINDOW + 1, LENGTH)]]
+        assert layer.get_seq_length() == LENGTH
+
+
+DECODERS: dict[str, Any] = {
+    "gpt2": "GPT2LMHeadModel",
+    "roberta": ("RobertaForCausalLM", {"is_decoder": True, "pad_token_id": 1}),
+    "xglm": "XGLMForCausalLM",
+    "mpt": "MptForCausalLM",
+    "ctrl": "CTRLLMHeadModel",
+    "gptj": "GPTJForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+
+
+@pytest.mark.parametrize(("decoder", "scheme"), in_turn(DECODERS, ["native", "learned", "alibi"]))
+@torch.no_grad()
+def test_architectures_that_count_slots_themselves(decoder: str, scheme: str) -> None:
+    """Tables of positions, biases and masks of the stock code are made from slots, of which some are gone."""
+    torch.manual_seed(0)
+    name, options = DECODERS[decoder] if isinstance(DECODERS[decoder], tuple) else (DECODERS[decoder], {})
+    model = tiny(name, attn_implementation="eager", **options).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=0.3)
+    patch_model(model, scheme)
+    ids, mask, length = tokens(2, LENGTH), left_padding(), LENGTH - PADS
+    whole = model(ids, attention_mask=shown(in_window()).expand(2, -1, -1, -1), use_cache=False).logits
+    assert distance(decoded(model, ids, SinkCache(SINKS, WINDOW), SINGLY), whole) <= CLOSE
+    alone = model(ids[1:, PADS:], attention_mask=shown(in_window()[:length, :length]), use_cache=False).logits[0]
+    pieces = (PADS + 1, *SINGLY[PADS + 1 :])
+    padded = decoded(model, ids, SinkCache(SINKS, WINDOW), pieces, attention_mask=mask)
+    assert distance(padded[1, PADS:], alone) <= CLOSE
+
+
+@pytest.mark.parametrize("scheme", ["cope", "forget_gate", "grape_ap", "grape_m", "selective_rope"])
+@torch.no_grad()
+def test_sums_over_dropped_tokens_are_refused(scheme: str) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
+    cache = SinkCache(SINKS, WINDOW)
+    assert distance(decoded(model, ids, cache, SINGLY[: SIZE + 1]), model(ids[:, : SIZE + 1]).logits) <= CLOSE
+    with pytest.raises(UnsupportedError, match="has dropped tokens between"):
+        model(ids[:, SIZE + 1 : SIZE + 2], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_scheme_that_follows_the_length_sees_the_length_of_the_text() -> None:
+    model, ids = (
+        patched(
+            "llama_gqa", {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 16}}
+        ),
+        tokens(2, LENGTH),
+    )
+    with pytest.raises(UnsupportedError, match="Dynamic NTK"):
+        decoded(model, ids, SinkCache(SINKS, WINDOW), SINGLY)
+
+
+@pytest.mark.parametrize("inner", ["rope", "alibi"])
+@torch.no_grad()
+def test_generation_at_bounded_memory(inner: str) -> None:
+    """Greedy, sampled beams, prompts in pieces, left padding, and one call after the other with the same cache."""
+    model = patched("llama_gqa", sinks_with(inner))
+    ids, mask = tokens(2, 14), left_padding()[:, :14]
+    for more in ({}, {"num_beams": 3}, {"prefill_chunk_size": 4}):
+        given = {"attention_mask": mask, "max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0, **more}
+        expected = model.generate(ids, **given | {"prefill_chunk_size": None}, use_cache=True)
+        cache = SinkCache(SINKS, WINDOW)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **given), expected), more
+        assert all(layer.keys.shape[2] == SIZE for layer in cache.layers)
+    cache = SinkCache(SINKS, WINDOW)
+    half = model.generate(ids[:1], past_key_values=cache, max_new_tokens=8, min_new_tokens=8)
+    both = model.generate(half, past_key_values=cache, max_new_tokens=8, min_new_tokens=8)
+    assert torch.equal(both, model.generate(ids[:1], max_new_tokens=16, min_new_tokens=16))
+
+
+@torch.no_grad()
+def test_dropped_tokens_cannot_come_back() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, LENGTH)
+    cache = SinkCache(SINKS, WINDOW)
+    decoded(model, ids, cache, (SIZE,))
+    cache.crop(-3)
+    found = decoded(model, ids[:, SIZE - 3 :], cache, (2,))
+    assert distance(found, model(ids[:, : SIZE - 1]).logits[:, -2:]) <= CLOSE
+    decoded(model, ids[:, SIZE - 1 :], cache, (1, 1))
+    assert not cache.is_croppable
+    with pytest.raises(UnsupportedError, match="cannot be cropped"):
+        cache.crop(-1)
+    cache.reset()
+    assert distance(decoded(model, ids, cache, (4, 4)), model(ids[:, :8]).logits) <= CLOSE
+
+
+ORDER = torch.tensor([1, 0])
+ROWS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
+    "reorder_cache": (lambda cache: cache.reorder_cache(ORDER), [1, 0]),
+    "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("change", ROWS)
+@torch.no_grad()
+def test_rows_take_their_positions_along(change: str) -> None:
+    model, ids, mask = patched("llama_gqa", sinks_with("t5")), tokens(2, LENGTH), left_padding()
+    do, rows = ROWS[change]
+    cache = SinkCache(SINKS, WINDOW)
+    expected = decoded(model, ids, cache, (12, 8, 10), attention_mask=mask)[rows, 20:]
+    cache = SinkCache(SINKS, WINDOW)
+    decoded(model, ids[:, :20], cache, (12, 8), attention_mask=mask[:, :20])
+    do(cache)
+    for one in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+        given = {"attention_mask": mask[rows], "past_key_values": one}
+        assert distance(model(ids[rows, 20:], **given).logits, expected) <= CLOSE
+
+
+@torch.no_grad()
+def test_given_positions_are_kept() -> None:
+    """Positions that jump, and a mask without padding, so that no document seems to begin."""
+    model, ids = patched("llama_gqa", sinks_with("alibi")), tokens(2, LENGTH)
+    given = {"position_ids": (torch.arange(LENGTH) + 7 * (torch.arange(LENGTH) > 20)).expand(2, -1)}
+    given["attention_mask"] = torch.ones_like(given["position_ids"])
+    whole = model(ids, **given, use_cache=False).logits
+    assert distance(decoded(model, ids, SinkCache(SINKS, WINDOW), (9, 4, 1, 7, 1, 1, 7), **given), whole) <= CLOSE
+
+
+class _Kept(DynamicLayer):
+    """Drops one of three tokens as soon as all of them are older than four."""
+
+    def __init__(self, owner: _OwnCache) -> None:
+        super().__init__()
+        self.owner, self.seen = owner, 0
+        self.third = 1 + len(owner.layers) * owner.by_layer
+        self.positions = torch.zeros(0, dtype=torch.long)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states)
+        start, self.seen = self.seen, self.seen + key_states.shape[-2]
+        positions = torch.cat((self.positions, torch.arange(start, self.seen)))
+        kept = (positions % 3 != self.third) | (positions // 3 * 3 + 2 > self.seen - 5)
+        self.keys, self.values, self.positions = keys[:, :, kept], values[:, :, kept], positions[kept]
+        if self.owner.states:
+            self.key_positions = self.positions.unsqueeze(0)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.seen if self.owner.counts_all else super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return len(self.positions) + query_length, self.get_seq_length() - len(self.positions)
+
+
+class _OwnCache(Cache):
+    """A cache of somebody else.
+
+    Args:
+        states: whether its layers state the positions of their keys.
+        counts_all: whether its length is the number of all tokens, or of those that it holds.
+        by_layer: whether each layer drops tokens of its own.
+    """
+
+    def __init__(self, states: bool, counts_all: bool, by_layer: bool = False) -> None:
+        self.states, self.counts_all, self.by_layer = states, counts_all, by_layer
+        super().__init__(layer_class_to_replicate=lambda: _Kept(self))  # type: ignore[arg-type]
+
+
+def without_third(third: int) -> Tensor:
+    query, key = torch.arange(LENGTH).unsqueeze(1), torch.arange(LENGTH)
+    return shown((key <= query) & ((key % 3 != third) | (key // 3 * 3 + 2 > query - 5)))
+
+
+def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
+    steps = []
+    for step in range(LENGTH):
+        position = {} if cache.counts_all or cache.states else {"position_ids": torch.tensor([[step]])}
+        steps.append(model(ids[:, step : step + 1], past_key_values=cache, **position).logits)
+    return torch.cat(steps, 1)
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "shaw", "none"])
+@torch.no_grad()
+def test_any_cache_may_state_the_positions_of_its_keys(scheme: str, counts_all: bool) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
+    expected = model(ids, attention_mask=without_third(1), use_cache=False).logits
+    cache = _OwnCache(True, counts_all)
+    assert distance(with_own_cache(model, ids, cache), expected) <= CLOSE
+    assert cache.layers[0].keys.shape[2] < LENGTH
+
+
+class _MaskOfLayer:
+    """A forward pre-hook that gives a layer a mask of its own."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"attention_mask": self.mask}
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "shaw", {"scheme": "rerope", "window": 3}], ids=str)
+@torch.no_grad()
+def test_layers_may_hold_different_tokens(scheme: Any, counts_all: bool) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
+    found = with_own_cache(model, ids, _OwnCache(True, counts_all, by_layer=True))
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(_MaskOfLayer(without_third(1 + index)), with_kwargs=True)
+    assert distance(found, model(ids, use_cache=False).logits) <= CLOSE
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "shaw", {"scheme": "self_extend", "window": 2}], ids=str)
+@torch.no_grad()
+def test_unknown_positions_are_refused(scheme: Any, counts_all: bool) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
+    with pytest.raises(UnsupportedError, match=r"fewer keys than it has seen|tokens were dropped, moved"):
+        with_own_cache(model, ids, _OwnCache(False, counts_all))
+
+
+@torch.no_grad()
+def test_keys_that_carry_their_position_need_no_statement() -> None:
+    model, ids = patched("llama_gqa", "rope"), tokens(2, LENGTH)
+    expected = model(ids, attention_mask=without_third(1), use_cache=False).logits
+    for counts_all in (False, True):
+        assert distance(with_own_cache(model, ids, _OwnCache(False, counts_all)), expected) <= CLOSE
+
+
+@torch.no_grad()
+def test_statements_that_do_not_fit_are_refused() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(2, LENGTH)
+    for wrong in (
+        torch.arange(4)[None],
+        torch.arange(SIZE),
+        torch.arange(3 * SIZE).view(3, SIZE),
+        torch.rand(1, SIZE),
+        None,
+    ):
+        cache = SinkCache(SINKS, WINDOW)
+        decoded(model, ids, cache, (9,))
+        cache.layers[1].key_positions = wrong
+        with pytest.raises(UnsupportedError, match="states the positions"):
+            model(ids[:, 9:10], past_key_values=cache)
+    cache = SinkCache(SINKS, WINDOW)
+    decoded(model, ids, cache, (9,))
+    cache.layers[1].key_positions = cache.layers[1].key_positions - 1
+    with pytest.raises(UnsupportedError, match="different tokens of padded rows"):
+        model(ids[:, 9:10], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_call_that_failed_is_not_continued() -> None:
+    model, ids = patched("llama_gqa", "rope"), tokens(2, LENGTH)
+    cache = SinkCache(SINKS, WINDOW)
+    decoded(model, ids, cache, (9,))
+    handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids[:, 9:10], past_key_values=cache)
+    handle.remove()
+    model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: 1 / 0).remove()
+    fresh = SinkCache(SINKS, WINDOW)
+    handle = model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decoded(model, ids, fresh, (9,))
+    handle.remove()
+    with pytest.raises(UnsupportedError):
+        decoded(model, ids, fresh, (9,))
+
+
+@torch.no_grad()
+def test_where_it_cannot_work() -> None:
+    ids = tokens(1, 9)
+    with pytest.raises(UnsupportedError, match="layers whose mask counts slots"):
+        patched("mistral_sliding", "alibi")(ids, past_key_values=SinkCache(SINKS, WINDOW))
+    with pytest.raises(UnsupportedError, match="Use it with a patched model only"):
+        patched("llama_gqa", None)(ids, past_key_values=SinkCache(SINKS, WINDOW))
+    model = patched("llama_gqa", sinks_with("rope"))
+    cache = SinkCache(SINKS, WINDOW)
+    decoded(model, ids, cache, (9,))
+    unpatch_model(model)
+    with pytest.raises(UnsupportedError, match="has been removed"):
+        model(ids[:, :1], past_key_values=cache)
+    for wrong in ({"sinks": -1}, {"window": 0}, {"window": 2.0}, {"sinks": True}):
+        with pytest.raises(ValueError, match="expected an integer"):
+            SinkCache(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+@torch.no_grad()
+def test_the_decoder_of_an_encoder_decoder(scheme: str) -> None:
+    model, ids = patched("bart", scheme), tokens(2, LENGTH)
+    encoded = {"encoder_outputs": (model.get_encoder()(ids).last_hidden_state,)}
+    cache = EncoderDecoderCache(SinkCache(SINKS, WINDOW), DynamicCache())
+    expected = model(
+        decoder_input_ids=ids, decoder_attention_mask=shown(in_window()).expand(2, -1, -1, -1), **encoded
+    ).logits
+    found = [
+        model(decoder_input_ids=ids[:, step : step + 1], past_key_values=cache, **encoded).logits
+        for step in range(LENGTH)
+    ]
+    assert distance(torch.cat(found, 1), expected) <= CLOSE
+
+
+@torch.no_grad()
+def test_a_saved_model_streams_like_before(tmp_path: Any) -> None:
+    model, ids = patched("llama_gqa", sinks_with("rope")), tokens(2, LENGTH)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
+    assert loaded.position_encoding.config == AttentionSinksConfig(get_scheme("rope")(), SINKS, WINDOW)
+    found = [decoded(one, ids, SinkCache(SINKS, WINDOW), PIECES["in pieces"]) for one in (model, loaded)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_model_runs_it_outside_its_graphs() -> None:
+    model, ids = patched("llama_gqa", sinks_with("alibi")), tokens(2, LENGTH)
+    expected = decoded(model, ids, SinkCache(SINKS, WINDOW), PIECES["in pieces"])
+    model.forward = torch.compile(model.forward)
+    assert distance(decoded(model, ids, SinkCache(SINKS, WINDOW), PIECES["in pieces"]), expected) <= CLOSE
+
+
+def test_hidden_pairs_do_not_hide_a_change() -> None:
+    """Sinks are at fixed positions, so a shift changes logits, though the largest number is that of hidden pairs."""
+    specimen = build_specimen(AttentionSinksConfig(window=1020))
+    found = relativity(specimen)
+    assert found.passed is False
