@@ -120,7 +120,7 @@ class Declares(PairwiseBias):
     """Declares the opposite of every default."""
 
     length_dependent = needs_whole_sequence = reads_coordinates = whole_positions = finds_documents = True
-    reads_heads = replaces_logits = needs_oldest_keys = True
+    reads_heads = replaces_logits = needs_oldest_keys = sums_tokens = True
     reads_positions = False
     num_features = 3
     num_shared_features = 1
