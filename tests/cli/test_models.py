@@ -118,7 +118,7 @@ class TestPatch:
         capsys.readouterr()
         refusals = {
             ("--option", "table_extension=repeat"): "--table-extension repeat for `hf-posenc patch`",
-            ("--table-extension", "twice"): "expected one of 'linear', 'spline', 'repeat', 'last'",
+            ("--table-extension", "twice"): "expected one of 'linear', 'long_clip', 'spline', 'repeat', 'last'",
             ("--table-extension", "last", "--layers", "0"): "Omit --layers",
         }
         for more, message in refusals.items():

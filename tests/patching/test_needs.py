@@ -219,8 +219,10 @@ TRIALS = {
     "gradual swap": Trial((refusals.GRADUAL_SWAP,), gradual),
 }
 #: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
-#: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving.
+#: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving. What a cache that drops tokens
+#: computes is compared with a mask in tests/patching/test_evicting_caches.py.
 ELSEWHERE = (
+    refusals.EVICTING_CACHE,
     refusals.CONTEXT_PARALLELISM,
     refusals.SHARDED_WEIGHTS,
     refusals.PAGES_OF_FLASH,

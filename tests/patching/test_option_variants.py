@@ -16,7 +16,7 @@ import torch
 
 from hf_posenc import UnsupportedError, list_schemes, patch_model
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.schemes import AlibiConfig, RopeConfig, SchemeConfig, SinusoidalConfig
+from hf_posenc.schemes import AlibiConfig, ClippedScaling, RopeConfig, SchemeConfig, SinusoidalConfig
 from hf_posenc.schemes.config import SubConfig
 from hf_posenc.schemes.registry import get_scheme, scheme_from_dict
 
@@ -61,6 +61,8 @@ def values(config: type[Any], option: str, kind: Any) -> list[Any]:
 
 
 def sub_config(kind: type[SubConfig]) -> SubConfig:
+    if kind is ClippedScaling:  # takes one of two options
+        return ClippedScaling(pairs=4)
     kinds = typing.get_type_hints(kind)
     required = [field for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
     # More than 1, which no factor of a length may be below.
