@@ -1,9 +1,8 @@
-"""What a map of positions does to every part of a scheme, segments and far positions, and which schemes are refused."""
+"""What a map of positions does to every part of a scheme, which schemes are refused, and segments."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +18,6 @@ from hf_posenc.schemes import (
     BuildContext,
     ComposedConfig,
     CopeConfig,
-    DualChunkConfig,
     DynamicScaling,
     ForgetGateConfig,
     HierarchicalConfig,
@@ -34,28 +32,23 @@ from hf_posenc.schemes import (
     Positions,
     PositionScaleConfig,
     PositionShiftConfig,
-    PRopeConfig,
     RandomizedConfig,
     ReRopeConfig,
     RopeConfig,
     ScheduleConfig,
     SchemeConfig,
     SchemeParts,
-    SelfExtendConfig,
     ShawConfig,
     SinusoidalConfig,
     T5Config,
     XposConfig,
-    YarnScaling,
 )
-from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.parts import Reach
-from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 
-from .building import at, build, counted, logits_of, random_heads
+from .building import at, build, counted, logits_of
 from .table import positions_of
 
 LENGTH = 14
@@ -350,165 +343,3 @@ def test_separators_need_the_tokens_and_cannot_extend_a_cache() -> None:
         with pytest.raises(UnsupportedError, match="use_cache=False"):
             part.check_cache(5, 6)
     assert not any(part.needs_whole_sequence for part in build(HierarchicalConfig()))
-
-
-# --- far positions: Self-Extend and ReRoPE
-
-
-def attended(config: SchemeConfig) -> Tensor:
-    """Causal attention over the vectors that the fixtures were made with, which are queries, keys and values alike."""
-    hidden = torch.tensor(
-        [[[[2 * math.sin(1 + 3 * token + 5 * component) for component in range(4)] for token in range(LENGTH)]]]
-    )
-    parts = config.build(BuildContext(4, 1, 4))
-    logits = positional_logits(parts, hidden, hidden, TOKENS)
-    return (logits.masked_fill(DISTANCE < 0, -torch.inf).softmax(-1) @ hidden)[0, 0, [9, 13]]
-
-
-# Each fixture is the attention output of queries 9 and 13: the function was run with identity projections on the
-# vectors of `attended` (one head of four dimensions, RoPE of base 10000), a causal mask, and no query scale by log n.
-OFFICIAL = [
-    # `self_extend_forward` of github.com/datamllab/LongLM (legacy_patch_before_4_38/llama_self_extend_patch.py).
-    (
-        SelfExtendConfig(group=2, window=4),
-        [[0.215253, 1.816913, 0.815526, -1.354245], [1.070312, 1.713524, -0.098188, -1.769228]],
-    ),
-    (
-        SelfExtendConfig(group=3, window=5),
-        [[0.099106, 1.816817, 0.931618, -1.288287], [0.992282, 1.730378, -0.010596, -1.736389]],
-    ),
-    # `forward_with_rerope` of github.com/bojone/rerope (rerope_patch.py), window = 4.
-    (
-        ReRopeConfig(window=4),
-        [[0.260931, 1.794352, 0.757049, -1.36486], [1.050431, 1.740824, -0.062819, -1.776463]],
-    ),
-    # `forward_with_leaky_rerope` (leaky_rerope_patch.py), window = 4, scaling_factor = 3.
-    (
-        ReRopeConfig(window=4, factor=3.0),
-        [[0.24539, 1.815464, 0.784567, -1.37036], [1.189607, 1.70747, -0.220917, -1.832802]],
-    ),
-    # `forward` of github.com/HKUNLP/ChunkLlama (chunkllama_attn_replace.py), which gives the same when it decodes. Both
-    # queries are near the start of their chunk, and then both at its end.
-    (
-        DualChunkConfig(chunk_size=6, local_size=2),
-        [[0.205816, 1.8176, 0.825352, -1.349358], [0.921613, 1.656368, 0.018086, -1.646108]],
-    ),
-    (
-        DualChunkConfig(chunk_size=7, local_size=2),
-        [[0.204807, 1.843253, 0.840915, -1.366182], [1.062186, 1.723215, -0.084564, -1.77119]],
-    ),
-    # `llama_pos_shift_attention_forward` of attention_sinks 0.4.0, the package of StreamingLLM's code, one token at a
-    # time, with `AttentionSinkKVCache(sinks, window - 1)`.
-    (
-        AttentionSinksConfig(sinks=2, window=4),
-        [[0.364306, 1.861916, 0.692005, -1.469325], [1.358547, 1.666877, -0.412888, -1.901118]],
-    ),
-    (
-        AttentionSinksConfig(sinks=1, window=6),
-        [[0.287837, 1.889897, 0.784348, -1.444917], [1.319224, 1.6685, -0.372643, -1.87991]],
-    ),
-]
-
-
-@pytest.mark.parametrize(("config", "expected"), OFFICIAL, ids=lambda value: str(value)[:40])
-def test_attention_equals_the_official_code(config: SchemeConfig, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(attended(config), torch.tensor(expected), rtol=0, atol=3e-6)
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        RopeConfig(),
-        RopeConfig(layout="interleaved", rotary_dim=4),
-        RopeConfig(layout="half_reversed"),
-        RopeConfig(scaling=YarnScaling(4.0, 16, beta_fast=4.0)),
-        RopeConfig(attention_scaling=1.5),
-        PRopeConfig(fraction=0.5),
-        AlibiConfig(),
-        T5Config(),
-    ],
-    ids=str,
-)
-def test_reductions_to_the_scheme_itself(inner: SchemeConfig) -> None:
-    for same in (
-        SelfExtendConfig(inner, group=1, window=3),
-        SelfExtendConfig(inner, group=4, window=LENGTH),
-        ReRopeConfig(inner, window=LENGTH),
-        ReRopeConfig(inner, window=3, factor=1),
-        ReRopeConfig(inner, window=3, factor=1.0),
-        DualChunkConfig(inner, chunk_size=LENGTH - 1, local_size=1),
-        AttentionSinksConfig(inner, sinks=3, window=LENGTH - 3),
-    ):
-        assert torch.equal(logits(same).tril(), logits(inner).tril())
-
-
-@pytest.mark.parametrize(
-    "far",
-    [
-        SelfExtendConfig(group=3, window=4),
-        ReRopeConfig(window=4),
-        DualChunkConfig(chunk_size=6, local_size=2),
-        DualChunkConfig(chunk_size=3, local_size=1),
-    ],
-    ids=str,
-)
-def test_near_pairs_keep_their_logits(far: Any) -> None:
-    length = 3 * LENGTH
-    ids = torch.arange(length).unsqueeze(0)
-    near, own = ~far.are_far(ids, ids)[0], ids - ids.T
-    assert torch.equal(far.distance(ids, ids)[0, near], own[near])
-    past = near & (own <= 0)
-    found, plain = (logits(config, counted(length))[..., past] for config in (far, RopeConfig()))
-    assert torch.equal(found, plain)
-    # Before the first query with a far key, all are near.
-    assert [int(row.sum()) for row in near.tril()[: far.first_query]] == list(range(1, far.first_query + 1))
-    assert not near[far.first_query, : far.first_query].all()
-    assert build(far).logit_bias.zero_below == far.first_query
-
-
-def test_near_keys_of_dual_chunks_are_at_least_those_of_the_local_window() -> None:
-    far, ids = DualChunkConfig(chunk_size=11, local_size=4), torch.arange(60).unsqueeze(0)
-    distance, own = -far.distance(ids, ids)[0], (ids.T - ids)
-    assert torch.equal(distance[(own >= 0) & (own <= 5)], own[(own >= 0) & (own <= 5)])
-    assert distance[own >= 0].max() == 11
-    # In every chunk but the first, a query has far keys from its local window on.
-    assert [int((distance[i] != own[i])[: i + 1].sum()) for i in (11, 12, 13, 14, 18, 19, 20)] == [
-        0,
-        7,
-        7,
-        7,
-        7,
-        14,
-        14,
-    ]
-
-
-def test_far_pairs_of_16_bit_heads_are_as_precise_as_near_ones() -> None:
-    parts = build(SelfExtendConfig(group=2, window=4))
-    query, key = random_heads(LENGTH)
-    half = positional_logits(parts, query.bfloat16(), key.bfloat16(), TOKENS).float()
-    error = (half - logits_of(parts, TOKENS)).abs()
-    near, far = error[..., (DISTANCE >= 0) & (DISTANCE < 4)].max(), error[..., DISTANCE >= 4].max()
-    # A far logit is a near one plus a correction: three roundings to 16 bits where a near one has one.
-    assert far < 4 * near
-
-
-def test_both_a_rotation_and_a_distance_bias_follow() -> None:
-    both = ComposedConfig((RopeConfig(), AlibiConfig()))
-    bias = logits(SelfExtendConfig(both, group=2, window=4)) - logits(SelfExtendConfig(group=2, window=4))
-    alone = logits(SelfExtendConfig(AlibiConfig(), group=2, window=4)) - logits(NoneConfig())
-    torch.testing.assert_close(bias.tril(), alone.tril(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [SelfExtendConfig, ReRopeConfig, DualChunkConfig])
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        (SinusoidalConfig(), "'sinusoidal', which encodes no distances"),
-        (PositionScaleConfig(), "cannot be changed to other positions"),
-        (NewestFirstConfig(), "depends on more than the distance"),
-    ],
-)
-def test_schemes_that_would_not_follow_are_refused(config: Any, inner: SchemeConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(config(inner))
