@@ -226,7 +226,7 @@ class SinkCache(Cache):
 
     - With the scheme `attention_sinks` of the same `sinks` and `window`, results equal those of the whole text, and the
       sinks are seen from the end of the window. Angles of rotations are computed in float32 from positions that go on
-      growing: in a tiny model, logits of size 5 are off by 3e-3 after 100,000 tokens, and by 3e-2 after a million.
+      growing, so rounding makes them wrong by up to 0.004 radians after 100,000 tokens, and 0.03 after a million.
     - With another scheme, every query sees the keys that are in the cache at their own distance. The new tokens of one
       call see each other, so long prompts are read in pieces (`prefill_chunk_size`) if memory must stay bounded.
 
