@@ -37,6 +37,7 @@ from hf_posenc.attention.block_attention import attention_with_matrix, autocast_
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.by_blocks import attention_by_blocks
+from hf_posenc.attention.divided import DividedForm, divided_attention
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import (
     BiasForm,
@@ -258,7 +259,16 @@ def _sdpa_with(
         rows = functools.partial(masked_rows, form, mask, causal, 0, query.shape[2], key.shape[2])
         may_be_empty = mask is not None and mask.dtype != torch.bool
         return attention_with_matrix(rows, lambda: has_shared_rows(form), scaling, may_be_empty)
-    return attention_by_blocks(None, form, causal, query, key, mask, args, kwargs)
+    by_blocks = attention_by_blocks(None, form, causal, query, key, mask, args, kwargs)
+    if not isinstance(form, DividedForm) or not causal:
+        return by_blocks
+
+    def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        if not form.is_fused(query, value):
+            return by_blocks(module, query, key, value)
+        return divided_attention(query, key, value, form.other, scaling), None
+
+    return divided
 
 
 def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:

@@ -273,6 +273,21 @@ class DistanceBias(LogitBias):
 HIDDEN = -1e30
 
 
+@dataclass(frozen=True)
+class OtherHeads:
+    """Queries and keys from which the logits of each query with its first keys are computed.
+
+    Args:
+        query: `(batch, heads, query_len, head_dim)` float32.
+        key: `(batch, key_value_heads, key_len, head_dim)` float32.
+        key_counts: `(query_len,)` int64, the number of these keys of each query.
+    """
+
+    query: Tensor
+    key: Tensor
+    key_counts: Tensor
+
+
 class PairwiseBias(LogitBias):
     """A bias that reads more than the distance: positions, queries, keys, or the input of the layer."""
 
@@ -313,6 +328,13 @@ class PairwiseBias(LogitBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; masked pairs may hold any finite number."""
         raise NotImplementedError
+
+    def other_heads(self, pairs: AttentionPairs) -> OtherHeads | None:
+        """Returns what the bias computes the logits of some pairs from, if it does nothing else, or `None`.
+
+        A kernel then needs no bias. `None` also if the keys of these pairs are not the first keys of each query.
+        """
+        return None
 
 
 class SeparableBias(PairwiseBias):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.block_attention import without_autocast
+from hf_posenc.attention.divided import DividedForm
 from hf_posenc.attention.forms import (
     MOST_MATRICES,
     BiasForm,
@@ -450,7 +451,12 @@ def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
         check_heads(result.shape[1], pairs.query.shape[1])
         return result[..., :key_count]
 
-    return RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
+    form = RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
+    if pairs.query.shape[-2] == 1 or torch.is_grad_enabled() or traced() or not isinstance(bias, PairwiseBias):
+        return form
+    with without_autocast(pairs.query.device):
+        other = bias.other_heads(pairs)
+    return form if other is None else DividedForm(**vars(form), other=other)
 
 
 def check_heads(of_scheme: int, of_layer: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.outer_parts import OuterPart, sum_of_biases
-from hf_posenc.schemes.parts import AttentionPairs, DistanceBias, LogitBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import AttentionPairs, DistanceBias, LogitBias, OtherHeads, PairwiseBias, SchemeParts
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig, needs_whole_positions
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 
@@ -40,18 +41,39 @@ class FarRotation(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
-        query, key, rotate = pairs.query.float(), pairs.key.float(), self.rotation.rotate
-        far_query, far_key, are_far = pairs.remembered(f"far positions {id(self)}", lambda: self._far_positions(pairs))
-        far = dataclasses.replace(pairs, query=rotate(query, *far_query), key=rotate(key, *far_key))
+        query, key = pairs.query.float(), pairs.key.float()
+        of_query, of_key = pairs.remembered(f"far positions {id(self)}", lambda: self._far_positions(pairs))
+        far_query, far_key = self.rotation.rotate(query, *of_query), self.rotation.rotate(key, *of_key)
+        far = dataclasses.replace(pairs, query=far_query, key=far_key)
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
+        are_far = pairs.remembered(f"far pairs {id(self)}", lambda: self._are_far(pairs))
         return (change * pairs.scaling).where(are_far, 0.0)
 
-    def _far_positions(self, pairs: AttentionPairs) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
-        """The rotations from own to far positions of queries and of keys, and which pairs are far."""
+    def other_heads(self, pairs: AttentionPairs) -> OtherHeads | None:
+        """Returns the heads rotated by far positions, if positions rise from key to key and are those of all texts."""
+        # Kept for all layers, unlike the values of `forward`, because only one piece of text is computed this way.
+        sources = pairs.keys.ids, pairs.query_slots
+        key_counts = pairs.keys.remembered(f"far keys {id(self)}", lambda: self._far_keys(pairs), *sources)
+        if key_counts is None:
+            return None
+        of_query, of_key = pairs.keys.remembered(f"far text {id(self)}", lambda: self._far_positions(pairs), *sources)
+        rotate = self.rotation.rotate
+        return OtherHeads(rotate(pairs.query.float(), *of_query), rotate(pairs.key.float(), *of_key), key_counts)
+
+    def _far_keys(self, pairs: AttentionPairs) -> Tensor | None:
+        query_ids, key_ids = pairs.query_positions, pairs.keys.ids
+        if not key_ids.is_cpu or key_ids.shape[0] > 1 or not bool((key_ids.diff() > 0).all()):
+            return None
+        return torch.searchsorted(key_ids[0], self.far.last_key(query_ids)[0].contiguous(), right=True)
+
+    def _are_far(self, pairs: AttentionPairs) -> Tensor:
+        return self.far.are_far(pairs.query_positions, pairs.keys.ids).unsqueeze(1)
+
+    def _far_positions(self, pairs: AttentionPairs) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The rotations from own to far positions of queries and of keys."""
         query_ids, key_ids = pairs.query_positions, pairs.keys.ids
         far_query, far_key = self.far.query(query_ids) - query_ids, self.far.key(key_ids) - key_ids
-        are_far = self.far.are_far(query_ids, key_ids).unsqueeze(1)
-        return self._phases(far_query, pairs), self._phases(far_key, pairs), are_far
+        return self._phases(far_query, pairs), self._phases(far_key, pairs)
 
     def _phases(self, steps: Tensor, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
         """Cosine and sine of a rotation by additional positions, `(batch or 1, length)`."""

@@ -1,0 +1,108 @@
+"""Logits of far pairs computed from other heads by two calls of a kernel, beside the bias that says the same."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_posenc import patch_model
+from hf_posenc.attention import backends
+
+#: More than a block of rows.
+LENGTH = 900
+SCHEMES: list[tuple[str, dict[str, Any]]] = [
+    ("rerope", {"window": 100}),
+    ("rerope", {"window": 800, "factor": 2.0}),
+    ("self_extend", {"window": 40, "group": 4}),
+    ("dual_chunk", {"chunk_size": 250, "local_size": 30}),
+]
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens(length: int = LENGTH) -> Tensor:
+    return torch.randint(64, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def both(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Tensor, int]:
+    """Logits without gradients, with them (by the bias), and how often the two calls were made."""
+    with mock.patch.object(backends, "divided_attention", wraps=backends.divided_attention) as divided:
+        with torch.no_grad():
+            fast = model(**inputs, use_cache=False).logits
+        calls = divided.call_count
+        slow = model(**inputs, use_cache=False).logits.detach()
+        assert divided.call_count == calls
+    return fast, slow, calls
+
+
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES)
+def test_two_calls_equal_the_bias(llama: PreTrainedModel, scheme: str, options: dict[str, Any]) -> None:
+    patch_model(llama, scheme, inner="native", **options)
+    fast, slow, calls = both(llama, input_ids=tokens())
+    assert calls == 2
+    assert (fast - slow).abs().max() < 2e-5 * slow.abs().max()  # float32
+
+
+def test_bfloat16(llama: PreTrainedModel) -> None:
+    patch_model(llama.bfloat16(), "rerope", inner="native", window=100)
+    fast, slow, calls = both(llama, input_ids=tokens())
+    assert calls == 2
+    # As far as the bias is from float32 itself: both round to bfloat16.
+    exact = patch_model(llama.float(), "rerope", inner="native", window=100)(tokens()).logits
+    assert (fast - exact).abs().mean() < 1.2 * (slow - exact).abs().mean()
+
+
+def test_autocast(llama: PreTrainedModel) -> None:
+    patch_model(llama, "rerope", inner="native", window=100)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fast, slow, calls = both(llama, input_ids=tokens())
+    assert calls == 2
+    assert (fast - slow).abs().max() < 0.1 * slow.abs().max()  # bfloat16
+
+
+@pytest.mark.parametrize("case", ["float64", "padded", "packed", "eager", "scaled", "biased"])
+def test_other_calls_keep_the_bias(llama: PreTrainedModel, case: str) -> None:
+    inputs: dict[str, Any] = {"input_ids": tokens(300)}
+    scheme: Any = {"scheme": "rerope", "inner": "native", "window": 100}
+    if case == "float64":
+        llama.double()
+    if case == "padded":
+        inputs["attention_mask"] = torch.ones(2, 300, dtype=torch.int64)
+        inputs["attention_mask"][1, :50] = 0
+    if case == "packed":
+        inputs["position_ids"] = torch.cat((torch.arange(140), torch.arange(160)))[None].expand(2, -1)
+    if case == "eager":
+        llama.set_attn_implementation("eager")
+    if case == "scaled":
+        scheme = [scheme, {"scheme": "log_n_scale", "training_length": 100}]
+    if case == "biased":
+        scheme = scheme | {"inner": "alibi"}
+    patch_model(llama, scheme)
+    fast, slow, calls = both(llama, **inputs)
+    assert calls == 0
+    assert (fast - slow).abs().max() < 2e-5 * slow.abs().max()
+
+
+def test_decoding_in_pieces_equals_the_whole_text(llama: PreTrainedModel) -> None:
+    patch_model(llama, "self_extend", inner="native", window=40, group=4)
+    with torch.no_grad():
+        whole = llama(tokens(), use_cache=False).logits
+        first = llama(tokens()[:, :600], use_cache=True)
+        cache = first.past_key_values
+        second = llama(tokens()[:, 600:899], past_key_values=cache).logits
+        last = llama(tokens()[:, 899:], past_key_values=cache).logits
+    pieces = torch.cat((first.logits, second, last), dim=1)
+    assert (pieces - whole).abs().max() < 2e-5 * whole.abs().max()
