@@ -137,6 +137,15 @@ def test_a_repeated_table_is_a_stock_model_with_a_longer_one(model: Any, tmp_pat
         assert one.config.to_dict()["attention_window"] == stock.config.attention_window
 
 
+def test_led_writes_past_its_native_length() -> None:
+    model = led().eval()
+    swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
+    settings = {"max_new_tokens": NATIVE, "min_new_tokens": NATIVE, "do_sample": False}
+    found = model.generate(tokens(LONG), **settings)
+    assert found.shape[1] > NATIVE > NATIVE // 2
+    assert torch.equal(model.generate(tokens(LONG), use_cache=False, **settings), found)
+
+
 @pytest.mark.parametrize("scheme", ["none", "sinusoidal"])
 def test_left_padding_changes_nothing(model: Any, scheme: str) -> None:
     patch_model(model, scheme)
@@ -207,3 +216,23 @@ def test_gradients_reach_the_longer_table(model: Any) -> None:
     table = next(model.position_encoding.parameters())
     assert table.grad is not None
     assert bool(table.grad[NATIVE:].any())
+
+
+class Counted(nn.Module):
+    """Embeddings to which other code adds positions of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given: Any) -> Tensor:
+        vectors: Tensor = self.inner(**given)
+        return vectors + torch.arange(vectors.shape[1]).view(1, -1, 1)
+
+
+def test_positions_of_other_code_before_sparse_attention_are_found() -> None:
+    model = longformer().eval()
+    model.longformer.embeddings = Counted(model.longformer.embeddings)
+    with pytest.raises(UnsupportedError, match="depends on the position of tokens"):
+        patch_model(model, "sinusoidal")
+    assert not any(module._forward_pre_hooks for module in model.modules())

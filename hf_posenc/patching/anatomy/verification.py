@@ -7,7 +7,7 @@ names, so they hold for whatever version of transformers runs.
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,9 +145,21 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
             raise UnsupportedError(_message(stack, one.problem))
 
 
+class _SeenError(Exception):
+    """Ends a run that has shown what it was made for."""
+
+
+def _stop(module: nn.Module, args: Any) -> None:
+    raise _SeenError
+
+
 def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
     for stack in stacks:
-        with embedded(stack) as found:
+        with embedded(stack) as found, ExitStack() as until_then:
+            if stack.first_layer is not None:
+                # Short texts are padded to a window of several hundred tokens, so the layers are not run.
+                until_then.enter_context(suppress(_SeenError))
+                until_then.enter_context(stack.first_layer.register_forward_pre_hook(_stop))
             run_briefly(anatomy, [stack], len(ORDER), change=one_word)
         # Architectures append tokens until their number is a multiple of a window.
         words = found[0][0, : len(ORDER)] if found else None

@@ -303,7 +303,7 @@ TEXT: dict[tuple[str, ...], Architecture] = {
     ("nystromformer",): Architecture(sparse=("NystromformerSelfAttention",), rows_before=2),
     ("yoso",): Architecture(sparse=("YosoSelfAttention",), rows_before=2),
     ("mra",): Architecture(
-        unsupported="its attention is sparse or approximate, and a kernel for GPUs that transformers downloads. "
+        unsupported="its attention is sparse or approximate, in a kernel for GPUs that transformers downloads. "
         "Without it, zeros are returned, so what a scheme does cannot be checked."
     ),
     ("reformer",): Architecture(
