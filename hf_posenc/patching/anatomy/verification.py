@@ -145,12 +145,12 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
             raise UnsupportedError(_message(stack, one.problem))
 
 
-class _SeenError(Exception):
+class _Seen(BaseException):
     """Ends a run that has shown what it was made for."""
 
 
 def _stop(module: nn.Module, args: Any) -> None:
-    raise _SeenError
+    raise _Seen
 
 
 def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
@@ -158,7 +158,7 @@ def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
         with embedded(stack) as found, ExitStack() as until_then:
             if stack.first_layer is not None:
                 # Short texts are padded to a window of several hundred tokens, so the layers are not run.
-                until_then.enter_context(suppress(_SeenError))
+                until_then.enter_context(suppress(_Seen))
                 until_then.enter_context(stack.first_layer.register_forward_pre_hook(_stop))
             run_briefly(anatomy, [stack], len(ORDER), change=one_word)
         # Architectures append tokens until their number is a multiple of a window.
