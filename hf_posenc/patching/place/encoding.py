@@ -257,15 +257,14 @@ def _check_bias(bias: DistanceBias) -> None:
 
 def _environments(stack: Stack, attention: AttentionLayer) -> Iterator[Environment]:
     """What limits the parts of a scheme in one attention layer."""
-    module = attention.module
-    found: tuple[tuple[Any, Environment | None], ...] = (
-        (True, stack.architecture.limits),
+    found: Any = (
+        (stack.architecture.limits, stack.architecture.limits),
         (attention.sparse, refusals.SPARSE_ATTENTION),
-        (hasattr(module, "kv_lora_rank"), refusals.LATENT_ATTENTION),
-        (getattr(module, "attn_logit_softcapping", None), refusals.CAPPED_LOGITS),
-        (_reads_earlier_keys(module), refusals.SHARED_KEYS),
+        (hasattr(attention.module, "kv_lora_rank"), refusals.LATENT_ATTENTION),
+        (getattr(attention.module, "attn_logit_softcapping", None), refusals.CAPPED_LOGITS),
+        (_reads_earlier_keys(attention.module), refusals.SHARED_KEYS),
     )
-    yield from (environment for applies, environment in found if applies and environment is not None)
+    yield from (environment for applies, environment in found if applies)
 
 
 def _reads_earlier_keys(module: nn.Module) -> bool:
