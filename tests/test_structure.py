@@ -23,7 +23,7 @@ BOUNDS = {
     "further layer": (13, 23, 12),
     "decoding": (11, 136, 67),
     "save": (14, 580, 60),
-    "from_pretrained": (40, 1180, 525),
+    "from_pretrained": (40, 1180, 526),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -100,7 +100,7 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 52_655
+    assert sum(lines) <= 52_820
     assert max(lines) <= 500
     assert len(lines) <= 290
 

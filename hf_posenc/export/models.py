@@ -111,6 +111,13 @@ def _refuse_unchecked(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"An export is compared with the model on token ids, but {name} reads {model.main_input_name!r}. {remedy}"
         )
+    try:
+        model.config.get_text_config()
+    except ValueError as error:  # MusicGen: a text, and the codes of a sound.
+        raise UnsupportedError(
+            f"An export is compared with the model on token ids, but several parts of {name} read ids, of different "
+            f"vocabularies. {_WHOLE}"
+        ) from error
     named = None if encoding is None else parts_named(encoding.config)
     changed = [part for part in named or () if part != TEXT]
     if changed:

@@ -19,7 +19,6 @@ from hf_posenc.metrics.language_modeling.token_losses import Frame, special_fram
 from hf_posenc.metrics.sensitivity_material import ENGLISH, Material
 from hf_posenc.metrics.statistics import relative_changes, spread
 from hf_posenc.patching.anatomy.anatomy import find_stacks, unwrapped
-from hf_posenc.patching.anatomy.discovery import table_origin
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -307,7 +306,7 @@ def shifted_positions(
 
 def _first_position(model: Any, ids: Tensor, before: Tensor) -> int:
     """The position id that the model itself gives the first token: 0, or behind the padding row of its table."""
-    origins = {table_origin(table.module) for stack in find_stacks(unwrapped(model)) for table in stack.tables}
+    origins = {table.origin for stack in find_stacks(unwrapped(model)) for table in stack.tables}
     for first in sorted({0, *origins}):
         explicit = outputs_of(model, ids, position_ids=_counted(ids, first)).last
         if float(relative_changes(before, explicit).max()) <= rounding(before.dtype):

@@ -198,6 +198,7 @@ def _stock_context(model: PreTrainedModel, stacks: list[Stack]) -> str:
 def _inspect_stack(stack: Stack) -> StackInspection:
     first = stack.attentions[0]
     reach = "attention interface" if first.uses_interface else "own scores, reached while its forward runs"
+    reach = "sparse, so only vectors can be added to embeddings" if first.sparse else reach
     found = StackInspection(
         name=stack.name,
         part=stack.part,
@@ -257,7 +258,8 @@ def _model_problem(encoding: PositionEncoding) -> str:
     sites = patched_sites(encoding)
     if parts_named(encoding.config) is not None:
         return "the plug-in runs models of text alone, and this model has parts for images or sound"
-    if len(encoding.stacks) != 1 or not all(site.encoding.causal for site in sites):
+    layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
+    if len(encoding.stacks) != 1 or not all(layer.causal for layer in layers):
         return "the plug-in runs decoders that generate text, and this model has an encoder"
     for site in sites:
         if not isinstance(site, InterfaceAttention):

@@ -112,6 +112,12 @@ POOLED_PATCHES = Environment(
     dict.fromkeys(IN_ATTENTION, "but queries and keys have no common places on a grid"),
     "Use an additive scheme, or 'none'.",
 )
+SPARSE_ATTENTION = Environment(
+    "Sparse or approximate attention",
+    dict.fromkeys(IN_ATTENTION, "but the logits of all pairs of tokens are never computed"),
+    "Use a scheme that adds vectors to the embeddings, such as 'learned' or 'sinusoidal', or 'none'. If the config has "
+    "an `attention_type`, the model takes every scheme with full attention.",
+)
 GRADUAL_SWAP = Environment(
     "A gradual swap",
     {
@@ -165,6 +171,7 @@ ENVIRONMENTS = (
     SHARED_KEYS,
     CACHE_OF_OTHERS,
     POOLED_PATCHES,
+    SPARSE_ATTENTION,
     GRADUAL_SWAP,
     *ENGINES,
 )

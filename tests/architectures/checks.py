@@ -45,6 +45,8 @@ HIDDEN = 64
 _ENOUGH_TOKENS = 16
 #: Schemes that are the same as a native one of their name.
 _WITHOUT_OPTIONS = frozenset(("alibi", "learned", "sinusoidal"))
+#: Where no scheme acts in attention, and what it reads may depend on the order of tokens.
+_SPARSE = Finding("skip", note="sparse attention")
 
 Outputs = tuple[Tensor, list[Tensor]]
 
@@ -254,6 +256,8 @@ class Checker:
 
     def _check_order(self, scheme: str, options: dict[str, Any], model: PreTrainedModel, positional: bool) -> Finding:
         """Without positions the order of earlier tokens is invisible in one layer; with any scheme it is not."""
+        if scheme == "none" and any(stack.sparse for stack in self.stacks):
+            return _SPARSE
 
         def permuted() -> float:
             self._patch(model, scheme, options)
@@ -289,6 +293,8 @@ class Checker:
 
     def _depends_on_content(self) -> Finding:
         """Attention that is uniform adds up the effects of two tokens; real attention does not."""
+        if self.stacks[0].attentions[0].sparse:
+            return _SPARSE
         tokens = self.caller.inputs["input_ids"][:1, :11]
         ends: list[Tensor] = []
         for first, second in ((9, 19), (9, 59), (109, 19), (109, 59)):

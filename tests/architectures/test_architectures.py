@@ -76,7 +76,7 @@ def test_mechanisms_without_a_name_can_be_replaced(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal-mamba", "masked-longformer", "masked-funnel", "causal-deepseek_v32", "seq2seq-led"]
+    "name", ["causal-mamba", "masked-reformer", "masked-funnel", "causal-deepseek_v32", "seq2seq-longt5"]
 )
 def test_refusals_name_the_reason_and_leave_no_trace(name: str) -> None:
     (record,) = check_pair(pair_named(name))

@@ -65,6 +65,10 @@ def opt() -> PreTrainedModel:
     return tiny("OPTForCausalLM", vocab_size=VOCABULARY, max_position_embeddings=48)
 
 
+def bart() -> PreTrainedModel:
+    return tiny("BartForConditionalGeneration", vocab_size=VOCABULARY, max_position_embeddings=48)
+
+
 def bloom() -> PreTrainedModel:
     return tiny("BloomForCausalLM", vocab_size=VOCABULARY)
 
@@ -140,6 +144,7 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "roberta-longer": (roberta, LearnedConfig(num_positions=64)),
     "roberta-offset": (roberta, LearnedConfig(num_positions=64, offset=2)),
     "opt-longer": (opt, LearnedConfig(num_positions=64)),
+    "bart-longer": (bart, LearnedConfig(num_positions=64)),
     "bert-native": (bert, native),
     "opt-native": (opt, native),
     "t5-own": (t5, "t5"),

@@ -155,6 +155,15 @@ def pooled(scheme: str) -> tuple[Tensor, Tensor]:
     return both, torch.cat(rows)
 
 
+def sparse(scheme: str) -> tuple[Tensor, Tensor]:
+    """Every text is read as if it were alone, and without padding."""
+    model = with_scheme(tiny("LongformerForMaskedLM", attention_window=[8, 8], pad_token_id=0), scheme)
+    padded = torch.cat((torch.zeros_like(IDS[:, :3]), IDS), dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :3] = 0
+    return logits(model, padded, attention_mask=mask)[:, 3:], logits(model)
+
+
 def gradual(scheme: str) -> tuple[Tensor, Tensor]:
     """A swap that begins has not changed anything."""
     if scheme == "blended":
@@ -216,6 +225,7 @@ TRIALS = {
     "shared keys": Trial((refusals.SHARED_KEYS,), of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
     "changed queries": Trial((refusals.CHANGED_QUERIES,), of_decoder("HunYuanDenseV1ForCausalLM", head_dim=8)),
     "pooled patches": Trial((refusals.POOLED_PATCHES,), pooled),
+    "sparse attention": Trial((refusals.SPARSE_ATTENTION,), sparse),
     "gradual swap": Trial((refusals.GRADUAL_SWAP,), gradual),
 }
 #: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
@@ -259,7 +269,7 @@ def cells() -> list[Any]:
 @pytest.mark.parametrize(("scheme", "name"), cells())
 def test_a_scheme_is_refused_as_the_table_says_or_computed(scheme: str, name: str) -> None:
     trial = TRIALS[name]
-    if name == "pooled patches" and TABLE.get(scheme) is not None and TABLE[scheme].causal_only:
+    if name in ("pooled patches", "sparse attention") and TABLE.get(scheme) is not None and TABLE[scheme].causal_only:
         pytest.skip("no bidirectional model takes this scheme")
     if reasons := lacking(scheme, name):
         with pytest.raises(UnsupportedError) as caught:

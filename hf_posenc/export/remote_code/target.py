@@ -28,7 +28,6 @@ from hf_posenc.export.records import Check
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
 from hf_posenc.export.stock.rope_parameters import fold
 from hf_posenc.export.stock.target import TOLERANCE, StockExport
-from hf_posenc.patching.anatomy.discovery import table_origin
 from hf_posenc.patching.anatomy.sites import native_pairing, native_rotary_dim
 from hf_posenc.patching.place.config_entry import native_lengths, write_lengths
 from hf_posenc.schemes.additive.learned import LearnedEncoding
@@ -143,7 +142,7 @@ def remote_code(parts: ModelParts) -> RemoteForm:
         "rotation": _rotation(parts, kind, state),
         "bias": _options(_BIASES, biases[0]),
         "shared": len(distinct) == 1,
-        "first_row": table_origin(stack.tables[0].module) if stack.tables else 0,
+        "first_row": stack.tables[0].origin if stack.tables else 0,
     }
     setattr(config, REMOTE_CODE, of_file)
     learned: dict[str, nn.Module | None] = {"vectors": encoding.additive}

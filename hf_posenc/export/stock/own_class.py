@@ -22,7 +22,7 @@ from hf_posenc.export.stock.form import (
     write_current_length,
 )
 from hf_posenc.export.stock.rope_parameters import stated_head_dim, write_rope_parameters
-from hf_posenc.patching.anatomy.discovery import table_origin, table_weight
+from hf_posenc.patching.anatomy.discovery import table_weight
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import Stack, build_context
 from hf_posenc.patching.inspection import native_scheme
@@ -85,7 +85,8 @@ def own_table(parts: ModelParts) -> StockForm:
             # The first rows belong to padding tokens.
             return torch.cat((native[:origin], rows.to(native)))
 
-        _replace_table(config_of(stack, model, config), state, stack, replaced)
+        with at_native_lengths(model.config):
+            _replace_table(config_of(stack, model, config), state, stack, replaced)
     carrier = f"{parts.name} with the vectors as rows of its table of positions"
     return StockForm(type(model), config, state, carrier=carrier)
 
@@ -172,12 +173,14 @@ def _replace_table(
     native, key = table_weight(table.module), ".".join(filter(None, (stack.path, table.path, "weight")))
     if native is None or key not in state:
         raise UnsupportedError(f"The table {key} of {name} is not a stored weight.")
-    state[key] = replaced(native.detach(), table_origin(table.module))
+    state[key] = replaced(native.detach(), table.origin)
     if state[key].shape != native.shape:
-        limit = getattr(config, "max_position_embeddings", None)
-        if not isinstance(limit, int):
+        stated = ("max_position_embeddings", f"max_{stack.name}_position_embeddings")
+        length_name = next((name for name in stated if isinstance(getattr(config, name, None), int)), None)
+        if length_name is None:
             raise UnsupportedError(f"{type(config).__name__} has no max_position_embeddings for a longer table.")
-        config.max_position_embeddings = limit + state[key].shape[0] - native.shape[0]
+        # Several stacks may state their length in one field, so it is counted from that of the model.
+        setattr(config, length_name, getattr(stack.config, length_name) + state[key].shape[0] - native.shape[0])
 
 
 def _write_relative_biases(

@@ -70,7 +70,13 @@ def table_origin(module: nn.Module) -> int:
 
 @dataclass
 class PositionTable(NamedModule):
-    """A module in which an architecture looks up the vectors of positions."""
+    """A module in which an architecture looks up the vectors of positions.
+
+    Args:
+        rows_before: number of rows before that of the first token which the module does not show.
+    """
+
+    rows_before: int = 0
 
     @property
     def weight(self) -> Tensor:
@@ -82,7 +88,7 @@ class PositionTable(NamedModule):
     @property
     def origin(self) -> int:
         """The row of the first real token."""
-        return table_origin(self.module)
+        return self.rows_before + table_origin(self.module)
 
 
 @dataclass
@@ -135,7 +141,7 @@ def position_tables(modules: StackModules) -> list[PositionTable]:
         )
     )
     return [
-        PositionTable(path, module)
+        PositionTable(path, module, architecture.rows_before)
         for path, module in named
         if table_weight(module) is not None
         and not any(inner_part(above, config) for above in _on_the_way(path, modules.module))
@@ -237,6 +243,7 @@ def _read_attention(path: str, module: nn.Module, modules: StackModules, order: 
         causal=_is_causal(module, modules),
         window=modules.kind.window_of(module, config),
         relative=_find_relative(module),
+        sparse=bool(architecture.sparse) and architecture.is_sparse(module, config),
     )
 
 

@@ -30,7 +30,15 @@ from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.patching.forwards import rebind
-from hf_posenc.schemes import ComposedConfig, MRopeConfig, NoneConfig, RopeConfig, ScheduleConfig, from_rope_parameters
+from hf_posenc.schemes import (
+    ComposedConfig,
+    LearnedConfig,
+    MRopeConfig,
+    NoneConfig,
+    RopeConfig,
+    ScheduleConfig,
+    from_rope_parameters,
+)
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.mrope import AXES
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -103,6 +111,9 @@ def find_native_scheme(anatomy: Anatomy, stacks: list[Stack], changes: Temporary
     rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
     rotations = _observe_rotations(anatomy, stacks, changes) if rotating else {}
     schemes = [stack.layout.native_scheme(stack, rotations, anatomy, changes) for stack in stacks]
+    if len(set(schemes)) > 1 and all(isinstance(scheme, LearnedConfig) for scheme in schemes):
+        # Tables of their own lengths, as in LED.
+        schemes = [dataclasses.replace(scheme, num_positions=None) for scheme in schemes]
     if any(scheme != schemes[0] for scheme in schemes):
         raise UnsupportedError(
             f"The stacks of {type(anatomy.model).__name__} have different position encodings "

@@ -225,6 +225,8 @@ def distance(one: Tensor, other: Tensor) -> float:
 #: The tokens of the second row. The last one sees the others, even in a causal model, if `sees_all`.
 ORDER = [1, 0, 2]
 _LENGTH = len(ORDER)
+#: Arguments with tokens, or with vectors in their place.
+_TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "hidden_states")
 #: Makes a difference of logits larger than the rounding of half precision.
 _AMPLIFICATION = 8.0
 
@@ -327,6 +329,15 @@ class TokenOrder:
         return exchanged(found, changed, args, kwargs)
 
 
+def one_word(arguments: dict[str, Any], length: int) -> dict[str, Any]:
+    """The arguments of a run on `length` tokens, with the first token in place of all."""
+
+    def repeated(name: str, value: Any) -> Any:
+        return value[:, :1].expand_as(value).contiguous() if name in _TOKENS else value
+
+    return {name: repeated(name, value) for name, value in arguments.items()}
+
+
 def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:
     """The arguments of a run on one row of `length` tokens, with the row in the other order below it."""
     return {name: _in_both_orders(name, value, length) for name, value in arguments.items()}
@@ -336,7 +347,7 @@ def _in_both_orders(name: str, value: Any, length: int) -> Any:
     if not isinstance(value, Tensor) or value.shape[:1] != (1,) or (value.dim() == 2 and value.is_floating_point()):
         return value  # A vector applies to both rows.
     other = value
-    if name in ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "hidden_states"):
+    if name in _TOKENS:
         # One question with one choice has another axis before that of the tokens.
         axis = 1 if value.shape[1] == length else 2
         other = value.index_select(axis, torch.tensor(ORDER, device=value.device))

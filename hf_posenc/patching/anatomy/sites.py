@@ -79,6 +79,7 @@ class AttentionLayer:
         causal: whether queries see only keys at or before them.
         window: sizes of the windows of patches that it states, `(rows, columns)`.
         relative: its relative mechanism, or `None`.
+        sparse: whether it never computes the logits of all pairs of tokens. It is not patched, and takes no scheme.
     """
 
     path: str
@@ -94,6 +95,7 @@ class AttentionLayer:
     causal: bool
     window: tuple[int, ...] | None = None
     relative: RelativeMechanism | None = None
+    sparse: bool = False
 
 
 @dataclass
@@ -150,6 +152,11 @@ class Stack:
     def causal(self) -> bool:
         """Whether its attention is causal."""
         return all(attention.causal for attention in self.attentions)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether some of its attention never computes the logits of all pairs of tokens."""
+        return any(attention.sparse for attention in self.attentions)
 
     @property
     def mechanism(self) -> str | None:

@@ -7,7 +7,7 @@ names, so they hold for whatever version of transformers runs.
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from hf_posenc.patching.anatomy.short_runs import (
     embedded,
     has_convolution,
     in_both_orders,
+    one_word,
     run_briefly,
     seen_briefly,
     sees_all,
@@ -101,27 +102,35 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: Temp
     position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
     embeddings, in the forward of an attention class and in an attention function, whoever has written them.
 
+    Text with sparse attention: one word, repeated, must be the same vector everywhere at the input of the first layer.
+    Which keys such attention reads may depend on their order.
+
     Features and pixels: in stacks in which nothing was found, whose mechanism is disabled by a declaration, or with
     code from outside transformers, some tokens close to each other must be equal at the input of the first layer if all
     frames of a series or pixels of an image are, and the first attention must not depend on the order of its keys. The
     latter is not compared for attention with a convolution over its keys.
     """
-    text = [stack for stack in stacks if stack.layout.takes_tokens]
+    text: list[Stack] = []
+    sparse: list[Stack] = []
+    for stack in stacks:
+        if stack.layout.takes_tokens:
+            (sparse if stack.sparse else text).append(stack)
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
     silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
     if bare:
         _refuse_positions_of_features(anatomy, bare)
-    if silenced or text:
+    if silenced or text or sparse:
         with changes.with_scheme(NoneConfig(), stacks):
             if silenced:
                 _refuse_positions_of_features(anatomy, silenced)
-            if text:
+            for found, check in ((text, _refuse_order_of_tokens), (sparse, _refuse_places_of_words)):
                 try:
-                    _refuse_order_of_tokens(anatomy, text)
+                    if found:
+                        check(anatomy, found)
                 except NotRunnableError:
                     # What other inputs a stock model needs is unknown. Its positions were found in its code.
-                    if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in text):
+                    if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in found):
                         raise
 
 
@@ -134,6 +143,28 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
     for stack, one in zip(stacks, seen, strict=True):
         if one.problem:
             raise UnsupportedError(_message(stack, one.problem))
+
+
+class _Seen(BaseException):
+    """Ends a run that has shown what it was made for."""
+
+
+def _stop(module: nn.Module, args: Any) -> None:
+    raise _Seen
+
+
+def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
+    for stack in stacks:
+        with embedded(stack) as found, ExitStack() as until_then:
+            if stack.first_layer is not None:
+                # Short texts are padded to a window of several hundred tokens, so the layers are not run.
+                until_then.enter_context(suppress(_Seen))
+                until_then.enter_context(stack.first_layer.register_forward_pre_hook(_stop))
+            run_briefly(anatomy, [stack], len(ORDER), change=one_word)
+        # Architectures append tokens until their number is a multiple of a window.
+        words = found[0][0, : len(ORDER)] if found else None
+        if words is not None and any(distance(words[0], word) > 0 for word in words):
+            raise UnsupportedError(_message(stack, "the input of its first layer depends on the position of tokens"))
 
 
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:

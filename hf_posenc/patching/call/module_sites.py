@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack
-from hf_posenc.patching.anatomy.discovery import WEIGHT_NAMES, table_origin, table_weight
+from hf_posenc.patching.anatomy.discovery import WEIGHT_NAMES, table_weight
 from hf_posenc.patching.call.cache_checks import check_cache, in_dtype, refuse_negative
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.grid_state import GridState, numbers_in
@@ -46,12 +46,15 @@ class TableSite(PlacedForward):
         module: the table; its weight is kept, but not used.
         runtime: the runtime of its stack.
         additive: the scheme's part, or `None` for no position encoding.
+        origin: the row of the first token.
     """
 
-    def __init__(self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+    def __init__(
+        self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None, origin: int
+    ) -> None:
         super().__init__(module, runtime)
         self.additive = additive
-        self.origin = table_origin(module)
+        self.origin = origin
         self._numbered: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,6 +119,9 @@ class TableSite(PlacedForward):
             # The architecture counts slots.
             return state.positions()
         ids = rows - self.origin
+        if self.runtime.appends_padding and self.runtime.state is not None:
+            # Some architectures look up rows for the padding that they append, which the table may not have.
+            ids = ids.where(torch.arange(ids.shape[-1], device=ids.device) < self.runtime.state.query_length, -1)
         counted = state.mask_positions()
         if state.position_ids is None and counted is not None and state.attention_mask is not None:
             # Architectures that use slots as positions encode a left-padded sequence differently from the same sequence

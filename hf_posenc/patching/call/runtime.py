@@ -184,6 +184,8 @@ class StackRuntime:
         #: Has the view as which the stack's own forward runs, with other tables or another number of frames; `None` if
         #: it runs as it is. Set while the scheme is in place.
         self.viewed: Viewed | None = None
+        #: Whether the stack appends padding, until the number of its tokens is a multiple of a window or a block.
+        self.appends_padding = stack.sparse
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
         #: Whether the model itself makes positions on several axes (M-RoPE).
@@ -228,6 +230,8 @@ class StackRuntime:
             state = state.on(device)
         if isinstance(state, SeriesState) and state.query_length == UNKNOWN:
             return state.shared("own tokens", lambda: state.by_slots(query_length), query_length)
+        if state is not None and self.appends_padding and query_length != state.query_length:
+            return state.shared("padded", lambda: state.padded_to(query_length), query_length)
         if state is not None:
             return state
         if torch.compiler.is_compiling():

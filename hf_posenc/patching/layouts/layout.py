@@ -203,7 +203,8 @@ class Layout:
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
         """Puts the vectors of a scheme in place of those of the architecture: the rows of the tables."""
         for table in stack.tables:
-            journal.set_forward(table.module, TableSite(table.module, encoding.runtime, encoding.additive))
+            site = TableSite(table.module, encoding.runtime, encoding.additive, table.origin)
+            journal.set_forward(table.module, site)
             owner = stack.module.get_submodule(table.path.rpartition(".")[0])
             # Some owners read the weight of their table.
             if owner is not stack.module and {"weight", "shape"} <= names_used(type(owner).forward):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.anatomy.sites import AddedModule, Stack, build_context, with_layout
+from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, Stack, build_context, with_layout
 from hf_posenc.patching.anatomy.weights import execution_device
 from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -97,7 +97,7 @@ class StackEncoding(nn.Module):
             context = build_context(stack, attention)
             layer_config = with_layout(layer_config, stack, attention)
             parts = self._parts(layer_config, context, attention.path)
-            for environment in _environments(stack, attention.module):
+            for environment in _environments(stack, attention):
                 layer = f"layer {attention.layer} ({type(attention.module).__name__})"
                 environment.refuse(needs_of(parts), f"the scheme {scheme_label(layer_config)!r} in {layer}")
             stack.layout.check_parts(layer_config, parts)
@@ -255,16 +255,16 @@ def _check_bias(bias: DistanceBias) -> None:
         )
 
 
-def _environments(stack: Stack, module: nn.Module) -> Iterator[Environment]:
-    """What limits the parts of a scheme in one attention module."""
-    if stack.architecture.limits is not None:
-        yield stack.architecture.limits
-    if hasattr(module, "kv_lora_rank"):
-        yield refusals.LATENT_ATTENTION
-    if getattr(module, "attn_logit_softcapping", None):
-        yield refusals.CAPPED_LOGITS
-    if _reads_earlier_keys(module):
-        yield refusals.SHARED_KEYS
+def _environments(stack: Stack, attention: AttentionLayer) -> Iterator[Environment]:
+    """What limits the parts of a scheme in one attention layer."""
+    found: Any = (
+        (stack.architecture.limits, stack.architecture.limits),
+        (attention.sparse, refusals.SPARSE_ATTENTION),
+        (hasattr(attention.module, "kv_lora_rank"), refusals.LATENT_ATTENTION),
+        (getattr(attention.module, "attn_logit_softcapping", None), refusals.CAPPED_LOGITS),
+        (_reads_earlier_keys(attention.module), refusals.SHARED_KEYS),
+    )
+    yield from (environment for applies, environment in found if applies)
 
 
 def _reads_earlier_keys(module: nn.Module) -> bool:

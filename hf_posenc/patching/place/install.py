@@ -127,6 +127,9 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     if stack.mechanism:
         report.replaced.append(f"{stack.name}: {stack.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
+        if attention.sparse:
+            report.kept.append(f"{attention.path}: sparse attention, in which no scheme acts")
+            continue
         _install_attention(attention, layer, encoding, architecture, journal, report)
     # Whether every layer passes its phases to a replaced function, and no other module may read them.
     replaced = (attention.rotary_functions or architecture.rotary_method for attention in stack.attentions)

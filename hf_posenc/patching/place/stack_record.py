@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,7 @@ class StackRecord:
     def __init__(self, stack: Stack, encoding: StackEncoding, journal: Journal, before: StackRecord | None) -> None:
         self.stack: Any = stack.module
         self.attentions = [attention.module for attention in stack.attentions]
+        self.architecture = stack.architecture
         self.encoding = encoding
         #: Where attention was at the last check.
         self.places = [attention.path for attention in stack.attentions]
@@ -122,13 +123,14 @@ class StackRecord:
         """Describes why a call would not compute the scheme; empty if it would."""
         modules = modules_by_stack(self.stack)[0]
         attentions, sites = modules.self_attentions, [*modules.kind.tables_in(modules)]
+        patched = [found for found in attentions if not self.architecture.sparse or not self._is_sparse(found[1])]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
         tables = {id(change.target) for change in forwards if isinstance(change.value[0], TableSite)}
         bare = [
             (path, module)
-            for path, module in (*attentions, *sites)
+            for path, module in (*patched, *sites)
             if not _has_forward(module) and tables.isdisjoint(map(id, module.modules()))
         ]
         if bare:
@@ -141,7 +143,7 @@ class StackRecord:
             )
         if replaced := self._replaced({*map(id, self.attentions), *(id(module) for _, module in attentions)}):
             return replaced
-        moved = next((one for one in attentions if not self._is_ours(forward_on_instance(one[1]))), None)
+        moved = next((one for one in patched if not self._is_ours(forward_on_instance(one[1]))), None)
         if moved is not None:
             path, module = moved
             return (
@@ -292,13 +294,20 @@ class StackRecord:
         if all(module is not layer for module in self.stack.modules()):
             return False
         inside = {id(module) for module in layer.modules()}
-        found = [id(module) in inside for module in self._attentions_in_use()]
-        return sorted(found, reverse=True) == found and sum(found) <= sum(map(is_attention_site, layer.modules()))
+        found = [id(module) in inside for module in self._attentions_in_use(self._is_attention)]
+        return sorted(found, reverse=True) == found and sum(found) <= sum(map(self._is_attention, layer.modules()))
 
-    def _attentions_in_use(self) -> list[nn.Module]:
-        """The patched attention modules in the order of the layers, with repetitions."""
-        places = self.stack.named_modules(remove_duplicate=False)
-        found = [(natural_order(path), module) for path, module in places if is_attention_site(module)]
+    def _is_sparse(self, module: nn.Module) -> bool:
+        return self.architecture.is_sparse(module, self.stack.config)
+
+    def _is_attention(self, module: nn.Module) -> bool:
+        """Whether a module is patched attention, or sparse attention, which is not patched."""
+        return is_attention_site(module) or self._is_sparse(module)
+
+    def _attentions_in_use(self, wanted: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
+        """The attention modules in the order of the layers, with repetitions; by default those that are patched."""
+        places, wanted = self.stack.named_modules(remove_duplicate=False), wanted or is_attention_site
+        found = [(natural_order(path), module) for path, module in places if wanted(module)]
         return [module for _, module in sorted(found, key=operator.itemgetter(0))]
 
     def _attentions_to_run(self) -> tuple[int, ...]:

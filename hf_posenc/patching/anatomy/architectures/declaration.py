@@ -34,8 +34,11 @@ class Architecture:
     Args:
         unsupported: why no scheme can be placed, or `None`. May be a function of the config.
         attention_classes: class names of its self-attention modules, if they cannot be recognised.
+        sparse: class names of self-attention modules that never compute the logits of all pairs of tokens. No scheme
+            acts in them, so their stack takes only what is added to embeddings. May be a function of the config.
         left_alone: path of attention below the stack that keeps its native positions, as a regular expression, and why.
         tables: paths of its position tables below the stack, if they cannot be recognised by name.
+        rows_before: number of rows of these tables before that of the first token, if the tables do not show it.
         causal: whether its attention is causal, if neither its modules nor its config show it. May be a function of the
             config.
         table_is_rotary: whether its position table holds rotary phases, and is therefore not an additive table.
@@ -70,8 +73,10 @@ class Architecture:
 
     unsupported: str | Callable[[Any], str | None] | None = None
     attention_classes: tuple[str, ...] = ()
+    sparse: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()
     left_alone: tuple[str, str] | None = None
     tables: tuple[str, ...] = ()
+    rows_before: int = 0
     causal: bool | Callable[[Any], bool] | None = None
     table_is_rotary: bool = False
     rotary_method: str | None = None
@@ -97,6 +102,10 @@ class Architecture:
     def refusal(self, config: Any) -> str | None:
         """Why this config is refused, or `None`."""
         return self.unsupported(config) if callable(self.unsupported) else self.unsupported
+
+    def is_sparse(self, attention: nn.Module, config: Any) -> bool:
+        """Whether a self-attention module of a stack with this config never computes all logits."""
+        return type(attention).__name__ in (self.sparse(config) if callable(self.sparse) else self.sparse)
 
 
 def refused_if(applies: Callable[[Any], bool], reason: str) -> Callable[[Any], str | None]:

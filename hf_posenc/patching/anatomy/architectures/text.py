@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,7 +146,10 @@ def _deberta_tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
     return torch.stack([each.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected])
 
 
-_NO_SCORES = "its attention is sparse or approximate, so there are no dense logits that a scheme could change."
+def _block_sparse(prefix: str) -> Callable[[Any], tuple[str, ...]]:
+    """The attention of a BigBird, which becomes full when it reads a short text, and stays so."""
+    classes = (f"{prefix}BlockSparseAttention", f"{prefix}SelfAttention")
+    return lambda config: classes if config.attention_type != "original_full" else ()
 
 
 def _silence_relative_table(stack: Stack, patches: Journal) -> None:
@@ -251,7 +255,6 @@ def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
     return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
 
 
-_WITH_FULL_ATTENTION = "It can be patched with attention_type='original_full'."
 _TEMPERATURE = "queries are scaled by a slow function of their position"
 _INKLING = Architecture(
     mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
@@ -295,9 +298,28 @@ TEXT: dict[tuple[str, ...], Architecture] = {
         native=_sew_native,
         logit_terms=_deberta_logit_terms,
     ),
-    ("longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5", "pegasus_x"): Architecture(
-        unsupported=_NO_SCORES
+    ("longformer",): Architecture(sparse=("LongformerSelfAttention",)),
+    ("led",): Architecture(sparse=("LEDEncoderSelfAttention",)),
+    ("nystromformer",): Architecture(sparse=("NystromformerSelfAttention",), rows_before=2),
+    ("yoso",): Architecture(sparse=("YosoSelfAttention",), rows_before=2),
+    ("mra",): Architecture(
+        unsupported="its attention is sparse or approximate, in a kernel for GPUs that transformers downloads. "
+        "Without it, zeros are returned, so what a scheme does cannot be checked."
     ),
+    ("reformer",): Architecture(
+        unsupported="its attention is sparse or approximate, so no scheme acts in it, and its positions are sums of "
+        "rows of two tables instead of one table that could be exchanged."
+    ),
+    ("longt5",): Architecture(
+        unsupported="its attention is sparse or approximate, so no scheme acts in it, and its positions are a bias "
+        "there, which has no longest text."
+    ),
+    ("pegasus_x",): Architecture(
+        unsupported="its attention is sparse or approximate, so no scheme acts in it, and its sinusoids are computed "
+        "in each call, for any length."
+    ),
+    ("big_bird",): Architecture(sparse=_block_sparse("BigBird")),
+    ("bigbird_pegasus",): Architecture(sparse=_block_sparse("BigBirdPegasus")),
     ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet"): Architecture(
         unsupported="it has no softmax attention."
     ),
@@ -373,17 +395,6 @@ TEXT: dict[tuple[str, ...], Architecture] = {
             if_set="use_alibi",
         ),
         key_value_heads=_falcon_key_heads,
-    ),
-    ("big_bird",): Architecture(
-        unsupported=refused_if(
-            lambda config: config.attention_type != "original_full", f"{_NO_SCORES} {_WITH_FULL_ATTENTION}"
-        )
-    ),
-    ("bigbird_pegasus",): Architecture(
-        unsupported=refused_if(
-            lambda config: config.attention_type != "original_full" and config.is_encoder_decoder,
-            f"in its encoder, {_NO_SCORES} {_WITH_FULL_ATTENTION}",
-        )
     ),
     ("beam", "llama4_text", "ministral3", "mistral4"): Architecture(kept=(_TEMPERATURE,)),
     ("inkling_text",): _INKLING,

@@ -1,0 +1,238 @@
+"""Models with sparse or approximate attention take what is added to embeddings, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LEDConfig, LEDForConditionalGeneration
+
+from hf_posenc import (
+    LearnedConfig,
+    SequenceLengthError,
+    UnsupportedError,
+    export_model,
+    extend_context,
+    inspect_model,
+    native_scheme,
+    patch_model,
+    unpatch_model,
+)
+from hf_posenc.recipes import swap_scheme
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
+from tests.models import VOCABULARY, tiny
+
+#: A text that has to be padded to a multiple of the windows, and the native and the longer length.
+SHORT, NATIVE, LONG = 50, 64, 160
+#: Rounding of sums in another order.
+CLOSE = 1e-5
+
+
+def longformer() -> Any:
+    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    return tiny("LongformerForMaskedLM", attention_window=[8, 4], max_position_embeddings=NATIVE + 2, **special)
+
+
+def led() -> Any:
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": VOCABULARY, "dropout": 0.0}
+    lengths = {"max_encoder_position_embeddings": NATIVE, "max_decoder_position_embeddings": NATIVE // 2}
+    return LEDForConditionalGeneration(LEDConfig(attention_window=[8, 4], **sizes, **heads, **lengths))
+
+
+MODELS = {"longformer": longformer, "led": led}
+#: By their names in the sweep of all architectures.
+OTHERS = ("masked-big_bird", "seq2seq-bigbird_pegasus", "masked-nystromformer", "masked-yoso")
+
+
+@pytest.fixture(params=[*MODELS])
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    made = MODELS[request.param]().eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0.0, 0.3)
+    return made
+
+
+def tokens(length: int, rows: int = 1) -> Tensor:
+    return torch.randint(5, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor | None = None, **given: Any) -> Tensor:
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = tokens(20)
+    found: Tensor = model(input_ids=ids, **given).logits
+    return found
+
+
+def rows_of(model: nn.Module) -> list[int]:
+    return [len(one.weight) for name, one in model.named_modules() if "position" in name and hasattr(one, "weight")]
+
+
+def test_the_native_table_in_its_place_changes_nothing(model: Any) -> None:
+    padded = torch.ones(1, SHORT, dtype=torch.int64)
+    padded[:, -9:] = 0
+    everywhere = torch.zeros(1, SHORT, dtype=torch.int64)
+    everywhere[:, 0] = 1
+    vectors = model.get_input_embeddings()(tokens(SHORT)).detach()
+    calls: list[dict[str, Any]] = [
+        {"ids": tokens(SHORT)},
+        {"ids": tokens(SHORT), "attention_mask": padded},
+        {"ids": tokens(SHORT), "global_attention_mask": everywhere},
+        {"inputs_embeds": vectors, "attention_mask": padded},
+    ]
+    stock = [logits(model, **call) for call in calls]
+    patch_model(model, native_scheme(model))
+    assert all(torch.equal(logits(model, **call), own) for call, own in zip(calls, stock, strict=True))
+    unpatch_model(model)
+    assert all(torch.equal(logits(model, **call), own) for call, own in zip(calls, stock, strict=True))
+
+
+def test_native_tables_begin_where_the_first_token_is(model: Any) -> None:
+    found = native_scheme(model)
+    # The tables of LED have lengths of their own.
+    offset, rows = (0, None) if model.config.is_encoder_decoder else (2, NATIVE)
+    assert found == LearnedConfig(num_positions=rows, offset=offset)
+    assert "sparse" in inspect_model(model).stacks[0].attention
+
+
+def test_a_repeated_table_is_a_stock_model_with_a_longer_one(model: Any, tmp_path: Path) -> None:
+    stock = copy.deepcopy(model)
+    swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
+    extend_context(model, length=LONG)
+    text = tokens(LONG - 3)
+    ours = logits(model, text)
+
+    by_hand = copy.deepcopy(stock)
+    for name, table in stock.named_modules():
+        if isinstance(table, nn.Embedding) and "position" in name:
+            before = 0 if model.config.is_encoder_decoder else 2
+            rows = table.weight.detach()[before:]
+            repeated = rows[torch.arange(LONG) % len(rows)]
+            by_hand.get_submodule(name).weight = nn.Parameter(torch.cat((table.weight.detach()[:before], repeated)))
+    torch.testing.assert_close(ours, logits(by_hand, text), atol=CLOSE, rtol=0.0)
+
+    model.save_pretrained(tmp_path / "patched")
+    loaded = type(model).from_pretrained(tmp_path / "patched").eval()
+    assert torch.equal(logits(loaded, text), ours)
+
+    export_model(model, tmp_path / "stock")
+    exported = type(model).from_pretrained(tmp_path / "stock").eval()
+    assert not hasattr(exported, "position_encoding")
+    assert rows_of(exported) == rows_of(by_hand)
+    torch.testing.assert_close(logits(exported, text), ours, atol=CLOSE, rtol=0.0)
+    stated = {name: value for name, value in exported.config.to_dict().items() if name.endswith("position_embeddings")}
+    assert set(stated.values()) == ({LONG} if model.config.is_encoder_decoder else {LONG + 2})
+
+    for one in (model, loaded):
+        unpatch_model(one)
+        assert torch.equal(logits(one, tokens(SHORT)), logits(stock, tokens(SHORT)))
+        assert one.config.to_dict()["attention_window"] == stock.config.attention_window
+
+
+def test_led_writes_past_its_native_length() -> None:
+    model = led().eval()
+    swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
+    settings = {"max_new_tokens": NATIVE, "min_new_tokens": NATIVE, "do_sample": False}
+    found = model.generate(tokens(LONG), **settings)
+    assert found.shape[1] > NATIVE > NATIVE // 2
+    assert torch.equal(model.generate(tokens(LONG), use_cache=False, **settings), found)
+
+
+@pytest.mark.parametrize("scheme", ["none", "sinusoidal"])
+def test_left_padding_changes_nothing(model: Any, scheme: str) -> None:
+    patch_model(model, scheme)
+    text = tokens(SHORT)
+    padded = torch.cat((torch.ones_like(text[:, :7]), text), dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :7] = 0
+    found = logits(model, padded, attention_mask=mask)
+    found = found if model.config.is_encoder_decoder else found[:, 7:]
+    torch.testing.assert_close(found, logits(model, text), atol=1e-4, rtol=1e-4)
+
+
+def test_a_table_ends_with_its_last_row_and_not_with_the_padding_behind_it(model: Any) -> None:
+    swap_scheme(model, "learned", num_positions=70, table_extension="last")
+    assert torch.isfinite(logits(model, tokens(70))).all()  # 72 tokens with the padding that the model appends
+    with pytest.raises(SequenceLengthError, match="70"):
+        logits(model, tokens(71))
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "shaw", "ssmax"])
+def test_what_acts_in_attention_is_refused(model: Any, scheme: str) -> None:
+    before = logits(model, tokens(SHORT))
+    with pytest.raises(UnsupportedError, match="logits of all pairs of tokens are never computed"):
+        patch_model(model, scheme)
+    assert torch.equal(logits(model, tokens(SHORT)), before)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_take_a_longer_table(name: str, tmp_path: Path) -> None:
+    model = tiny_model(pair_named(name))
+    stock = logits(model, tokens(SHORT))
+    patch_model(model, native_scheme(model))
+    assert torch.equal(logits(model, tokens(SHORT)), stock)
+    swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
+    ours = logits(model, tokens(LONG))
+    export_model(model, tmp_path)
+    torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path), tokens(LONG)), ours, atol=CLOSE, rtol=0.0)
+    with pytest.raises(UnsupportedError, match="never computed"):
+        patch_model(model, "rope")
+
+
+def test_a_big_bird_reads_long_texts_in_blocks() -> None:
+    model = tiny_model(pair_named("masked-big_bird"), block_size=4, num_random_blocks=1)
+    assert model.bert.attention_type == "block_sparse"
+    stock = logits(model, tokens(SHORT + 3))
+    patch_model(model, native_scheme(model))
+    assert torch.equal(logits(model, tokens(SHORT + 3)), stock)
+    # A short run and a short text do not end that, and a short text read by the model itself does.
+    assert model.bert.attention_type == "block_sparse"
+    logits(model, tokens(8))
+    assert model.bert.attention_type == "original_full"
+    assert torch.isfinite(logits(model, tokens(SHORT))).all()
+
+
+def test_a_layer_of_sparse_attention_may_be_dropped_and_not_be_the_first_twice(model: Any) -> None:
+    patch_model(model, "sinusoidal")
+    stack = model.led.encoder if model.config.is_encoder_decoder else model.longformer.encoder
+    layers = stack.layers if model.config.is_encoder_decoder else stack.layer
+    del layers[1]
+    assert torch.isfinite(logits(model, tokens(SHORT))).all()
+
+
+def test_gradients_reach_the_longer_table(model: Any) -> None:
+    swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
+    model.train()
+    given = {"decoder_input_ids": tokens(20)} if model.config.is_encoder_decoder else {}
+    model(input_ids=tokens(LONG), **given).logits.sum().backward()
+    table = next(model.position_encoding.parameters())
+    assert table.grad is not None
+    assert bool(table.grad[NATIVE:].any())
+
+
+class Counted(nn.Module):
+    """Embeddings to which other code adds positions of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given: Any) -> Tensor:
+        vectors: Tensor = self.inner(**given)
+        return vectors + torch.arange(vectors.shape[1]).view(1, -1, 1)
+
+
+def test_positions_of_other_code_before_sparse_attention_are_found() -> None:
+    model = longformer().eval()
+    model.longformer.embeddings = Counted(model.longformer.embeddings)
+    with pytest.raises(UnsupportedError, match="depends on the position of tokens"):
+        patch_model(model, "sinusoidal")
+    assert not any(module._forward_pre_hooks for module in model.modules())
