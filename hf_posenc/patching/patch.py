@@ -87,6 +87,8 @@ def patch_model(
     """
     transaction = Transaction(model)
     config = across(as_scheme(scheme, **options), cross_attention)
+    if isinstance(config, CrossAttentionConfig):
+        refuse_without_encoder(transaction.anatomy, part)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
     if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
@@ -184,8 +186,6 @@ def _resolve(
     """The scheme of every layer of one part."""
     config, cross = within_and_across(config)
     stacks = transaction.verified_stacks(part)
-    if cross is not None:
-        refuse_without_encoder(transaction.anatomy, stacks)
     if transaction.encoding is None and transaction.anatomy.is_runnable:
         verify_adopted_tables(transaction.anatomy, stacks, transaction)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)

@@ -22,6 +22,7 @@ from hf_posenc import (
     ScheduleConfig,
     T5Config,
     UnsupportedError,
+    list_schemes,
     patch_model,
     unpatch_model,
 )
@@ -137,6 +138,26 @@ def test_decoding_is_the_full_forward(name: str, cross: Any) -> None:
     static = [StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size) for size in (16, 12)]
     if name != "WhisperForConditionalGeneration":
         assert torch.allclose(step_by_step(model, EncoderDecoderCache(*static)), full, atol=TOLERANCE)
+
+
+def test_every_scheme_is_computed_or_refused() -> None:
+    computed, padding = set(), torch.ones(1, 3, dtype=torch.int64)
+    mask = torch.cat((torch.zeros_like(padding), torch.ones_like(SOURCE)), 1)
+    for scheme in list_schemes():
+        model = model_of()
+        try:
+            patch_model(model, "rope", cross_attention=scheme)
+        except (UnsupportedError, ValueError):
+            continue
+        with torch.no_grad():
+            for weight in model.position_encoding.parameters():
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.3)
+        full = logits_of(model)
+        assert torch.allclose(step_by_step(model), full, atol=TOLERANCE), scheme
+        padded = logits_of(model, input_ids=torch.cat((padding, SOURCE), 1), attention_mask=mask)
+        assert torch.allclose(padded, full, atol=TOLERANCE), scheme
+        computed.add(scheme)
+    assert {"alibi", "kerple", "none", "p_rope", "rope", "t5", "tisa"} <= computed
 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "GPT2LMHeadModel"])
@@ -293,6 +314,7 @@ def test_a_scheme_that_is_named_when_a_model_is_built() -> None:
         ("sinusoidal", "adds vectors to the embeddings .* acts before the first layer"),
         ("fire", "depends on the length of the sequence .FireBias., and there are two sequences"),
         ("ssmax", "scales the logits.*tokens of one sequence"),
+        ("randomized", "draws random positions, and would draw others for each sequence"),
         ("shaw", "more than a function of the distance"),
         (RopeConfig(scaling=DynamicScaling(2.0, original_max_positions=32)), "length of the sequence.*two sequences"),
     ],

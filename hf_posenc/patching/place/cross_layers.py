@@ -14,6 +14,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 from hf_posenc.schemes.refusals import CROSS_ATTENTION
 
 #: The arguments in which a decoder takes what its cross-attention reads, and which of that is padding.
@@ -49,6 +50,10 @@ def cross_layers(
             raise UnsupportedError(f"In cross-attention, every query sees every key. {error}") from error
         label = f"the scheme {scheme_label(layer_config)!r} in {name}"
         CROSS_ATTENTION.refuse(needs_of(parts), label)
+        if any(isinstance(module, RandomizedMap) for part in parts for module in part.modules()):
+            raise UnsupportedError(
+                CROSS_ATTENTION.message("it draws random positions, and would draw others for each sequence", label)
+            )
         summands = () if parts.logit_bias is None else parts.logit_bias.summands()
         other = next((one for one in summands if not isinstance(one, DistanceBias)), None)
         if other is not None:
@@ -66,14 +71,16 @@ def cross_layers(
     return found
 
 
-def refuse_without_encoder(anatomy: Anatomy, stacks: list[Stack]) -> None:
+def refuse_without_encoder(anatomy: Anatomy, part: str | None) -> None:
     """Refuses a scheme of cross-attention for a part that has none, or that reads patches of images.
+
+    Only `patch_model` asks: a class without a decoder loads the other parts of a checkpoint.
 
     Raises:
         UnsupportedError: saying which.
     """
     name = type(anatomy.model).__name__
-    if not any(map(cross_attentions, stacks)):
+    if not any(map(cross_attentions, anatomy.stacks([anatomy.part(part)]))):
         raise UnsupportedError(f"{name} has no cross-attention in this part. Leave out cross_attention.")
     if "vision" in anatomy.parts:
         raise UnsupportedError(
