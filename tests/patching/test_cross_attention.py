@@ -27,6 +27,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.export.export_model import export_model
+from hf_posenc.recipes import swap_scheme
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from tests.export.models import visible
 from tests.fresh import run_fresh
@@ -354,6 +355,14 @@ def test_a_scheme_in_cross_attention_is_the_reason_of_a_refusal(tmp_path: Path) 
     model = patch_model(model_of(), "native", cross_attention="rope")
     with pytest.raises(UnsupportedError, match=r"acts in cross-attention \(RotaryMap\), and plain transformers has no"):
         export_model(model, tmp_path / "out", to="stock")
+
+
+def test_a_gradual_swap_would_lose_the_scheme_and_is_refused() -> None:
+    model = patch_model(model_of(), "rope", cross_attention="rope")
+    before = logits_of(model)
+    with pytest.raises(UnsupportedError, match="A gradual swap cannot run a scheme: it acts in cross-attention"):
+        swap_scheme(model, "alibi", gradual=True)
+    assert torch.equal(logits_of(model), before)
 
 
 def test_layers_that_were_moved_keep_their_parameters() -> None:
