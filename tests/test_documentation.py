@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -63,6 +64,7 @@ def test_the_first_pages_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None
     load = functools.partial(AutoModelForCausalLM.from_config, config)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **options: load(**options))
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", lambda name: COMPOSITES["llava"].model())
+    monkeypatch.setattr(AutoModelForSeq2SeqLM, "from_pretrained", lambda name: tiny("T5ForConditionalGeneration"))
     scope = run(page, {})
     assert not hasattr(scope["model"], "position_encoding")
     if page != "README.md":

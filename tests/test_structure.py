@@ -17,13 +17,13 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (39, 1085, 525),
+    "patch": (40, 1090, 530),
     "patch and first forward": (45, 1285, 620),
     "forward": (13, 115, 60),
     "further layer": (13, 23, 12),
     "decoding": (11, 136, 67),
     "save": (14, 580, 60),
-    "from_pretrained": (40, 1180, 526),
+    "from_pretrained": (41, 1180, 530),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -100,9 +100,9 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 52_820
+    assert sum(lines) <= 53_260
     assert max(lines) <= 500
-    assert len(lines) <= 290
+    assert len(lines) <= 294
 
 
 @pytest.mark.parametrize(("room", "most"), [("training", 7_104), ("eval", 316), ("benchmarks", 2_500)])

@@ -34,6 +34,7 @@ FOLDER = "reference/schemes"
 #: The options of the schemes that have required ones, or whose defaults show little.
 OPTIONS: dict[str, dict[str, Any]] = {
     "composed": {"parts": ("sinusoidal", "alibi")},
+    "cross_attention": {"cross": "alibi"},
     "mrope": {"interleaved": True},
     "position_shift": {"offset": 32},
     "schedule": {"layers": ("rope", "rope", "alibi", "none")},

@@ -40,6 +40,8 @@ def table() -> str:
         for need in needs_of(row.variants[0].build(context_for(row.variants[0], row))):
             schemes[need].append(f"`{name}`")
 
+    schemes[Need.CROSS].append("all that are given as `cross_attention`")
+
     def refused(environment: Environment) -> str:
         reasons: dict[str, list[str]] = {}
         for need, reason in environment.lacks.items():

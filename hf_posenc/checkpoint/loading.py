@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #: transformers would assign it.
 _SET_ASIDE = "_requested_position_encoding"
 #: Arguments of `patch_model` that may stand in the same dictionary as the scheme.
-_PLACES = ("part", "layers", "elsewhere")
+_PLACES = ("part", "layers", "elsewhere", "cross_attention")
 
 
 class EntryIgnoredError(UnsupportedError):

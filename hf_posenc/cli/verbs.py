@@ -45,6 +45,7 @@ def patch(options: argparse.Namespace) -> int:
     if layers is not None and options.table_extension is not None:
         raise UsageError("--table-extension is for a table, which is added before the first layer. Omit --layers.")
     elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
+    cross = options.cross_attention is not None and parse_scheme(options.cross_attention)
 
     import hf_posenc
     from hf_posenc.loading import load_model
@@ -68,7 +69,7 @@ def patch(options: argparse.Namespace) -> int:
         if options.table_extension is not None:
             swap_scheme(model, config, part=part, table_extension=options.table_extension)
         else:
-            hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere)
+            hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere, cross_attention=cross)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)

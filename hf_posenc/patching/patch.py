@@ -19,6 +19,7 @@ from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopt
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_entry import at_native_lengths
+from hf_posenc.patching.place.cross_layers import refuse_without_encoder
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     StackEncoding,
@@ -28,6 +29,7 @@ from hf_posenc.patching.place.encoding import (
 )
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
+from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across, within_and_across
 from hf_posenc.schemes.arrangement.native import NativeConfig, asked_scalings, names_native, with_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig, walk
@@ -45,6 +47,7 @@ def patch_model(
     part: str | None = None,
     layers: Iterable[int] | None = None,
     elsewhere: SchemeLike | None = None,
+    cross_attention: SchemeLike | bool = False,
     **options: Any,
 ) -> ModelType:
     """Replaces the position encoding of a transformers model. In place, on this instance only.
@@ -70,6 +73,8 @@ def patch_model(
         part: the part that gets the scheme. By default the text part, or the part of the model's main input.
         layers: indices of the layers of the part that get the scheme; all by default.
         elsewhere: the scheme of the other layers; by default they keep their native scheme.
+        cross_attention: the scheme of the attention from a decoder to an encoder, in all layers; `True` for the same
+            one. By default it has no positions, and keeps what it has. See `CrossAttentionConfig`.
         **options: fields of the scheme's config, for a scheme given by name.
 
     Returns:
@@ -81,7 +86,9 @@ def patch_model(
         UnsupportedError: if the scheme cannot be computed correctly in this architecture.
     """
     transaction = Transaction(model)
-    config = as_scheme(scheme, **options)
+    config = across(as_scheme(scheme, **options), cross_attention)
+    if isinstance(config, CrossAttentionConfig):
+        refuse_without_encoder(transaction.anatomy, part)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
     if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
@@ -177,6 +184,7 @@ def _resolve(
     elsewhere: SchemeLike | None,
 ) -> SchemeConfig:
     """The scheme of every layer of one part."""
+    config, cross = within_and_across(config)
     stacks = transaction.verified_stacks(part)
     if transaction.encoding is None and transaction.anatomy.is_runnable:
         verify_adopted_tables(transaction.anatomy, stacks, transaction)
@@ -196,7 +204,7 @@ def _resolve(
     if others and transaction.anatomy.is_runnable and not transaction.change():
         with transaction.suspended():
             refuse_failing(transaction.anatomy, config, others, transaction)
-    return config
+    return config if cross is None else CrossAttentionConfig(config, cross)
 
 
 def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:

@@ -26,9 +26,11 @@ from hf_posenc.patching.place.encoding import (
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig
+from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.outer_parts import is_blend
+from hf_posenc.schemes.refusals import GRADUAL_SWAP
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
 
@@ -173,6 +175,8 @@ def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeC
     """Builds one blend for all layers, or a schedule of blends if one of the schemes differs between layers."""
     if not isinstance(old, LayeredConfig) and not isinstance(new, LayeredConfig):
         return BlendedConfig(old, new)
+    if isinstance(old, CrossAttentionConfig) or isinstance(new, CrossAttentionConfig):
+        raise UnsupportedError(GRADUAL_SWAP.message("it acts in cross-attention, which has no blend", "a scheme"))
     schedule(new, stacks, None, None)  # Raises if an arrangement does not fit these layers.
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
 

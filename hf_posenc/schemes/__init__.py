@@ -18,6 +18,7 @@ from hf_posenc.schemes.additive.learned import LearnedConfig as LearnedConfig
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig as SinusoidalConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig as BlendedConfig
 from hf_posenc.schemes.arrangement.composed import ComposedConfig as ComposedConfig
+from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig as CrossAttentionConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig as NativeConfig
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig as PartsConfig
 from hf_posenc.schemes.arrangement.schedule import (

@@ -8,12 +8,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+import torch
+
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.other_names import hint_for_option
-from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.parts import (
+    AdditiveEncoding,
+    DistanceBias,
+    LogitScale,
+    PairwiseBias,
+    QueryKeyMap,
+    SchemeParts,
+)
 from hf_posenc.schemes.validation import as_declared, check_declared, check_options, check_shape_of_json
 
 ConfigType = TypeVar("ConfigType")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "additive": (AdditiveEncoding,),
+    "query_key_map": (QueryKeyMap,),
+    "logit_bias": (DistanceBias, PairwiseBias),
+    "logit_scale": (LogitScale,),
+}
 
 
 @dataclass(frozen=True)
@@ -308,3 +323,31 @@ def _decode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_decode(item) for item in value)
     return value
+
+
+def check_parts(config: SchemeConfig, parts: Any) -> None:
+    """Refuses with a `TypeError` what is not `SchemeParts` with parts of the right types."""
+    owner = f"{type(config).__name__}.build"
+    if not isinstance(parts, SchemeParts):
+        raise TypeError(f"{owner} returned {type(parts).__name__}; expected SchemeParts(...).")
+    for name, kinds in _KINDS.items():
+        part = getattr(parts, name)
+        if part is not None and not isinstance(part, kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
+    if isinstance(parts.logit_bias, DistanceBias):
+        _check_bias(parts.logit_bias)
+
+
+@torch.no_grad()
+def _check_bias(bias: DistanceBias) -> None:
+    """Refuses a bias that does not return `(heads, *distance.shape)`, by three distances. Not on the meta device."""
+    distance = torch.arange(-2, 1)
+    if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
+        return
+    found = tuple(bias(distance).shape)
+    if len(found) != 2 or found[1:] != distance.shape:
+        raise ValueError(
+            f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
+            f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
+        )

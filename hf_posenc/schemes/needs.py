@@ -50,6 +50,7 @@ class Need(Enum):
     WHOLE_POSITIONS = "rotates by whole positions only"
     COORDINATES = "reads rows and columns"
     PARAMETERS = "has parameters"
+    CROSS = "acts in cross-attention"
 
 
 #: The kinds of bias. A part has one of them at most.
@@ -63,6 +64,7 @@ KINDS = {
     Need.ROTATION_BY_INPUT: "map",
     **dict.fromkeys(BIASES, "logit bias"),
     Need.SCALE: "logit scale",
+    Need.CROSS: "scheme in cross-attention",
 }
 #: A growing cache is wrong for schemes with one of these.
 NO_GROWING_CACHE = (Need.LENGTH, Need.ALL_TOKENS)

@@ -31,6 +31,20 @@ EVICTING_CACHE = Environment(
     dict.fromkeys((Need.OLDEST_KEYS, Need.TOKENS_BETWEEN), "but some of them are gone"),
     "Use the model's own cache.",
 )
+CROSS_ATTENTION = Environment(
+    "Cross-attention",
+    {
+        Need.VECTORS: "which acts before the first layer",
+        **dict.fromkeys(
+            (Need.WIDE_HEADS, Need.SECOND_MAP, Need.ROTATION_BY_INPUT, Need.KEY_TERMS, Need.FEATURES, Need.SCALE),
+            "which is defined for the tokens of one sequence",
+        ),
+        **dict.fromkeys((Need.LENGTH, Need.ALL_TOKENS), "and there are two sequences"),
+        Need.COORDINATES: "and the tokens of the encoder are counted on one axis",
+    },
+    "Use a rotation by fixed frequencies (rope, p_rope, ...), a bias that is a function of distance (alibi, t5, "
+    "kerple, ...), or both.",
+)
 PACKED_ROWS = Environment(
     "A row of packed documents (its position_ids restart)",
     {Need.LENGTH: "and the row holds several sequences"},
@@ -166,6 +180,7 @@ ENVIRONMENTS = (
     SHARDED_WEIGHTS,
     ADAPTION_PROMPTS,
     LATENT_ATTENTION,
+    CROSS_ATTENTION,
     CHANGED_QUERIES,
     CAPPED_LOGITS,
     SHARED_KEYS,

@@ -249,6 +249,26 @@ _OTHER_LLAMAS: list[dict[str, Any]] = [
     {"name": "MistralForCausalLM", "sliding_window": None},
     {"name": "Qwen2ForCausalLM"},
 ]
+_EXPERTS = {"num_experts_per_tok": 2}
+_MIXTRAL = {"name": "MixtralForCausalLM", "num_local_experts": 4, **_EXPERTS}
+_QWEN3 = {"name": "Qwen3ForCausalLM", "head_dim": 16}
+QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3,
+    **_EXPERTS,
+    "name": "Qwen3MoeForCausalLM",
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+_QWEN2_MOE: dict[str, Any] = {
+    **_EXPERTS,
+    "name": "Qwen2MoeForCausalLM",
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+_OLMOE = {"name": "OlmoeForCausalLM", "num_experts": 4, "num_key_value_heads": 4, "eos_token_id": 1, **_EXPERTS}
+_MOE = [(QWEN3_MOE, "'qwen3moe'"), (_QWEN2_MOE, "'qwen2moe'"), (_OLMOE, "'olmoe'")]
 #: How a model is built, with a scheme and options, and what carries it. `test_runtimes` exports every
 #: scheme in a Llama, a GPT-2, a BERT and a T5 without options.
 SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
@@ -268,6 +288,14 @@ SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
         "heads 3 times",
     ),
     *((llama, "alibi", options, "'refact'") for options in _OTHER_LLAMAS),
+    (llama, None, _MIXTRAL, "'llama'"),
+    (llama, _TWO, _MIXTRAL, "heads 2 times"),
+    (llama, None, _QWEN3, "'qwen3'"),
+    (llama, _LINEAR, {**_QWEN3, "tie_word_embeddings": True}, "'qwen3' with rope.scaling.type 'linear'"),
+    *((llama, None, options, carrier) for options, carrier in _MOE),
+    *((llama, "none", options, f"{carrier} with stopped") for options, carrier in _MOE[:1]),
+    *((llama, RopeConfig(scaling=_SHARP_YARN), options, f"{carrier} with rope.scaling") for options, carrier in _MOE),
+    (llama, _REVERSED, QWEN3_MOE, "'qwen3moe'"),
     (gpt2, None, {}, _TABLE),
     (gpt2, "sinusoidal", {"n_head": 2, "n_inner": 48, "tie_word_embeddings": False}, _TABLE),
     (gpt2, IntegerConfig(direction="random"), {"scale_attn_by_inverse_layer_idx": True}, _TABLE),
@@ -303,6 +331,9 @@ MORE: list[tuple[Any, Any, dict[str, Any], str]] = [
     *((llama, scheme, {}, _FACTORS) for scheme in (_NTK, _HALF)),
     (llama, RopeConfig(scaling=Llama3Scaling(4.0, original_max_positions=64)), {}, _FACTORS),
     (llama, RopeConfig(theta=500.0), {}, "'llama'"),
+    *((llama, scheme, _MIXTRAL, _FACTORS) for scheme in ("p_rope", "none")),
+    *((llama, RopeConfig(theta=500.0), options, carrier) for options, carrier in _MOE),
+    *((llama, "none", options, f"{carrier} with stopped") for options, carrier in _MOE[1:]),
     (llama, YARN, {}, "rope.scaling.type 'yarn'"),
     *((gpt2, scheme, {}, "'gptneox'") for scheme in (RopeConfig(theta=500.0), _NTK, _PART, _HALF)),
     (mpt, "sinusoidal", {}, _TABLE),
@@ -333,9 +364,20 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: with_trained_parts(LearnedRopeConfig(sharing="head")), "differ between heads"),
     (lambda: llama(name="MistralForCausalLM", sliding_window=32), "has a sliding window of 32 tokens"),
     (lambda: llama(hidden_act="gelu"), "has the activation 'gelu'"),
-    (
-        lambda: llama(name="Qwen3ForCausalLM", head_dim=8),
-        "no weight like model.layers.0.self_attn.q_norm|other numbers|cannot run",
+    (lambda: llama("p_rope", **_QWEN3), "'qwen3' rotates all pairs of a head, and the scheme only some"),
+    (lambda: llama("string", **_QWEN3), "by a basis after their norm"),
+    (lambda: llama("alibi", **QWEN3_MOE), "qwen3moe with rope.scaling, qwen3moe: .*bias"),
+    *(
+        (partial(llama, None, **{**options, "norm_topk_prob": value}), f"{does} the weights of the .*={value}")
+        for options, value, does in (
+            (QWEN3_MOE, False, "'qwen3moe' divides"),
+            (_QWEN2_MOE, True, "'qwen2moe' does not divide"),
+            (_OLMOE, True, "'olmoe' does not divide"),
+        )
+    ),
+    *(
+        (partial(llama, None, **QWEN3_MOE, **{field: value}), rf"some layers of Qwen3Moe.*{field}={found}")
+        for field, value, found in (("mlp_only_layers", [1], r"\[1\]"), ("decoder_sparse_step", 2, "2"))
     ),
     (lambda: llama(name="GraniteForCausalLM", logits_scaling=2.0), "gives other numbers"),
     *((partial(ministral, scheme), "a factor that grows with the position") for scheme in (None, "alibi", "none")),

@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 import hf_posenc
 from hf_posenc import UnsupportedError
@@ -21,6 +21,7 @@ from hf_posenc.export.carriers import ExportError
 from hf_posenc.export.export_model import export_model
 from hf_posenc.export.gguf import target
 from hf_posenc.export.gguf.file import GgufForm
+from hf_posenc.export.gguf.llama import is_llama
 from hf_posenc.export.gguf.t5 import llama_cpp_bucket
 from hf_posenc.export.gguf.verify import has_gelu, table_gelu
 from hf_posenc.export.gguf.vocabulary import vocabulary
@@ -28,6 +29,7 @@ from hf_posenc.export.layers import ModelParts
 from hf_posenc.schemes.bias.t5 import relative_position_bucket
 from tests.export.gguf_cases import (
     MORE,
+    QWEN3_MOE,
     REFUSED,
     SAME,
     VOCABULARY,
@@ -135,6 +137,7 @@ def test_trained_positions_are_in_the_file(tmp_path: Path) -> None:
 
 
 STORED = {"blk.0.attn_q.weight": "Q8_0", "rope_freqs.weight": "F32", "output_norm.weight": "F32"}
+ROUTED = {"blk.0.ffn_gate_inp.weight": "F32", "blk.0.ffn_up_exps.weight": "Q8_0", "blk.0.attn_q_norm.weight": "F32"}
 TABLES = {f"{side}.blk.0.attn_rel_b.weight": "F32" for side in ("enc", "dec")} | {"enc.blk.0.attn_q.weight": "Q8_0"}
 
 
@@ -145,9 +148,10 @@ TABLES = {f"{side}.blk.0.attn_rel_b.weight": "F32" for side in ("enc", "dec")} |
         (lambda: llama("none"), "q8_0", 0.1, {**STORED, "blk.0.ffn_down.weight": "F16"}),
         pytest.param(lambda: llama("none"), "f16", 0.01, {"blk.0.attn_q.weight": "F16"}, marks=pytest.mark.slow),
         (lambda: gpt2("alibi"), "q8_0", 0.1, {}),
+        (lambda: llama(**QWEN3_MOE), "q8_0", 0.1, ROUTED),
         (lambda: t5(num_heads=32, d_kv=4), "q8_0", 0.25, TABLES),
     ],
-    ids=["llama", "f16", "gpt2", "t5"],
+    ids=["llama", "f16", "gpt2", "experts", "t5"],
 )
 def test_rounded_weights(
     build: Callable[[], PreTrainedModel], dtype: str, bound: float, stored: dict[str, str], tmp_path: Path
@@ -214,6 +218,9 @@ STD = {"initializer_range": 0.02}
         pytest.param(
             lambda: llama("alibi", **STD), metadata(attention__layer_norm_rms_epsilon=1e-3), marks=pytest.mark.slow
         ),
+        (lambda: llama(**QWEN3_MOE), with_tensor(".attn_q_norm.weight", shifted)),
+        (lambda: llama(**QWEN3_MOE), with_tensor(".ffn_gate_exps.weight", shifted)),
+        (lambda: llama(**QWEN3_MOE), metadata(expert_used_count=1)),
         (lambda: gpt2(**STD), with_tensor("position_embd.weight", shifted)),
         (lambda: gpt2("sinusoidal", **STD), with_tensor("position_embd.weight", torch.zeros_like)),
         (lambda: gpt2("alibi", **STD), metadata(attention__max_alibi_bias=0.0)),
@@ -292,7 +299,7 @@ def test_what_llama_cpp_lacks(model: Callable[[], PreTrainedModel], reason: str,
     with pytest.raises(ExportError, match=rf"(?s){reason}.*What can be done:.*run the checkpoint where") as refused:
         exported(given, tmp_path / "out")
     # Neither carriers with other blocks nor a reason twice.
-    assert ("smollm3" in str(refused.value)) == hasattr(given.config, "rms_norm_eps")
+    assert ("smollm3" in str(refused.value)) == is_llama(given)
     reasons = [reason.partition(": ")[2] for reason in refused.value.reasons]
     assert len(reasons) == len(set(reasons))
     # No target is named that takes no encoder with a decoder.
@@ -383,6 +390,22 @@ def test_the_table_of_gelu() -> None:
     assert found[0] == found[2] == 0.0
     assert found[4] == 12.3456
     assert found[3] == torch.tensor(exact).half()
+
+
+def test_transformers_reads_the_experts_of_a_file(tmp_path: Path) -> None:
+    """Its own reader of GGUF files, which takes a type's default for the width of experts."""
+    width = Qwen3MoeConfig().moe_intermediate_size
+    model = llama(**{**QWEN3_MOE, "moe_intermediate_size": width})
+    exported(model, tmp_path / "out")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
+    assert type(read) is type(model)
+    assert read.config.intermediate_size == model.config.intermediate_size
+    found, expected = read.state_dict(), model.state_dict()
+    assert all(torch.equal(found[key], rows) for key, rows in expected.items())
+    ids = torch.arange(2, 42).unsqueeze(0)
+    with torch.no_grad():
+        # The epsilon and the base of RoPE are float32 in a file.
+        assert torch.allclose(read(ids).logits, model(ids).logits, atol=1e-5)
 
 
 def test_the_factor_of_the_logits_is_not_rounded(tmp_path: Path) -> None:

@@ -230,8 +230,10 @@ TRIALS = {
 }
 #: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
 #: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving. What a cache that drops tokens
-#: computes is compared with a mask in tests/patching/test_evicting_caches.py.
+#: computes is compared with a mask in tests/patching/test_evicting_caches.py, and every scheme between two sequences
+#: in tests/patching/test_cross_attention.py.
 ELSEWHERE = (
+    refusals.CROSS_ATTENTION,
     refusals.EVICTING_CACHE,
     refusals.CONTEXT_PARALLELISM,
     refusals.SHARDED_WEIGHTS,

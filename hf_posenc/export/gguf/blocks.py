@@ -25,6 +25,8 @@ _SAME_FUNCTION = 1e-3
 EQUAL = 1e-6
 #: Length of a model that states none (BLOOM). It only says how long prompts may be in llama-server.
 _LENGTH = 2048
+#: Norms of queries and of keys, of each head or of all heads at once.
+_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 #: Names of the factor of the logits in attention modules.
 _SCALINGS = ("scaling", "softmax_scale", "inv_norm_factor")
 
@@ -41,11 +43,13 @@ def model_length(parts: ModelParts) -> int:
 
 def sizes(parts: ModelParts, tensors: dict[str, Tensor], length: int) -> Metadata:
     """The hyperparameters that all models with one stack have."""
+    width = tensors.get("blk.0.ffn_up.weight", tensors.get("blk.0.ffn_up_exps.weight"))
+    assert width is not None
     return {
         "block_count": len(parts.layers),
         "context_length": length,
         "embedding_length": tensors["token_embd.weight"].shape[1],
-        "feed_forward_length": tensors["blk.0.ffn_up.weight"].shape[0],
+        "feed_forward_length": width.shape[-2],
         "attention.head_count": parts.stack.attentions[0].num_heads,
         "vocab_size": int(parts.stack.config.vocab_size),
     }
@@ -131,8 +135,9 @@ def logit_factors(parts: ModelParts) -> dict[int, float]:
 
 
 def scale_queries(tensors: dict[str, Tensor], index: int, rows: int, factor: float) -> None:
-    """Moves a factor of a layer's logits into the projection of its queries, which has so many rows."""
-    for kind in ("attn_q.weight", "attn_q.bias", "attn_qkv.weight", "attn_qkv.bias"):
+    """Moves a factor of a layer's logits into the projection of its queries, which has so many rows, or their norm."""
+    normed = f"blk.{index}.{_NORMS[0]}" in tensors
+    for kind in _NORMS[:1] if normed else ("attn_q.weight", "attn_q.bias", "attn_qkv.weight", "attn_qkv.bias"):
         name = f"blk.{index}.{kind}"
         if name in tensors:
             tensors[name] = tensors[name].float().clone()
@@ -216,14 +221,24 @@ def fold_rotations(form: GgufForm, rotations: list[Rotation], order: Callable[[R
         form: the model.
         rotations: the rotation of each layer.
         order: the dimensions of a head, in the order in which llama.cpp rotates them.
+
+    Raises:
+        UnsupportedError: for a basis in front of which queries and keys are normalised.
     """
     heads = int(form.metadata["attention.head_count"])
     key_heads = int(form.metadata.get("attention.head_count_kv", heads))
     for index, rotation in enumerate(rotations):
         dimensions = order(rotation)
-        for name in [f"blk.{index}.attn_{kind}" for kind in ("q.weight", "q.bias", "k.weight", "k.bias")]:
+        norms = [name for name in (f"blk.{index}.{kind}" for kind in _NORMS) if name in form.tensors]
+        if norms and rotation.basis is not None:
+            raise UnsupportedError(
+                "the scheme multiplies queries and keys by a basis after their norm, and llama.cpp does not"
+            )
+        for name in [*(f"blk.{index}.attn_{kind}" for kind in ("q.weight", "q.bias", "k.weight", "k.bias")), *norms]:
             if name in form.tensors:
-                form.tensors[name] = rotation.folded(form.tensors[name].float(), dimensions, scaled=True)
+                # A norm would undo a factor in front of it, so it has the factor itself.
+                scaled = not norms or name in norms
+                form.tensors[name] = rotation.folded(form.tensors[name].float(), dimensions, scaled=scaled)
         for name in (f"blk.{index}.attn_qkv.weight", f"blk.{index}.attn_qkv.bias"):
             if name in form.tensors:
                 rows = form.tensors[name].float()

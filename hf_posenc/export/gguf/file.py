@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,8 @@ PRECISIONS = {
     "f16": (Precision.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0": (Precision.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-#: Tables of positions, token types and biases.
-_ADDED = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
+#: Tables of positions, token types and biases, and what chooses experts.
+_PRECISE = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight", "ffn_gate_inp.weight")
 #: Hyperparameters, by their keys without the name of the architecture ("block_count").
 Metadata = dict[str, int | float | str | bool]
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -72,7 +73,7 @@ def named_weights(
     name_of = partial(names.get_name, try_suffixes=(".weight", ".bias"))
     transposed = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
     named: dict[str, Tensor] = {}
-    for key, tensor in model.state_dict().items():
+    for key, tensor in _with_experts_apart(model.state_dict()):
         if not {ATTRIBUTE, *without}.isdisjoint(key.split(".")):
             continue
         # The list of names has some classes with the prefix of the base model and some without.
@@ -82,11 +83,22 @@ def named_weights(
             continue  # A second name of the same weight.
         if name is None:
             raise UnsupportedError(f"the architecture {architecture!r} of llama.cpp has no weight like {key}")
+        name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"  # Experts are parameters, not modules.
         named[name] = tensor.detach().T if key in transposed else tensor.detach()
     output, embedding = named.get("output.weight"), named["token_embd.weight"]
     if output is not None and output.data_ptr() == embedding.data_ptr():
         del named["output.weight"]  # llama.cpp then uses the embeddings.
     return named
+
+
+def _with_experts_apart(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Weights, with the two projections that transformers stores as one in experts: `(experts, 2 * out, in)`."""
+    for key, tensor in state.items():
+        stem = key.removesuffix(".gate_up_proj")
+        if stem == key:
+            yield key, tensor
+        else:
+            yield from zip((f"{stem}.gate_proj", f"{stem}.up_proj"), tensor.chunk(2, dim=1), strict=True)
 
 
 def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: str, name: str) -> None:
@@ -122,11 +134,11 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
 
 
 def _precision(name: str, tensor: Tensor, dtype: str) -> Precision:
-    """Vectors and tables that are added to something stay float32, as in files that llama.cpp quantises. A matrix whose
-    rows do not divide into blocks of Q8_0 is stored as float16.
+    """Vectors, tables that are added to something, and routers stay float32, as in files that llama.cpp quantises. A
+    matrix whose rows do not divide into blocks of Q8_0 is stored as float16.
     """
     wanted = PRECISIONS[dtype][0]
-    if tensor.ndim < 2 or name.endswith(_ADDED):
+    if tensor.ndim < 2 or name.endswith(_PRECISE):
         return Precision.F32
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
     return wanted if tensor.shape[-1] % block == 0 else Precision.F16

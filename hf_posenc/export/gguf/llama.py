@@ -1,11 +1,11 @@
 """Llama-like models in llama.cpp: RMSNorm before attention and before a gated feed-forward, grouped heads, optional
-biases.
+biases, optional experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,19 +13,22 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.carriers import Carrier
+from hf_posenc.export.carriers import Carrier, of_types
 from hf_posenc.export.gguf.blocks import (
     EQUAL,
     fold_rotations,
+    geometric_entries,
     logit_factors,
     refuse_missing,
     refuse_other_biases,
     refuse_without_logits,
+    rotate_halves,
     scale_queries,
     scaled_entries,
     sizes,
 )
-from hf_posenc.export.gguf.file import GgufForm, named_weights
+from hf_posenc.export.gguf.experts import EXPERTS, expert_entries, refuse_dense_layers
+from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation, rotations_of
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.needs import BIASES, Need
@@ -34,11 +37,40 @@ from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 BLOCKS = "Llama's (RMSNorm, gated feed-forward)"
 #: llama.cpp's smollm3 does not rotate in every fourth layer.
 _SMOLLM3_STEP = 4
-_REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+_REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
+_FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
+
+
+@dataclass(frozen=True)
+class _Own:
+    """An architecture of llama.cpp for one type of models. It rotates all of a head, and reads no `rope_freqs.weight`.
+
+    Args:
+        name: in llama.cpp.
+        sum_to_one: whether it divides the weights of the experts of a token by their sum.
+        tied: whether its output may be the embeddings.
+    """
+
+    name: str
+    sum_to_one: bool = True
+    tied: bool = True
+
+
+#: By the type of the model.
+_OWN = {
+    "qwen3": _Own("qwen3"),
+    "qwen3_moe": _Own("qwen3moe"),
+    "qwen2_moe": _Own("qwen2moe", sum_to_one=False, tied=False),
+    "olmoe": _Own("olmoe", sum_to_one=False, tied=False),
+}
 
 
 def is_llama(model: PreTrainedModel) -> bool:
-    """Whether a model may have these blocks: its norms are RMSNorm. `_form` looks at its weights."""
+    """Whether a model may have these blocks: its norms are RMSNorm, and llama.cpp has no architecture for it alone.
+    `_form` looks at its weights.
+    """
+    if of_types(*_OWN)(model):
+        return False
     return getattr(model.config.get_text_config(), "rms_norm_eps", None) is not None
 
 
@@ -109,7 +141,26 @@ def alibi(parts: ModelParts) -> GgufForm:
     return form
 
 
+def own_with_scaling(parts: ModelParts) -> GgufForm:
+    """Linear scaling and YaRN in an architecture for one type of models."""
+    entries, rotations = scaled_entries(parts, rotations_of(parts))
+    return _in_own(parts, rotations, entries, f" with rope.scaling.type {entries['rope.scaling.type']!r}")
+
+
+def own_without_scaling(parts: ModelParts) -> GgufForm:
+    """A rotation whose frequencies decrease by a constant factor, in an architecture for one type of models."""
+    rotations = rotations_of(parts)
+    entries = geometric_entries(rotations[0])
+    stopped = entries.get("rope.scaling.factor") == STOPPED
+    return _in_own(parts, rotations, entries, " with stopped positions" if stopped else "")
+
+
 CARRIERS = (
+    *(
+        Carrier(f"{architecture.name}{what}", form, (Need.MAP,), of_types(model_type))
+        for model_type, architecture in _OWN.items()
+        for what, form in ((" with rope.scaling", own_with_scaling), ("", own_without_scaling))
+    ),
     Carrier("llama with rope.scaling", scaling_metadata, (Need.MAP,), is_llama),
     Carrier("llama", shared_spectrum, (Need.MAP,), is_llama),
     Carrier("smollm3", every_fourth_layer_stopped, (Need.MAP,), is_llama),
@@ -129,6 +180,19 @@ def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufFor
     return replace(form, carrier=f"{form.carrier} and rope_freqs.weight")
 
 
+def _in_own(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
+    own = _OWN[parts.model.config.model_type]
+    name = own.name
+    frequencies = rotations[0].all_frequencies
+    if frequencies.any() and not frequencies.all():
+        raise UnsupportedError(f"llama.cpp's {name!r} rotates all pairs of a head, and the scheme only some")
+    form = _form(parts, name, f"the architecture {name!r}{what}")
+    if not own.tied:
+        form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
+    rotate_halves(form, rotations, entries)
+    return form
+
+
 def _theta(scheme: SchemeConfig) -> float:
     """The base of the scheme or of a scheme inside it. Only its product with the factors matters."""
     own = getattr(scheme, "theta", None)
@@ -142,8 +206,12 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     config, attention = parts.stack.config, parts.stack.attentions[0]
     refuse_without_logits(parts)
     _refuse_other_blocks(parts)
+    refuse_dense_layers(parts, architecture)
     tensors = named_weights(parts.model, architecture, len(parts.layers))
-    required = [f"blk.{layer}.{kind}.weight" for layer in range(len(parts.layers)) for kind in _REQUIRED]
+    own = _OWN.get(parts.model.config.model_type, _Own(architecture))
+    experts = expert_entries(parts, architecture, tensors, sum_to_one=own.sum_to_one)
+    kinds = (*_REQUIRED, *(EXPERTS if experts else _FEED_FORWARD))
+    required = [f"blk.{layer}.{kind}.weight" for layer in range(len(parts.layers)) for kind in kinds]
     refuse_missing(parts, tensors, ("token_embd.weight", "output_norm.weight", *required), "Llama's")
     for index, factor in logit_factors(parts).items():
         scale_queries(tensors, index, attention.num_heads * attention.head_dim, factor)
@@ -155,6 +223,7 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
             "attention.key_length": attention.head_dim,
             "attention.value_length": attention.head_dim,
             "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            **experts,
         },
         tensors,
         carrier=carrier,

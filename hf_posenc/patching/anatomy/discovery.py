@@ -154,6 +154,8 @@ def _on_the_way(path: str, stack: nn.Module) -> Iterator[nn.Module]:
 
 
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
+#: Why cross-attention is left alone if it gets no scheme.
+CROSS_ATTENTION = "cross-attention: its keys belong to another sequence"
 #: What a stack names that asks bidirectional modules for causal attention: the text model of CLIP.
 _CAUSAL_CALL = {"create_causal_mask", "is_causal"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -210,7 +212,7 @@ def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> st
     """Why an attention module of a stack is left alone; `None` if it is patched."""
     named = _CROSS.search(path) or _CROSS.search(type(attention).__name__)
     if named or getattr(attention, "is_cross_attention", False) is True:
-        return "cross-attention: its keys belong to another sequence"
+        return CROSS_ATTENTION
     for left_alone in (modules.kind.left_alone, modules.architecture.left_alone):
         if left_alone is not None and re.search(left_alone[0], path):
             return left_alone[1]
@@ -245,6 +247,19 @@ def _read_attention(path: str, module: nn.Module, modules: StackModules, order: 
         relative=_find_relative(module),
         sparse=bool(architecture.sparse) and architecture.is_sparse(module, config),
     )
+
+
+def cross_attentions(stack: Stack) -> list[AttentionLayer]:
+    """The cross-attention layers of a stack, in order."""
+    found: list[AttentionLayer] = []
+    for path in (path for path, reason in stack.skipped if reason == CROSS_ATTENTION):
+        module, numbers = stack.module.get_submodule(path), [int(part) for part in path.split(".") if part.isdigit()]
+        num_heads, head_dim = _head_shape(module, stack.config, stack.architecture)
+        key_heads = _key_value_heads(module, num_heads, stack.architecture)
+        layer, shape = numbers[0] if numbers else len(found), (num_heads, key_heads, key_heads, head_dim)
+        uses = _uses_interface(type(module).forward)
+        found.append(AttentionLayer(path, module, layer, uses, [], *shape, layer_type=None, causal=False))
+    return found
 
 
 def _is_causal(module: nn.Module, modules: StackModules) -> bool:

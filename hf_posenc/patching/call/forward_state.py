@@ -131,6 +131,7 @@ class ForwardState:
         mask_hides_padding: whether the caller's mask has a form that does not show which tokens are padding.
         cache_object: the cache of the call, or `None`.
         cache_changed: whether its keys have been changed since their positions were recorded.
+        encoder_mask: `(batch, key_len)` padding mask of the encoder, if cross-attention has a scheme.
         held: the positions that the cache itself states for its keys, if it does and is not empty. Its keys then count
             as the only cached slots.
         held_by_layer: the same by layer, if it does; layers may hold different tokens.
@@ -148,6 +149,7 @@ class ForwardState:
     mask_hides_padding: bool = False
     cache_object: Any = None
     cache_changed: bool = False
+    encoder_mask: Tensor | None = None
     held: CachedPositions | None = None
     held_by_layer: dict[int, CachedPositions] = field(default_factory=dict)
     dropped: int = 0

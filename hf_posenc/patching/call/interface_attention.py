@@ -47,10 +47,10 @@ from hf_posenc.patching.forwards import (
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared, traced
 
 #: The argument through which models pass their own relative bias to the attention function.
-_POSITION_BIAS = "position_bias"
+POSITION_BIAS = "position_bias"
 _EAGER = "eager"
 #: An architecture's own attention function.
-_EAGER_FUNCTION = "eager_attention_forward"
+EAGER_FUNCTION = "eager_attention_forward"
 
 
 class InterfaceAttention(AttentionSite):
@@ -76,7 +76,7 @@ class InterfaceAttention(AttentionSite):
         super().__init__(module, runtime, encoding)
         self.operand_factors = None if operand_factors is None else operand_factors(module)
         self.native_bias = native_bias
-        self.may_only_rotate = _POSITION_BIAS not in names_used(type(module).forward)
+        self.may_only_rotate = POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
         #: Number of rotations so far in the rotary-only forward.
         self.rotations = 0
@@ -96,7 +96,7 @@ class InterfaceAttention(AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
-        if self.may_only_rotate and self.encoding.only_rotates and _POSITION_BIAS not in kwargs:
+        if self.may_only_rotate and self.encoding.only_rotates and POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
                 if not self.runtime.recomputation.has_run and not torch.compiler.is_compiling():
                     self.runtime.recomputation.check()
@@ -156,12 +156,12 @@ class InterfaceAttention(AttentionSite):
         """
         decorated = type(self.module).forward if self.inner is None else self.inner.__func__
         forward = inspect.unwrap(decorated)
-        if _EAGER_FUNCTION in forward.__globals__:
-            reads_mask(forward.__globals__[_EAGER_FUNCTION])
+        if EAGER_FUNCTION in forward.__globals__:
+            reads_mask(forward.__globals__[EAGER_FUNCTION])
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
         replaced |= dict.fromkeys(relative_names(forward), _without_relative_bias)
-        interface = _InterfaceReplacement(forward.__globals__[INTERFACE], self)
+        interface = InterfaceReplacement(forward.__globals__[INTERFACE], self)
         fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
         self._full_forward = in_decorators(decorated, rebind(forward, replaced | {INTERFACE: interface}))
         self._rotary_only_forward = in_decorators(decorated, rebind(forward, fast))
@@ -256,7 +256,7 @@ class InterfaceAttention(AttentionSite):
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel derives its default scaling from their width.
             kwargs["scaling"] = self._scaling
-        bias: Tensor | None = kwargs.pop(_POSITION_BIAS, None)
+        bias: Tensor | None = kwargs.pop(POSITION_BIAS, None)
         if bias is None or self.native_bias == "dropped":
             return mask
         if self.native_bias == "unknown":
@@ -360,14 +360,15 @@ class InterfaceAttention(AttentionSite):
         return self.encoding.head_dim**-0.5
 
 
-class _InterfaceReplacement:
-    """Replaces the attention interface in the globals of one patched module."""
+class InterfaceReplacement:
+    """Replaces the attention interface in the globals of one patched module, whose site has a method `attend`."""
 
-    def __init__(self, interface: Any, site: InterfaceAttention) -> None:
+    def __init__(self, interface: Any, site: Any) -> None:
         self.interface = interface
         self.site = site
 
     def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        """The attention function of the site."""
         function = self.interface.get_interface(implementation, default)
         site = self.site
 

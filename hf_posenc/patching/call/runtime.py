@@ -192,6 +192,8 @@ class StackRuntime:
         self.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
         #: Why the scheme needs all tokens of a sequence in one process; empty if it does not.
         self.split_problem = ""
+        #: Whether cross-attention has a scheme.
+        self.reads_encoder = False
         self.slots = SlotBuffers(max((table.origin for table in stack.tables), default=0))
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
@@ -301,6 +303,8 @@ class StackForward(PlacedForward):
         depth = len(calls)
         try:
             state, args, kwargs = self._resolve(args, kwargs)
+            if self.runtime.reads_encoder:
+                state.encoder_mask = named_arguments(self.module, args, kwargs).get("encoder_attention_mask")
             known, scheme = None, self.runtime.scheme
             if state.cache_object is not None and not torch.compiler.is_compiling():
                 # A graph that read the note would be compiled once more after it has set it.

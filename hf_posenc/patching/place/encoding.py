@@ -19,36 +19,21 @@ from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, Stack,
 from hf_posenc.patching.anatomy.weights import execution_device
 from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.place.cross_layers import cross_layers
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import LayeredConfig, refusals
+from hf_posenc.schemes.arrangement.cross_attention import within_and_across
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Environment, Need, generation_problems, needs_of
-from hf_posenc.schemes.parts import (
-    AdditiveEncoding,
-    DistanceBias,
-    LogitScale,
-    PairwiseBias,
-    Part,
-    QueryKeyMap,
-    Reach,
-    SchemeParts,
-    shortest,
-)
+from hf_posenc.schemes.parts import AdditiveEncoding, Part, Reach, SchemeParts, shortest
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.install import PatchReport
     from hf_posenc.patching.place.lengths import Lengths
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "additive": (AdditiveEncoding,),
-    "query_key_map": (QueryKeyMap,),
-    "logit_bias": (DistanceBias, PairwiseBias),
-    "logit_scale": (LogitScale,),
-}
 
 
 class UnfilledTable(NamedTuple):
@@ -81,6 +66,8 @@ class StackEncoding(nn.Module):
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
         self.layers: list[LayerEncoding] = []
+        #: The parts in each cross-attention layer; empty if it keeps what it has.
+        self.cross: dict[str, LayerEncoding] = {}
         #: The native weights that parts took over when they were first placed; `None` before that.
         self.adopted: list[str] | None = None
         #: What native tables did not fill of the tables that could have taken them over.
@@ -114,6 +101,10 @@ class StackEncoding(nn.Module):
                     attention.num_cached_heads,
                 )
             )
+        scheme = within_and_across(config)[1]
+        if scheme is not None:
+            self.cross = cross_layers(scheme, stack, self._parts)
+            self.runtime.reads_encoder = bool(self.cross)
         self._built.clear()
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
@@ -136,7 +127,8 @@ class StackEncoding(nn.Module):
         needs = needs_of([] if self.additive is None else [self.additive])
         for parts in places.values():
             needs = needs_of(parts) | needs
-        return needs
+        across = next((part for layer in self.cross.values() for part in layer.parts), None)
+        return needs if across is None else needs | {Need.CROSS: across}
 
     def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
         """The parts at one layer: those of an earlier layer, unless the scheme has separate parts in every layer.
@@ -154,7 +146,7 @@ class StackEncoding(nn.Module):
         else:
             with contextlib.nullcontext() if self._device is None else self._device:
                 parts = config.build(context)
-                _check_parts(config, parts)
+                check_parts(config, parts)
             in_layers = [part for part in parts if part is not parts.additive]
             if in_layers:
                 self.groups.append(nn.ModuleList(in_layers))
@@ -183,6 +175,9 @@ class StackEncoding(nn.Module):
             for part in layer.parts:
                 if next(part.parameters(), None) is not None:
                     part.to(execution_device(attention.module))
+        for path, layer in self.cross.items():
+            for part in layer.parts:
+                part.to(execution_device(stack.module.get_submodule(path)))
 
     def adopt(self, stack: Stack) -> list[str]:
         """Copies native weights into parts that can use them; returns what was adopted."""
@@ -225,34 +220,6 @@ def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> Additiv
             "additive scheme everywhere, pass elsewhere='none'. To keep it, compose it with the scheme of every layer."
         )
     return next(iter(found.values()), None)
-
-
-def _check_parts(config: SchemeConfig, parts: Any) -> None:
-    """Refuses with a `TypeError` what is not `SchemeParts` with parts of the right types."""
-    owner = f"{type(config).__name__}.build"
-    if not isinstance(parts, SchemeParts):
-        raise TypeError(f"{owner} returned {type(parts).__name__}; expected SchemeParts(...).")
-    for name, kinds in _KINDS.items():
-        part = getattr(parts, name)
-        if part is not None and not isinstance(part, kinds):
-            expected = " or ".join(kind.__name__ for kind in kinds)
-            raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
-    if isinstance(parts.logit_bias, DistanceBias):
-        _check_bias(parts.logit_bias)
-
-
-@torch.no_grad()
-def _check_bias(bias: DistanceBias) -> None:
-    """Refuses a bias that does not return `(heads, *distance.shape)`, by three distances. Not on the meta device."""
-    distance = torch.arange(-2, 1)
-    if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
-        return
-    found = tuple(bias(distance).shape)
-    if len(found) != 2 or found[1:] != distance.shape:
-        raise ValueError(
-            f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
-            f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
-        )
 
 
 def _environments(stack: Stack, attention: AttentionLayer) -> Iterator[Environment]:

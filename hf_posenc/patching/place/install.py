@@ -22,6 +22,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, RotaryModuleSite
@@ -111,7 +112,8 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     """Installs a scheme in place of the native mechanisms of a stack; returns what was replaced and placed."""
     architecture, journal = stack.architecture, record.journal
     encoding.runtime.slots.measure(stack.module)
-    report = StackReport(stack.name, stack.part, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
+    kept = [f"{path}: {why}" for path, why in stack.skipped if path not in encoding.cross]
+    report = StackReport(stack.name, stack.part, stack.layers(), kept=kept)
     report.kept.extend(architecture.kept)
     runtime = encoding.runtime
     runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, journal, record.stacks.get(stack.name))
@@ -131,6 +133,10 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
             report.kept.append(f"{attention.path}: sparse attention, in which no scheme acts")
             continue
         _install_attention(attention, layer, encoding, architecture, journal, report)
+    for path, layer in encoding.cross.items():
+        module = stack.module.get_submodule(path)
+        journal.set_forward(module, CrossAttention(module, runtime, layer))
+        report.placed.extend(_placed(layer, path))
     # Whether every layer passes its phases to a replaced function, and no other module may read them.
     replaced = (attention.rotary_functions or architecture.rotary_method for attention in stack.attentions)
     unused = not stack.skipped and all(replaced)
@@ -188,9 +194,12 @@ def _install_attention(
     report.replaced.extend(f"{attention.path}: {name}" for name in attention.rotary_functions)
     if attention.relative is not None:
         _silence_relative(attention, journal)
-    for name in ("query_key_map", "logit_bias", "logit_scale"):
-        if getattr(layer, name) is not None:
-            report.placed.append(f"{name}: {attention.path}")
+    report.placed.extend(_placed(layer, attention.path))
+
+
+def _placed(layer: LayerEncoding, path: str) -> list[str]:
+    names = ("query_key_map", "logit_bias", "logit_scale")
+    return [f"{name}: {path}" for name in names if getattr(layer, name) is not None]
 
 
 class PartParameters:

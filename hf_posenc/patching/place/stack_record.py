@@ -23,6 +23,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
@@ -234,8 +235,9 @@ class StackRecord:
 
     def moved(self) -> str:
         """Describes why the layers would get other parts of the scheme in a new process; empty if they would not."""
-        layers = self.encoding.layers
-        if all(getattr(layer, kind) is getattr(layers[0], kind) for layer in layers for kind in _KINDS_IN_LAYERS):
+        places = self.encoding.layers, [*self.encoding.cross.values()]
+        pairs = [(layer, layers[0]) for layers in places for layer in layers]
+        if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in _KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
         if same_depth and [*map(id, self._attentions_in_use())] == [*map(id, self.attentions)]:
@@ -255,10 +257,13 @@ class StackRecord:
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
         """Copies the parameters of the layers that are still in a stack into new parts of the same scheme."""
         # From the forwards, because a copy of a layer shares the parts of the original.
-        before = {id(module): forward_on_instance(module).encoding for module in self._attentions_in_use()}
+        forwards = {id(module): forward_on_instance(module) for module in self.stack.modules()}
+        before = {key: one.encoding for key, one in forwards.items() if isinstance(one, AttentionSite | CrossAttention)}
         pairs: list[tuple[Any, Any]] = [(self.encoding.additive, encoding.additive)]
-        for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
-            known = before.get(id(attention.module))
+        across = [(stack.module.get_submodule(path), layer) for path, layer in encoding.cross.items()]
+        within = zip((attention.module for attention in stack.attentions), encoding.layers, strict=True)
+        for module, layer in (*within, *across):
+            known = before.get(id(module))
             pairs += (
                 [] if known is None else [(getattr(known, kind), getattr(layer, kind)) for kind in _KINDS_IN_LAYERS]
             )

@@ -266,6 +266,8 @@ class Transaction:
         for stack in [] if encoding is None else self.anatomy.stacks(parts_named(encoding.config)):
             for site in (*stack.attentions, *stack.rotaries, *stack.layout.vector_sites(stack)):
                 refuse_foreign_forward(site.module, f"{stack.path}.{site.path}".lstrip("."))
+            for path in [] if encoding is None else encoding.stacks[stack.name].cross:
+                refuse_foreign_forward(stack.module.get_submodule(path), f"{stack.path}.{path}".lstrip("."))
 
     @ordinary_context()
     def _replace_encoding(self, encoding: PositionEncoding | None) -> None:

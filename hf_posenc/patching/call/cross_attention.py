@@ -1,0 +1,189 @@
+"""Cross-attention: queries have the positions of a decoder's tokens, and keys those of an encoder's.
+
+Keys are mapped before they enter the cross-attention cache, which is filled in the first call and read in later ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.attention.backends import attend_with_bias, reads_mask
+from hf_posenc.attention.block_attention import without_autocast
+from hf_posenc.attention.forms import RowsForm
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import CacheUpdateHook
+from hf_posenc.patching.call.cache import counted_tokens, first_cache
+from hf_posenc.patching.call.forward_state import ForwardState, PerThread
+from hf_posenc.patching.call.interface_attention import EAGER_FUNCTION, POSITION_BIAS, InterfaceReplacement
+from hf_posenc.patching.call.logit_site import LayerEncoding, check_heads
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.forwards import INTERFACE, PlacedForward, in_decorators, rebind
+from hf_posenc.schemes.positions import Positions
+
+
+@dataclass
+class CrossCall:
+    """A call of a layer: whether its keys come from a cache, already mapped, and whether attention was reached."""
+
+    cached: bool
+    attended: bool = False
+
+
+class CrossAttention(PlacedForward):
+    """Stands in for the `forward` of one cross-attention module that uses `ALL_ATTENTION_FUNCTIONS`.
+
+    Args:
+        module: the attention module.
+        runtime: the runtime of the decoder.
+        encoding: the scheme's parts here: a map, a bias of distance, or both.
+    """
+
+    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
+        super().__init__(module, runtime)
+        self.encoding = encoding
+        self.calls: PerThread[CrossCall] = PerThread()
+        self._rebind_forward()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_forward"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rebind_forward()
+
+    def _rebind_forward(self) -> None:
+        decorated = type(self.module).forward
+        forward = inspect.unwrap(decorated)
+        if EAGER_FUNCTION in forward.__globals__:
+            reads_mask(forward.__globals__[EAGER_FUNCTION])
+        interface: Any = InterfaceReplacement(forward.__globals__[INTERFACE], self)
+        self._forward = in_decorators(decorated, rebind(forward, {INTERFACE: interface}))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward with the scheme in place."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        both = first_cache((*args, *kwargs.values()))
+        cache = getattr(both, "cross_attention_cache", None)
+        if both is not None and cache is None:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} was given a {type(both).__name__}, which has no place for the keys of "
+                "cross-attention alone. Pass an EncoderDecoderCache, as generate does, or use_cache=False."
+            )
+        calls, call = self.calls.own(), CrossCall(cache is not None)
+        depth = len(calls)
+        try:
+            calls.append(call)
+            with CacheUpdateHook(cache if self.encoding.query_key_map is not None else None, self._update, call):  # type: ignore[arg-type]
+                output = self._forward(self.module, *args, **kwargs)
+        finally:
+            del calls[depth:]
+        if not call.attended:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} computed its attention without the attention interface, so the scheme "
+                "of cross-attention had no effect. Disable that code path."
+            )
+        return output
+
+    def _update(
+        self, call: CrossCall, update: Callable[..., Any], key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replaces the cache's `update`: maps the keys before they are stored."""
+        return update(self._mapped_keys(self._state(key.device), key), value, *args, **kwargs)
+
+    def attend(
+        self,
+        implementation: str | None,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Called in place of the attention function."""
+        call = self.calls.top
+        assert call is not None
+        call.attended = True
+        state = self._state(query.device)
+        if state.query_length != query.shape[2]:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} has {query.shape[2]} queries in a call with {state.query_length} "
+                "tokens, so their positions are unknown."
+            )
+        query_key_map, bias = self.encoding.query_key_map, self.encoding.logit_bias
+        if query_key_map is not None:
+            own = state.own(query_key_map)
+            phases = state.shared(("cross query phases", id(query_key_map)), lambda: own.phases(state.positions()))
+            query = own.map_query(query, phases)
+            if not call.cached:
+                key = self._mapped_keys(state, key)
+        if bias is None:
+            return function(module, query, key, value, mask, *args, **kwargs)
+        if kwargs.pop(POSITION_BIAS, None) is not None and getattr(module, "has_relative_attention_bias", True):
+            raise UnsupportedError(
+                f"{type(module).__name__} has a position bias of its own in cross-attention, which a bias of a scheme "
+                "would be added to. Choose a rotation, or leave cross-attention as it is."
+            )
+        form = self._form(state, query.shape[2], key.shape[2])
+        check_heads(form.heads, query.shape[1])
+        return attend_with_bias(implementation, function, form, module, query, key, value, mask, *args, **kwargs)
+
+    def _state(self, device: torch.device) -> ForwardState:
+        """The state of the decoder's call."""
+        state = self.runtime.states.top
+        if state is None:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} was called outside its model, so the positions of its queries and keys "
+                "are unknown. Call the model; for gradient checkpointing, use model.gradient_checkpointing_enable()."
+            )
+        return state.on(device)
+
+    def _mapped_keys(self, state: ForwardState, key: Tensor) -> Tensor:
+        query_key_map = self.encoding.query_key_map
+        assert query_key_map is not None
+        own, length = state.own(query_key_map), key.shape[2]
+
+        def compute() -> tuple[Tensor, ...]:
+            return own.phases(encoder_positions(state, length, key.device))
+
+        return own.map_key(key, state.shared(("cross key phases", id(query_key_map)), compute, length))
+
+    def _form(self, state: ForwardState, query_length: int, key_length: int) -> RowsForm:
+        keys, queries = encoder_positions(state, key_length, state.device), state.positions().ids
+        summands = [state.own(summand) for summand in self.encoding.summands]
+
+        def compute(start: int, stop: int, key_count: int) -> Tensor:
+            distance = keys.ids[:, None, :key_count] - queries[:, start:stop, None]
+            with without_autocast(distance.device):
+                per_head: Tensor = functools.reduce(torch.add, (summand(distance) for summand in summands))
+            return per_head.transpose(0, 1)
+
+        return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
+
+
+def encoder_positions(state: ForwardState, length: int, device: torch.device | None) -> Positions:
+    """The positions of the `length` tokens of an encoder: counted over the real tokens of its mask, -1 at padding."""
+    mask = state.encoder_mask
+
+    def compute() -> Positions:
+        if mask is None:
+            ids = torch.arange(length, device=device).unsqueeze(0)
+            return Positions(ids, ids.new_full((1, 1), length)).bounded(length)
+        if mask.dim() != 2 or mask.shape[1] != length:
+            raise UnsupportedError(
+                f"The encoder's mask has the shape {tuple(mask.shape)}, and cross-attention has {length} keys, whose "
+                "positions are therefore unknown. Pass a mask (batch, keys) with 1 for real tokens."
+            )
+        return Positions(counted_tokens(mask), mask.to(torch.int64).sum(-1, keepdim=True)).bounded(length)
+
+    return state.shared("encoder positions", compute, length)
