@@ -50,7 +50,7 @@ from hf_posenc.patching.call.forward_state import (
 from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.module_sites import SlotBuffers
 from hf_posenc.patching.call.parallel import refuse_unsynchronised
-from hf_posenc.patching.call.split_sequence import sequences_are_split, split_sequence
+from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
 from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import KeptValues, exporting
@@ -191,8 +191,6 @@ class StackRuntime:
         self.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
         #: Why the scheme needs all tokens of a sequence in one process; empty if it does not.
         self.split_problem = ""
-        #: Whether the scheme has a bias, which needs the keys of the other processes.
-        self.has_bias = False
         self.slots = SlotBuffers(max((table.origin for table in stack.tables), default=0))
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
         self.watch: StackRecord | None = None
@@ -286,7 +284,7 @@ class StackForward(PlacedForward):
         if self.retired:
             return self.stock(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if self.runtime.has_bias and torch.distributed.is_available() and sequences_are_split():
+            if torch.distributed.is_available() and gathers_keys(self.runtime):
                 return self._run_outside_graphs(*args, **kwargs)
             if has_given_positions(cache_among(named_arguments(self.module, args, kwargs))):
                 return self._run_outside_graphs(*args, **kwargs)

@@ -155,7 +155,7 @@ def split_sequence(
         UnsupportedError: inside `context_parallel`, for a scheme that cannot run there, if the attention is not sdpa,
             if there are no `position_ids`, and, for a bias, if the call is not one of whole sequences.
     """
-    if not sequences_are_split():
+    if not _is_active():
         return None
     implementation, position_ids = getattr(stack.config, "_attn_implementation", None), arguments.get("position_ids")
     if runtime.split_problem:
@@ -175,7 +175,7 @@ def split_sequence(
             "of this process are unknown. Pass position_ids, and add them to the buffers of context_parallel, so that "
             "they are split like the tokens. Patch the model before this context, because patch_model runs it."
         )
-    if not runtime.has_bias:
+    if not gathers_keys(runtime):
         return None
     _refuse_other_calls(stack, length)
     group = _group()
@@ -204,8 +204,14 @@ def split_sequence(
     return SplitSequence(group, order, tuple(runs), is_plain and not is_padded)
 
 
+def gathers_keys(runtime: StackRuntime) -> bool:
+    """Whether layers gather keys: inside `context_parallel`, if the scheme has a bias."""
+    layers = runtime.watch.encoding.layers if _is_active() and runtime.watch is not None else ()
+    return any(layer.logit_bias is not None for layer in layers)
+
+
 @torch.compiler.assume_constant_result
-def sequences_are_split() -> bool:
+def _is_active() -> bool:
     """Whether sdpa is replaced. Compiled graphs are recompiled when it changes."""
     if _MODULE not in sys.modules:
         return False

@@ -121,7 +121,6 @@ class StackEncoding(nn.Module):
         with evaluation_mode(self):
             self.problems = generation_problems(refusals.ENGINES, refusals.GROWING_CACHE, needs, self.acting_parts())
         self.runtime.split_problem = refusals.CONTEXT_PARALLELISM.problem(needs)
-        self.runtime.has_bias = any(layer.logit_bias is not None for layer in self.layers)
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
     def acting_parts(self) -> Iterator[Part]:
