@@ -156,6 +156,31 @@ def attention_with(
     return _with_given(_attend_dense, name, function, form, mask, args, kwargs)
 
 
+def attention_without_mask(
+    function: Function,
+    form: BiasForm,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Attention:
+    """Attention that this package computes alone: every query reads all keys that its bias does not hide.
+
+    The arguments and the result are those of `attention_with` for stock sdpa.
+
+    Raises:
+        UnsupportedError: if the call uses a feature that only `function` has.
+    """
+    if _uses_other_features(args, kwargs):
+        raise UnsupportedError(
+            "With a bias that is computed for a part of the tokens, dropout of attention weights, soft caps, attention "
+            "sinks and output_attentions are not supported. Set the attention dropout of the config to 0."
+        )
+    form = form.double() if query.dtype == torch.float64 else form
+    return _sdpa_with(function, form, module, query, key, None, args, kwargs | {"is_causal": False})
+
+
 def _with_given(
     attend: Callable[..., Any],
     name: str,

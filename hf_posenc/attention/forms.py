@@ -297,6 +297,29 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, tensors)
 
 
+def without_later_keys(form: BiasForm, first: int, query_length: int, key_length: int) -> BiasForm:
+    """Returns the same bias with the smallest number where a key comes after a query.
+
+    Args:
+        form: the bias.
+        first: the key of the first query's own token; the next query's own is the next key.
+        query_length: number of queries.
+        key_length: number of keys.
+    """
+    if isinstance(form, DistanceForm):
+        earliest = 1 - query_length - first
+        later = torch.arange(earliest, earliest + form.vector.shape[-1], device=form.vector.device) > 0
+        return replace(form, vector=form.vector.masked_fill(later, torch.finfo(form.vector.dtype).min), slopes=None)
+
+    def compute(start: int, stop: int, key_count: int) -> Tensor:
+        rows = form.rows(start, stop, key_count)
+        own = first + torch.arange(start, stop, device=rows.device)
+        later = torch.arange(key_count, device=rows.device) > own.unsqueeze(-1)
+        return rows.masked_fill(later, torch.finfo(rows.dtype).min)
+
+    return RowsForm(compute, query_length, key_length, form.heads)
+
+
 def has_shared_rows(form: BiasForm) -> bool:
     """Whether layers may share the rows of a bias: a function of distance, unless each layer needs its gradient."""
     return isinstance(form, DistanceForm) and (not form.requires_grad or gradients_may_be_shared())

@@ -72,13 +72,10 @@ PAGES_OF_FLASH = Environment(
 CONTEXT_PARALLELISM = Environment(
     "Context parallelism, which splits the tokens of a sequence across processes,",
     {
-        **dict.fromkeys(
-            (Need.ROTATION_BY_INPUT, *BIASES),
-            "which would be computed for the keys of this process, while attention reads those of all",
-        ),
+        Need.ROTATION_BY_INPUT: "for which features of all tokens are needed, and torch exchanges their keys only",
         **dict.fromkeys(NO_GROWING_CACHE, "and each process has only some of the tokens"),
     },
-    "Use an additive or rotary scheme (sinusoidal, rope, p_rope, ...), or train without context parallelism.",
+    "Use a scheme that reads nothing but positions (rope, alibi, t5, ...), or train without context parallelism.",
 )
 SHARDED_WEIGHTS = Environment(
     "A model whose weights FSDP2 has already sharded",

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -184,56 +183,6 @@ def loaded_by_transformers(folder: Path) -> dict[str, Any]:
     return result
 
 
-def ring(original: Any, positions: Tensor) -> Any:
-    """What torch's ring of processes computes, which it has for accelerators only: every query reads all keys."""
-
-    def gathered(tensor: Tensor) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(2)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts, -2)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        at = gathered(positions[0].unsqueeze(-1)).squeeze(-1)
-        seen = positions[0].unsqueeze(-1) >= at
-        kwargs |= {"attn_mask": seen, "is_causal": False}
-        return original(query, gathered(key), gathered(value), **kwargs)
-
-    return attend
-
-
-@torch.no_grad()
-def contexts(scheme: Any, *, given: bool = True, implementation: str = "sdpa") -> float | str:
-    """Two processes with half of the tokens each.
-
-    Args:
-        scheme: to patch with.
-        given: whether positions are passed.
-        implementation: the attention function.
-    """
-    model = patched("llama_gqa", scheme)
-    model.set_attn_implementation(implementation)
-    ids = tokens(2, LENGTH)
-    positions = torch.arange(LENGTH).repeat(2, 1)
-    expected = model(ids).logits
-    attend = torch.nn.functional.scaled_dot_product_attention
-    try:
-        with context_parallel(init_device_mesh("cpu", (2,)), buffers=[ids, positions], buffer_seq_dims=[1, 1]):
-            replaced = torch.nn.functional.scaled_dot_product_attention
-            assert replaced is not attend
-            torch.nn.functional.scaled_dot_product_attention = ring(attend, positions.clone())
-            try:
-                found = model(ids, **({"position_ids": positions} if given else {})).logits
-            finally:
-                torch.nn.functional.scaled_dot_product_attention = replaced
-            own = positions.clone()
-    except UnsupportedError as error:
-        return str(error)
-    return distance(found, expected.gather(1, own.unsqueeze(-1).expand(-1, -1, expected.shape[-1])))
-
-
-CONTEXTS = ("rope", "sinusoidal", "pope", "ssmax", "alibi", "forget_gate", "normalized_integer")
-
-
 def main(folder: Path, *, everything: bool) -> dict[str, Any]:
     """What this process finds.
 
@@ -242,7 +191,7 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
         everything: every scheme in every way, and nothing else.
     """
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {"trained": {}, "late": {}, "contexts": {}}
+    found: dict[str, Any] = {"trained": {}, "late": {}}
     for way in WAYS:
         for name in FEWER.get(way, SCHEMES) if everything else QUICK.get(way, ()):
             found["trained"][f"{way} {name}"] = trained(SCHEMES[name], way)
@@ -252,10 +201,4 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
     found["transformers"] = loaded_by_transformers(folder)
     for way in ("fsdp2", "ddp"):
         found["late"] |= {f"{way} {scheme}": patched_late(scheme, way) for scheme in ("alibi", "t5", "pope")}
-    for scheme in CONTEXTS:
-        found["contexts"][scheme] = contexts(scheme)
-    found["contexts"] |= {
-        "no positions": contexts("rope", given=False),
-        "eager": contexts("rope", implementation="eager"),
-    }
     return found

@@ -1,4 +1,4 @@
-"""Two processes that share a batch, the weights, or the tokens of a sequence: equal to one process, or refused."""
+"""Two processes that share a batch or the weights: equal to one process, or refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from tests.distributed.processes import run_two
 from tests.distributed.sharded_worker import FEWER, QUICK, SCHEMES, WAYS
-from tests.versions import torch_since
 
 Found = list[dict[str, Any]]
 
@@ -24,7 +23,6 @@ ROUNDED = 1e-2
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What both processes found."""
-    torch_since("2.13", "context_parallel leaves its handlers of attention in place when it ends")
     return run_two("sharded_worker", tmp_path_factory.mktemp("sharded"))
 
 
@@ -87,25 +85,3 @@ def test_distributed_checkpoints_of_another_scheme_are_refused_unread(found: Fou
         message = rank["checkpoints"][case]
         assert message.startswith("The weights in this checkpoint do not belong to this state dict")
         assert words in message
-
-
-@pytest.mark.parametrize("scheme", ["rope", "sinusoidal", "pope", "ssmax"])
-def test_tokens_with_given_positions_may_be_dealt_out(found: Found, scheme: str) -> None:
-    """Queries and keys are those of one process; the exchange of keys itself is torch's, on accelerators only."""
-    for rank in found:
-        assert rank["contexts"][scheme] <= CLOSE
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("alibi", "(AlibiBias), which would be computed for the keys of this process"),
-        ("forget_gate", "(ForgetGateBias), which would be computed for the keys of this process"),
-        ("normalized_integer", "depends on the length of the sequence (NormalizedEncoding)"),
-        ("no positions", "the positions of the tokens of this process are unknown. Pass position_ids"),
-        ("eager", "this model uses 'eager'. Call model.set_attn_implementation('sdpa')"),
-    ],
-)
-def test_other_schemes_refuse_context_parallelism(found: Found, case: str, words: str) -> None:
-    for rank in found:
-        assert words in rank["contexts"][case]

@@ -270,9 +270,23 @@ CASES = (
     ),
     Mutation(
         "context parallel: not refused",
-        "patching/call/parallel.py",
-        "    if problem:\n",
+        "patching/call/split_sequence.py",
+        "    if runtime.split_problem:\n",
         "    if False:\n",
+        ("tests/distributed", "-k", "context"),
+    ),
+    Mutation(
+        "context parallel: gradients of gathered keys are not summed",
+        "patching/call/split_sequence.py",
+        "        torch.distributed.reduce_scatter(own, parts, group=group)\n",
+        "        own = parts[torch.distributed.get_rank(group)]\n",
+        ("tests/distributed", "-k", "context"),
+    ),
+    Mutation(
+        "context parallel: a query sees later keys",
+        "attention/forms.py",
+        "        later = torch.arange(earliest, earliest + form.vector.shape[-1], device=form.vector.device) > 0\n",
+        "        later = torch.arange(earliest, earliest + form.vector.shape[-1], device=form.vector.device) > 1\n",
         ("tests/distributed", "-k", "context"),
     ),
     Mutation(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions, gradients_may_be_shared
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.call.split_sequence import SplitSequence
 
 Value = TypeVar("Value")
 _MAIN_THREAD = threading.main_thread().ident
@@ -138,6 +141,7 @@ class ForwardState:
         dropped: how many tokens it has dropped.
         goes_on: whether the caller passed no positions to a call with such a cache, so that `position_ids` go on from
             those of its keys.
+        sequence: the tokens of all processes, if the scheme has a bias and each process has some (context parallelism).
     """
 
     query_length: int
@@ -154,6 +158,7 @@ class ForwardState:
     held_by_layer: dict[int, CachedPositions] = field(default_factory=dict)
     dropped: int = 0
     goes_on: bool = False
+    sequence: SplitSequence | None = None
     #: Where the tensors of this state are; `None` before the first module of the stack has asked.
     device: torch.device | None = None
     #: `position_ids` that the model itself passed to its rotary module.
@@ -239,6 +244,11 @@ class ForwardState:
             return None
         return counted_tokens(mask)[:, offset : offset + self.query_length]
 
+    def require_whole(self, why: str) -> None:
+        """Refuses what cannot be done if other processes have some of the tokens and the scheme has a bias."""
+        if self.sequence is not None:
+            raise UnsupportedError(f"Context parallelism cannot compute the bias of this scheme: {why}.")
+
     def positions(self) -> Positions:
         """The positions of the new tokens.
 
@@ -292,6 +302,7 @@ class ForwardState:
         Raises:
             UnsupportedError: for fewer tokens than there are.
         """
+        self.require_whole("a layer has other tokens than the model, which it has added itself")
         if length < self.query_length:
             raise UnsupportedError(
                 f"A layer was given {length} of the {self.query_length} tokens of this call. It is not known which, so "

@@ -16,8 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with, reads_mask
+from hf_posenc.attention.backends import (
+    Attention,
+    attend_with_bias,
+    attention_with,
+    attention_without_mask,
+    reads_mask,
+)
 from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
@@ -188,7 +195,8 @@ class InterfaceAttention(AttentionSite):
         """Called in place of the attention function."""
         call = self.call
         call.attended = True
-        if self.encoding.repeats_bias and not self.runtime.layout.has_axes and not exporting():
+        split = call.state.sequence is not None and self.encoding.logit_bias is not None
+        if self.encoding.repeats_bias and not split and not self.runtime.layout.has_axes and not exporting():
             mapped = self.encoding.query_key_map is None or call.rotations
             if mapped and not args and kwargs.get(PAGES) is None:
                 attention = self._shared_attention(call, implementation, function, query, key, attention_mask, kwargs)
@@ -210,6 +218,8 @@ class InterfaceAttention(AttentionSite):
         call.writes_pages = paged
         attention_mask = self._complete(query, attention_mask, kwargs)
         one_call = self._attend_pages if paged and self.encoding.reads_pages else self._attend
+        if split:
+            one_call = self._attend_split
         return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
 
     def _shared_attention(
@@ -327,6 +337,42 @@ class InterfaceAttention(AttentionSite):
             attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))
             put(output, requests.queries, attended[0])
         return output, None
+
+    def _attend_split(
+        self,
+        call: LayerCall,
+        implementation: str | None,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Same as `_attend` for context parallelism: the queries of this process, with the keys of all."""
+        sequence, encoding = call.state.sequence, self.encoding
+        assert sequence is not None
+        sequence.check(call.state, mask, encoding.causal)
+        features = None
+        if encoding.num_features:
+            features = sequence.of_all(self.new_features(call) if call.key_features is None else call.key_features)
+        key, value = sequence.of_all(key), sequence.of_all(value)
+        scaling = kwargs.get("scaling")
+        factor = self._scaling if scaling is None else scaling
+        outputs = []
+        for run in sequence.runs:
+            seen = run.stop if encoding.causal else key.shape[2]
+            own = LayerCall(run.state, call.hidden_states[:, run.queries])
+            own.key_features = None if features is None else features[:, :, :seen]
+            heads = query[:, :, run.queries], key[:, :, :seen]
+            form = self.bias(own, *heads, factor, *self._factors_before(factor))
+            if encoding.causal:
+                form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
+            scaled = heads[0] if encoding.logit_scale is None else self.scaled(run.state, heads[0])
+            attend = attention_without_mask(function, form, self.module, scaled, heads[1], args, kwargs)
+            outputs.append(attend(self.module, scaled, heads[1], value[:, :, :seen])[0])
+        return torch.cat(outputs, 1), None
 
     def _check(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Refuses another number of heads, and a call of a causal layer whose queries would see later keys.

@@ -123,7 +123,7 @@ def slot_distances_are_exact(
         return found.even
 
     def compare() -> bool | Tensor:
-        visible = _visible(mask, state.query_length, key_length)
+        visible = visible_pairs(mask, state.query_length, key_length)
         if visible is None:
             return found.even
         even = _has_even_spacing_where(visible, state, first_slot, key_length)
@@ -362,7 +362,7 @@ def _has_even_spacing(ids: Tensor, real: Tensor | None = None) -> Tensor:
     return (most <= least).all()
 
 
-def _visible(mask: Any, query_length: int, key_length: int) -> Tensor | None:
+def visible_pairs(mask: Any, query_length: int, key_length: int) -> Tensor | None:
     """`(batch or 1, heads or 1, query_len or 1, key_len or 1)` bool; `None` if the mask does not show it."""
     if isinstance(mask, Tensor):
         if mask.dim() != 4:

@@ -212,6 +212,8 @@ class LogitSite(PlacedForward):
         """
         bias, state = self.encoding.logit_bias, call.state
         assert bias is not None
+        if state.sequence is not None:
+            state.require_whole(f"{type(self.module).__name__} does not call an attention function")
         summands = self.encoding.summands
         forms: list[BiasForm] = []
         pairs: list[AttentionPairs] = []

@@ -49,7 +49,8 @@ from hf_posenc.patching.call.forward_state import (
 )
 from hf_posenc.patching.call.key_positions import differs_from_expected
 from hf_posenc.patching.call.module_sites import SlotBuffers
-from hf_posenc.patching.call.parallel import refuse_context_parallel, refuse_unsynchronised
+from hf_posenc.patching.call.parallel import refuse_unsynchronised
+from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
 from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import KeptValues, exporting
@@ -288,10 +289,11 @@ class StackForward(PlacedForward):
         """Runs the stack's own forward with the state of this call in place."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        if torch.compiler.is_compiling() and has_given_positions(
-            cache_among(named_arguments(self.module, args, kwargs))
-        ):
-            return self._run_outside_graphs(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if torch.distributed.is_available() and gathers_keys(self.runtime):
+                return self._run_outside_graphs(*args, **kwargs)
+            if has_given_positions(cache_among(named_arguments(self.module, args, kwargs))):
+                return self._run_outside_graphs(*args, **kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,8 +343,8 @@ class StackForward(PlacedForward):
     # graph.
     _run_outside_graphs = torch.compiler.disable(
         _run,
-        reason="The cached tokens have position_ids with gaps or jumps, which a compiled graph cannot read. Run this "
-        "call without torch.compile, or compile without fullgraph=True.",
+        reason="The cached tokens have position_ids with gaps or jumps, which a compiled graph cannot read, or keys "
+        "are exchanged with other processes. Run this call without torch.compile, or compile without fullgraph=True.",
     )
 
     def _resolve(
@@ -371,9 +373,10 @@ class StackForward(PlacedForward):
         offset = cached_length(cache)
         if isinstance(offset, int) and self.runtime.slots.shortest != 0:
             self.runtime.slots.reach(stack, offset + query_length)
+        sequence = None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            implementation = getattr(stack.config, "_attn_implementation", None)
-            refuse_context_parallel(self.runtime.split_problem, arguments.get("position_ids"), implementation)
+            whole = features is None and (cache is None or (offset == 0 and not states_positions(cache)))
+            sequence = split_sequence(self.runtime, stack, arguments, query_length if whole else 0)
         if cache is not None and states_positions(cache):
             given = arguments.get("position_ids")
             given = None if given is None else _for_every_token(one_axis(given).long(), tokens)
@@ -410,6 +413,7 @@ class StackForward(PlacedForward):
             mask is not None and padding is None,
             cache,
             changed,
+            sequence=sequence,
         )
         if cache is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             state.memo[KeptValues] = kept_values(cache)
