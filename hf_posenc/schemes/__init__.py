@@ -102,6 +102,7 @@ from hf_posenc.schemes.rotary.resonance import (
 )
 from hf_posenc.schemes.rotary.rope import RopeConfig as RopeConfig
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig as RopeNdConfig
+from hf_posenc.schemes.rotary.rope_pp import RopePpConfig as RopePpConfig
 from hf_posenc.schemes.rotary.scaling import (
     ClippedScaling as ClippedScaling,
     DynamicScaling as DynamicScaling,
