@@ -100,9 +100,9 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 52_655
+    assert sum(lines) <= 52_942
     assert max(lines) <= 500
-    assert len(lines) <= 290
+    assert len(lines) <= 292
 
 
 @pytest.mark.parametrize(("room", "most"), [("training", 7_104), ("eval", 316), ("benchmarks", 2_500)])
