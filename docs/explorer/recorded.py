@@ -80,7 +80,6 @@ MORE_EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "position_shift": ({"inner": "sinusoidal", "offset": 32},),
     "randomized": ({"inner": "alibi", "max_position": 256},),
     "resonance": ({"theta": 100.0},),
-    "rope_pp": ({"theta": 100.0},),
     "shaw": ({"max_distance": 4},),
     "transformer_xl": ({"clamp_length": 8},),
     "wavelet": ({"num_scales": 2},),
