@@ -81,7 +81,10 @@ class GridBias(NamedModule):
         weights of the heads, in a row for each hidden unit. `None` for other mechanisms.
         """
         if self.kind == "network":
-            hidden, _, output = getattr(self.module, self.name)
+            layers = list(getattr(self.module, self.name).children())
+            if [type(layer) for layer in layers] != [nn.Linear, nn.ReLU, nn.Linear] or layers[2].bias is not None:
+                return None
+            hidden, _, output = layers
             return torch.cat((hidden.weight, hidden.bias.unsqueeze(-1), output.weight.T), dim=1).detach()
         found = getattr(self.module, _BIAS_TABLE, None)
         return found if self.kind in ("module", "table") and isinstance(found, Tensor) else None
