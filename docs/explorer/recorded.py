@@ -74,6 +74,7 @@ MORE_EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "hierarchical": ({"segment_length": 8, "within": "learned"},),
     "interleaved": ({"inner": "alibi", "every": 2},),
     "local_global": ({"local": "alibi", "global_": "rope"},),
+    "log_cpb": ({"window": 8},),
     "low_rank_relative": ({"rank": 2, "window": 32},),
     "position_clamp": ({"inner": "alibi", "maximum": 15}, {"inner": "sinusoidal", "maximum": 15}),
     "position_shift": ({"inner": "sinusoidal", "offset": 32},),

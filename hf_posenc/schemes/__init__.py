@@ -39,6 +39,7 @@ from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig as ForgetGateCon
 from hf_posenc.schemes.bias.grape import GrapeConfig as GrapeConfig
 from hf_posenc.schemes.bias.grape_ap import GrapeApConfig as GrapeApConfig
 from hf_posenc.schemes.bias.kerple import KerpleConfig as KerpleConfig
+from hf_posenc.schemes.bias.log_cpb import LogCpbConfig as LogCpbConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig as LowRankRelativeConfig
 from hf_posenc.schemes.bias.sandwich import SandwichConfig as SandwichConfig
 from hf_posenc.schemes.bias.shaw import ShawConfig as ShawConfig
@@ -102,6 +103,7 @@ from hf_posenc.schemes.rotary.resonance import (
 )
 from hf_posenc.schemes.rotary.rope import RopeConfig as RopeConfig
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig as RopeNdConfig
+from hf_posenc.schemes.rotary.rope_pp import RopePpConfig as RopePpConfig
 from hf_posenc.schemes.rotary.scaling import (
     ClippedScaling as ClippedScaling,
     DynamicScaling as DynamicScaling,

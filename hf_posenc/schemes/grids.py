@@ -34,8 +34,8 @@ def other_axes(given: int, scheme: str, axes: int) -> str:
     """Says that a scheme for `axes` axes cannot encode positions on `given`."""
     return (
         f"The tokens have positions on {given} axes, but the scheme {scheme!r} was built for {axes}. Give it {given} "
-        f"axes: `axes={given}` (alibi, sinusoidal, t5), a `grid` of {given - 1} sizes (rope_nd) or of {given} (swin, "
-        "learned). 'mrope' is for time, height and width in the text part of a model."
+        f"axes: `axes={given}` (alibi, log_cpb, sinusoidal, t5), a `grid` of {given - 1} sizes (rope_nd) or of "
+        f"{given} (swin, learned). 'mrope' is for time, height and width in the text part of a model."
     )
 
 
@@ -98,7 +98,7 @@ def distances_by_axis(where: Places, pairs: AttentionPairs) -> Tensor:
 
 
 class GridBias(PairwiseBias):
-    """Base class of biases of the distances of two tokens along the axes of a grid; 0 for tokens without a place."""
+    """Base class of biases of the distances of two tokens along the axes of a grid."""
 
     reads_coordinates = True
     reads_later_keys = False
@@ -106,9 +106,16 @@ class GridBias(PairwiseBias):
     scheme: ClassVar[str]
     #: Number of axes.
     axes: int
+    #: The bias of pairs with a token without a place.
+    without_place: float = 0.0
 
-    def of_distances(self, distances: Tensor) -> Tensor:
-        """The bias at distances `(axes, batch or 1, query_len, key_len)`: `(batch or 1, heads, query_len, key_len)`."""
+    def of_distances(self, distances: Tensor, keys: Positions) -> Tensor:
+        """The bias of pairs, `(batch or 1, heads, query_len, key_len)`.
+
+        Args:
+            distances: along the axes, `(axes, batch or 1, query_len, key_len)`.
+            keys: whose positions tell how large distances can be.
+        """
         raise NotImplementedError
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
@@ -121,12 +128,12 @@ class GridBias(PairwiseBias):
         where = places(pairs.keys, self.axes, self.scheme)
         if self.whole_positions:
             whole_positions(where.coordinates, self.scheme)
-        bias = self.of_distances(distances_by_axis(where, pairs))
+        bias = self.of_distances(distances_by_axis(where, pairs), pairs.keys)
         if where.placed is None:
             return bias
         queries = where.placed.index_select(-1, pairs.query_slots)
         both = queries.unsqueeze(-1) & where.placed.unsqueeze(-2)
-        return bias.where(both.unsqueeze(1), 0.0)
+        return bias.where(both.unsqueeze(1), self.without_place)
 
 
 def entries_of_pairs(table: Tensor, index: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("vision-siglip2_vision_model", {}, "learned"),
     ("vision-vit_mae", {}, "learned"),
     ("vision-swin", {}, "swin"),
-    ("vision-swinv2", {}, "network of displacements"),
+    ("vision-swinv2", {}, "log_cpb"),
     ("video-videomae", {}, "sinusoidal"),
     ("video-vivit", {}, "learned"),
     ("video-timesformer", {}, "several position tables"),

@@ -14,6 +14,7 @@ from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.schemes import (
     AlibiConfig,
     LearnedConfig,
+    LogCpbConfig,
     MRopeConfig,
     Positions,
     PositionScaleConfig,
@@ -29,7 +30,7 @@ from hf_posenc.schemes.rotary.mrope import default_sections
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap, axial_frequencies
 
 from .building import build, counted, image, logits_of, mapped, pairs_at, part_of, placed_at, random_heads, redraw
-from .table import coordinates, seeds
+from .table import coordinates, distance_biases, seeds
 from .table.row import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS
 
 SIZE = (3, 4)
@@ -38,6 +39,8 @@ BIASES = [
     AlibiConfig(axes=2),
     AlibiConfig("symmetric", learnable=True, axes=2),
     T5Config(axes=2, num_buckets=8, max_distance=6),
+    LogCpbConfig(axes=2, width=16),
+    LogCpbConfig(5, width=16, limit=4.0, axes=2),
     SwinConfig(SIZE),
     SwinConfig(SIZE, class_entries=True, shared=True),
 ]
@@ -59,6 +62,7 @@ OVER_FRAMES = [
     AlibiConfig(axes=3),
     T5Config(axes=3),
     T5Config(axes=3, max_distance=5000),
+    LogCpbConfig(axes=3, width=16),
     SwinConfig((2, 3, 4)),
 ]
 #: Whose logits depend on displacements only, on two axes, and on any number.
@@ -99,7 +103,9 @@ def run(config: SchemeConfig, positions: Positions, **cast: Any) -> Tensor:
 
 
 def bias_at(config: SchemeConfig, part: Any, head: int, query: list[int], key: list[int]) -> float:
-    """The bias of two places: arXiv:2311.00566 (alibi), arXiv:2012.14740 (t5), arXiv:2103.14030 (swin)."""
+    """The bias of two places: arXiv:2311.00566 (alibi), arXiv:2012.14740 (t5), arXiv:2103.14030 (swin),
+    arXiv:2111.09883 (log_cpb).
+    """
     match config:
         case AlibiConfig():
             return -seeds.alibi_slope(HEADS, head) * math.dist(query, key)
@@ -114,6 +120,9 @@ def bias_at(config: SchemeConfig, part: Any, head: int, query: list[int], key: l
             for here, there, size in zip(query, key, config.grid, strict=True):
                 row = row * (2 * size - 1) + here - there + size - 1
             return float(part.weight[row, head])
+        case LogCpbConfig():
+            back = [here - there for here, there in zip(query, key, strict=True)]
+            return distance_biases.log_cpb_of(config, part, head, back)
     raise NotImplementedError(config)
 
 
@@ -133,7 +142,7 @@ def test_biases_equal_a_slow_reference(config: Any) -> None:
                 elif getattr(config, "class_entries", False):
                     expected = parts.logit_bias.weight[-3 + (2 if max(i, j) < 2 else int(i >= 2)), head].item()
                 else:
-                    expected = 0.0
+                    expected = getattr(config, "limit", 0.0) / 2
                 assert bias[head][i][j] == pytest.approx(expected, abs=2e-5), (head, i, j)
 
 
@@ -234,7 +243,7 @@ def test_a_cast_changes_only_learned_numbers(config: SchemeConfig) -> None:
     positions = image(*size_of(config), prefix=1)
     learned = any(True for part in parts_of(config) for _ in part.parameters())
     cast = run(config, positions, dtype=torch.bfloat16).float()
-    close = 3e-2 if learned else 0
+    close = 3e-2 * max(1, getattr(config, "limit", 0) / 4) if learned else 0
     torch.testing.assert_close(cast, run(config, positions), rtol=close, atol=close)
 
 
@@ -264,7 +273,9 @@ def test_normalized_coordinates_of_text_cannot_extend_a_cache() -> None:
         part.check_cache(8, 9)
 
 
-@pytest.mark.parametrize("config", [SinusoidalConfig(axes=2), AlibiConfig(axes=2), T5Config(axes=2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [SinusoidalConfig(axes=2), AlibiConfig(axes=2), T5Config(axes=2), LogCpbConfig(axes=2)], ids=str
+)
 def test_a_model_without_coordinates_is_told_so(config: SchemeConfig) -> None:
     with pytest.raises(ValueError, match=f"'{config.name}' has 2 axes.*passed no coordinates.*axes=1"):
         run(config, counted(12))

@@ -17,9 +17,10 @@ from hf_posenc.schemes.rotary.fope import FopeConfig, FourierMap, fourier_coeffi
 from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig
 from hf_posenc.schemes.rotary.resonance import ResonanceScaling
+from hf_posenc.schemes.rotary.rope_pp import RopePpConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
-from .building import counted, part_of
+from .building import at, counted, part_of
 
 # torchscale 4d1e0e8, `XPOS(8)` on one head of 6 tokens: `xpos(q) @ xpos(k, downscale=True)^T`, offsets 0 and 1.
 XPOS_LOGITS = [
@@ -176,3 +177,35 @@ def test_resonance_equals_the_authors_code(scaling):
     # float32 knows a wavelength of 141332 to a hundredth.
     torch.testing.assert_close(2 * math.pi / frequencies, torch.tensor(wavelengths).float(), rtol=3e-7, atol=0)
     assert attention_scaling == pytest.approx(factor)
+
+
+# OpenMOSS rope_pp 91ba335, `LlamaAttention.apply_rotary_pos_emb` with `imag_mode` "imag1" (RoPE++_EH), 4 heads of 4 and
+# theta 100, of two queries and a key at the positions 3 and 5: 0.1, 0.2, ... 1.6, and 1.6, 1.5, ... 0.9.
+ROPE_PP_QUERIES = [
+    [[-0.141335, 0.072859, -0.282886, 0.441239], [0.813078, 0.143009, -0.280899, 0.989721]],
+    [[-0.282886, 0.441239, 0.141335, -0.072859], [-0.280899, 0.989721, -0.813078, -0.143009]],
+    [[-1.046225, 0.600712, -0.961984, 1.441924], [1.807147, 0.461535, -0.821108, 2.075328]],
+    [[-0.961984, 1.441924, 1.046225, -0.600712], [-0.821108, 2.075328, -1.807147, -0.461535]],
+]
+ROPE_PP_KEY = [[-1.781556, 1.048828, -1.160197, 1.685218], [1.299319, 0.533858, -0.867047, 1.317192]]
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_rope_pp_equals_the_authors_code(key_heads: int) -> None:
+    """What the second head of a pair projects is not read; nor is its key, if it has one."""
+    part = part_of(RopePpConfig(100.0, layout="half"), num_heads=4, num_key_value_heads=key_heads, head_dim=4)
+    phases = part.phases(at([3, 5]))
+    query = torch.arange(1.0, 17.0).view(1, 2, 2, 4) / 10
+    key = (torch.arange(16.0, 8.0, -1.0).view(1, 1, 2, 4) / 10).repeat(1, key_heads, 1, 1)
+    if key_heads == 4:
+        key[:, 1::2] = math.nan
+    query = torch.stack((query, torch.full_like(query, math.nan)), dim=2).flatten(1, 2)
+    torch.testing.assert_close(part.map_query(query, phases)[0], torch.tensor(ROPE_PP_QUERIES), rtol=0, atol=1e-6)
+    expected = torch.tensor(ROPE_PP_KEY).expand(key_heads, -1, -1)
+    torch.testing.assert_close(part.map_key(key, phases)[0], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(6, 2), (3, 3), (3, 1)])
+def test_rope_pp_refuses_heads_without_a_partner(heads: int, key_heads: int) -> None:
+    with pytest.raises(ValueError, match=f"{heads} query heads and {key_heads} key heads.*even number.*'rope'"):
+        part_of(RopePpConfig(), num_heads=heads, num_key_value_heads=key_heads)

@@ -51,8 +51,8 @@ _FEWEST_PATCHES = 16
 _SIDE = 64
 #: What to do about schemes that number patches row by row, for messages.
 TWO_DIMENSIONAL = (
-    "For rows and columns use 'rope_nd', 'swin', axes=2 (sinusoidal, alibi, t5), or grid=(rows, columns) (learned); "
-    "for videos axes=3 or a grid of three sizes."
+    "For rows and columns use 'rope_nd', 'swin', axes=2 (sinusoidal, alibi, t5, log_cpb), or grid=(rows, columns) "
+    "(learned); for videos axes=3 or a grid of three sizes."
 )
 
 

@@ -27,7 +27,7 @@ from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack,
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
-from hf_posenc.schemes import LearnedConfig, RopeConfig, RopeNdConfig, SinusoidalConfig, SwinConfig
+from hf_posenc.schemes import LearnedConfig, LogCpbConfig, RopeConfig, RopeNdConfig, SinusoidalConfig, SwinConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import Positions
 
@@ -77,7 +77,15 @@ class GridBias(NamedModule):
 
     @property
     def table(self) -> Tensor | None:
-        """The `(displacements, heads)` table of the bias; `None` for other mechanisms."""
+        """The `(displacements, heads)` table of the bias. Of a network, the weights of its inputs, the offset and the
+        weights of the heads, in a row for each hidden unit. `None` for other mechanisms.
+        """
+        if self.kind == "network":
+            layers = list(getattr(self.module, self.name).children())
+            if [type(layer) for layer in layers] != [nn.Linear, nn.ReLU, nn.Linear] or layers[2].bias is not None:
+                return None
+            hidden, _, output = layers
+            return torch.cat((hidden.weight, hidden.bias.unsqueeze(-1), output.weight.T), dim=1).detach()
         found = getattr(self.module, _BIAS_TABLE, None)
         return found if self.kind in ("module", "table") and isinstance(found, Tensor) else None
 
@@ -162,17 +170,7 @@ def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None
             f"The native mechanism in the attention of {type(stack).__name__} ({biases[0]}) is not among the "
             "schemes of this library."
         )
-    found = set()
-    for bias in biases:
-        table, window = bias.table, bias.window
-        assert table is not None
-        rows = 0 if window is None else math.prod(2 * size - 1 for size in window)
-        if window is None or table.shape[0] - rows not in (0, _CLASS_ROWS):
-            raise UnsupportedError(
-                f"{bias} has {table.shape[0]} rows, which are not the displacements in a window of {window}, so its "
-                "native scheme cannot be described. Any scheme can replace it."
-            )
-        found.add(SwinConfig(grid=window, class_entries=table.shape[0] > rows, shared=len(biases) == 1))
+    found = {_bias_of_layer(bias, shared=len(biases) == 1) for bias in biases}
     if len(found) > 1:
         raise undescribed(
             f"The layers of {type(stack).__name__} have windows of different sizes, which a single scheme cannot "
@@ -180,6 +178,29 @@ def bias_scheme(biases: list[GridBias], stack: nn.Module) -> SchemeConfig | None
             "them",
         )
     return found.pop()
+
+
+def _bias_of_layer(bias: GridBias, shared: bool) -> SchemeConfig:
+    """The scheme of a bias table, or of a network that computes one.
+
+    Raises:
+        UnsupportedError: for a window of another form.
+    """
+    table, window = bias.table, bias.window
+    assert table is not None
+    if bias.kind == "network" and window is not None:
+        # The network reads displacements as a share of the window that it was pretrained with.
+        pretrained = getattr(bias.module, "pretrained_window_size", (0, 0))
+        divisor, *others = {*(pretrained if pretrained[0] > 0 else window)}
+        if not others:
+            return LogCpbConfig(divisor if divisor > 1 else None, table.shape[0], axes=2, shared=shared)
+    rows = 0 if window is None else math.prod(2 * size - 1 for size in window)
+    if window is None or bias.kind == "network" or table.shape[0] - rows not in (0, _CLASS_ROWS):
+        raise UnsupportedError(
+            f"{bias} has {table.shape[0]} rows, which are not the displacements in a window of {window}, so its "
+            "native scheme cannot be described. Any scheme can replace it."
+        )
+    return SwinConfig(grid=window, class_entries=table.shape[0] > rows, shared=shared)
 
 
 _INTERPOLATION = "interpolate_pos_encoding"

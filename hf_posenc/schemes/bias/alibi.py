@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.grids import GridBias
-from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, SchemeParts
+from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, Positions, SchemeParts
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 #: Added to keys that a head of the asymmetric form must not see. Its exponential is zero relative to any visible key (a
@@ -99,7 +99,7 @@ class GridAlibiBias(AlibiSlopes, GridBias):
 
     scheme = "alibi"
 
-    def of_distances(self, distances: Tensor) -> Tensor:
+    def of_distances(self, distances: Tensor, keys: Positions) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         # Squares of whole numbers are exact in float32 up to a distance of 4096 on each axis.
         return self.penalty(distances.float().square().sum(0).sqrt()).transpose(0, 1)

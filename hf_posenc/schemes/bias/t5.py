@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.grids import GridBias, entries_of_pairs
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, SchemeParts
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, Positions, SchemeParts
 from hf_posenc.schemes.scheme import BuildContext, SharedConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_DISTANCES, option, whole_positions
 from hf_posenc.schemes.weights import NativeTable, NormalWeights
@@ -91,7 +91,7 @@ class GridT5Bias(T5Buckets, GridBias):
 
     scheme = "t5"
 
-    def of_distances(self, distances: Tensor) -> Tensor:
+    def of_distances(self, distances: Tensor, keys: Positions) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         return functools.reduce(torch.add, map(self._of_axis, distances, self.weight))
 

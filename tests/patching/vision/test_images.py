@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from transformers import ViTForImageClassification
 
 from hf_posenc import (
+    LogCpbConfig,
     SequenceLengthError,
     SinusoidalConfig,
     UnsupportedError,
     inspect_model,
+    native_scheme,
     patch_model,
     unpatch_model,
 )
@@ -284,3 +286,48 @@ def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: 
             outputs.append(model(image(rows, columns), **options)[0])
         assert torch.equal(*outputs)
         assert outputs[0].isfinite().all()
+
+
+def swin_v2(**options: Any) -> Any:
+    """A Swin v2 whose networks give biases that are large enough to be seen."""
+    torch.manual_seed(0)
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+    model = transformers.Swinv2Model(transformers.Swinv2Config(**(sizes | options))).eval()
+    for name, weight in model.named_parameters():
+        if "continuous_position_bias_mlp" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({"window_size": 4}, 4),
+        # Windows that reach beyond the image.
+        ({"window_size": 7, "image_size": 64}, 7),
+        ({"window_size": 4, "pretrained_window_sizes": [6, 6]}, 6),
+    ],
+)
+@torch.no_grad()
+def test_networks_of_swin_v2_are_log_cpb(options: dict[str, Any], window: int) -> None:
+    model = swin_v2(**options)
+    pixels = torch.randn(2, 3, model.config.image_size, model.config.image_size)
+    expected = model(pixels).last_hidden_state
+    assert native_scheme(model) == LogCpbConfig(window, axes=2)
+    patch_model(model, "native")
+    # Biases of up to 16 in another order of float32 operations, in four layers; outputs of about 3.
+    torch.testing.assert_close(model(pixels).last_hidden_state, expected, rtol=0, atol=3e-5)
+    patch_model(model, "none")
+    assert (model(pixels).last_hidden_state - expected).abs().max() > 0.1
+    unpatch_model(model)
+    assert torch.equal(model(pixels).last_hidden_state, expected)
+
+
+def test_other_networks_of_displacements_have_no_name() -> None:
+    mixed = swin_v2(window_size=4, pretrained_window_sizes=[6, 4])
+    with pytest.raises(UnsupportedError, match="windows of different sizes"):
+        native_scheme(mixed)
+    other = swin_v2(window_size=4)
+    other.encoder.layers[0].blocks[0].attention.self.continuous_position_bias_mlp[1] = torch.nn.GELU()
+    with pytest.raises(UnsupportedError, match=r"network of displacements.*not among the schemes"):
+        native_scheme(other)

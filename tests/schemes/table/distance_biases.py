@@ -7,12 +7,13 @@ from typing import Any
 
 from hf_posenc.schemes.bias.fire import FireConfig
 from hf_posenc.schemes.bias.kerple import KerpleConfig
+from hf_posenc.schemes.bias.log_cpb import LogCpbConfig
 from hf_posenc.schemes.bias.sandwich import SandwichConfig
 from hf_posenc.schemes.bias.swin import SwinConfig
 from hf_posenc.schemes.bias.tisa import TisaConfig
 
 from . import coordinates
-from .row import LogitCase, Logits, Row
+from .row import LogitCase, Logits, Row, dot
 
 
 def kerple(config: Any, part: Any, heads: int, causal: bool, head: int, distance: int) -> float:
@@ -47,6 +48,20 @@ def fire(config: Any, parts: Any, case: LogitCase) -> Logits:
         return fire_bias(parts.logit_bias, config, head, case.distance(key, query), farthest)
 
     return case.biased(bias)
+
+
+def log_cpb_of(config: Any, part: Any, head: int, back: list[int]) -> float:
+    """arXiv:2111.09883, equation 4, and the authors' code for a `window`; `back` leads from the key to the query."""
+    total, places = 0.0, []
+    for steps in back:
+        far = math.log(1 + abs(steps))
+        if config.window is not None:
+            far = math.log(1 + 8 * abs(steps) / (config.window - 1)) / math.log(8)
+        places.append(math.copysign(far, steps))
+    for unit, weights in enumerate(part.hidden_weight.tolist()):
+        hidden = dot(weights, places) + part.hidden_bias[unit].item()
+        total += part.output_weight[head, unit].item() * max(hidden, 0.0)
+    return float(config.limit / (1 + math.exp(-total)))
 
 
 def swin(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -91,6 +106,12 @@ ROWS: dict[str, Row] = {
         marks="+-+.++..++-",
         # Divided by the query's own position: a prefix keeps its encodings, and a shift changes them.
         causal_marks="++-.++..++-",
+    ),
+    "log_cpb": Row(
+        "bias",
+        lambda config, part, heads, causal, head, distance: log_cpb_of(config, part, head, [-distance]),
+        (LogCpbConfig(width=16), LogCpbConfig(9, 8, 4.0, shared=True)),
+        marks="+++.++..---",
     ),
     "sandwich": Row(
         "bias",

@@ -13,6 +13,7 @@ from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig
 from hf_posenc.schemes.rotary.resonance import ResonanceConfig
+from hf_posenc.schemes.rotary.rope_pp import RopePpConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
@@ -73,6 +74,29 @@ def xpos(config: Any, parts: Any, case: LogitCase) -> Logits:
             case.scaling * logit(case.query[head][i], case.key[head][j], case.distance(i, j)) if j <= i else 0.0
         )
     )
+
+
+def rope_pp(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.07525: the real and the imaginary part of one sum of complex numbers."""
+    width = config.rotary_dim or len(case.query[0][0])
+    frequencies = rope_spectrum(config.theta, width)
+
+    def pair(vector: list[float], index: int) -> complex:
+        if layout_of(config) == "interleaved":
+            return complex(vector[2 * index], vector[2 * index + 1])
+        first, second = vector[index], vector[index + width // 2]
+        return complex(second, first) if config.layout == "half_reversed" else complex(first, second)
+
+    def logit(head: int, i: int, j: int) -> float:
+        query, key = case.query[head - head % 2][i], case.key[head][j]
+        total = sum(
+            pair(query, index) * pair(key, index).conjugate() * cmath.exp(1j * frequency * case.distance(i, j))
+            for index, frequency in enumerate(frequencies)
+        )
+        part = total.imag if head % 2 else total.real
+        return case.scaling * (part + dot(query[width:], key[width:]))
+
+    return case.logits(logit)
 
 
 def pope(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -278,6 +302,16 @@ ROWS: dict[str, Row] = {
         (PopeConfig(), PopeConfig(theta=100.0)),
         everywhere=True,
         marks="++++++.-+++",
+    ),
+    "rope_pp": Row(
+        "logits",
+        rope_pp,
+        (
+            RopePpConfig(),
+            RopePpConfig(theta=100.0, rotary_dim=12, layout="interleaved"),
+            RopePpConfig(theta=50.0, layout="half_reversed"),
+        ),
+        marks="++++++.--++",
     ),
     "string": Row(
         "logits",
