@@ -31,6 +31,8 @@ def commands(page: str, program: str) -> list[list[str]]:
         if assigned := re.fullmatch(r"([A-Z]+)=(.*)", line.strip()):
             variables[assigned[1]] = "".join(shlex.split(assigned[2])) if "$(" not in assigned[2] else "model"
             continue
+        if looped := re.fullmatch(r"for ([A-Z]+) in (\S+).*; do", line):
+            variables[looped[1]] = looped[2]
         words = [
             re.sub(r"\$([A-Z]+)", lambda name: variables[name[1]], word) for word in shlex.split(line, comments=True)
         ]

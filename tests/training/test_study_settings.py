@@ -57,6 +57,7 @@ def settings(**options):
             "train_lengths, which no scheme of this task",
         ),
         ({"tasks": "causal", "train_lengths": "16,24"}, "is for synthetic tasks"),
+        ({"tasks": "causal", "pose_length": 64}, "--pose_length is given, and no task"),
         ({"tasks": "copy", "task_options": {"copy": {"train_length": 8}}}, "train_length, which its trainings"),
         ({"schemes": "../none", "scheme_options": {"../none": {"scheme": "none"}}}, "String should match pattern"),
         ({"seeds": "0,-1"}, "whole numbers"),

@@ -238,6 +238,10 @@ def _check(cell: Cell) -> None:
         "max_steps is 0 and it starts from no other model: there would be nothing to read.": (
             not settings.max_steps and not cell.goes_on
         ),
+        f"pose_length is {settings.pose_length}, and no text can skip positions: the longest that it trains on has "
+        f"{max(cell.train_lengths)} tokens. Give more, or shorter --train_lengths.": (
+            settings.pose_length is not None and settings.pose_length <= max(cell.train_lengths)
+        ),
         "swap options have no meaning for new weights: give 'from', or --model_name_or_path for the whole study.": (
             swap.given() and not cell.goes_on
         ),

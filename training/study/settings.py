@@ -106,6 +106,10 @@ class TrainingSettings(BaseModel):
     """Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the training length and
     its doublings.
     """
+    pose_length: int | None = Field(None, ge=1)
+    """Train at the positions of longer texts, of this many tokens (task embedding): the rest of each text skips
+    positions (PoSE, arXiv:2309.10400).
+    """
     train_resolution: int = Field(32, ge=1, description="Pixels along each side of the pictures (task images).")
     test_resolutions: Lengths = Field(
         [], description="Resolutions that pictures are classified at. Default: that of training."
@@ -164,7 +168,7 @@ class TrainingSettings(BaseModel):
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that must not change once a training has begun, JSON-ready."""
-        without = set() if self.config_overrides else {"config_overrides"}
+        without = {name for name in ("config_overrides", "pose_length") if not getattr(self, name)}
         return self.model_dump(exclude={"checkpoint_every", *without})
 
     def changed(self, changes: dict[str, Any], where: str) -> TrainingSettings:

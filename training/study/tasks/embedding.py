@@ -13,12 +13,12 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 from hf_posenc import SequenceLengthError
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.metrics.language_modeling.token_losses import Frame
-from hf_posenc.recipes import hidden_state_loss, mean_pooled
+from hf_posenc.recipes import hidden_state_loss, mean_pooled, pose_positions
 from training.data.text import TokenStream
 from training.errors import SettingsError
 from training.study.corpus import Corpus
 from training.study.settings import StudySettings, SwapArguments
-from training.study.tasks.task import CellData, rounded
+from training.study.tasks.task import OF_IMAGES, CellData, rounded
 from training.study.tasks.text import TextTask
 from training.swapping import SAMPLE_ROWS
 from training.trainer import SchemeTrainer
@@ -33,6 +33,7 @@ class EmbeddingTask(TextTask):
     kind = "embedding"
     loader = AutoModel
     has_teacher = True
+    unused = ("mlm_probability", *OF_IMAGES)
 
     def check(self, study: StudySettings) -> None:
         if not self.pretrained:
@@ -48,7 +49,7 @@ class EmbeddingTask(TextTask):
         train, validation = (Texts(stream, tokenizer) for stream in Corpus.open_streams(cell.study_folder / "data"))
         tokens = settings.batch_size * settings.train_length
         return CellData(
-            train=TeacherBatches(train, lengths, tokens, settings.max_steps, cell.seed),
+            train=TeacherBatches(train, lengths, tokens, settings.max_steps, cell.seed, settings.pose_length),
             collate=itemgetter(0),
             validation=validation,
             positions=max(lengths),
@@ -88,10 +89,16 @@ class Texts:
 
 
 class TeacherBatches(Dataset[dict[str, Tensor]]):
-    """As many batches as there are steps, all with the same number of tokens; the lengths take turns."""
+    """As many batches as there are steps, all with the same number of tokens; the lengths take turns.
 
-    def __init__(self, texts: Texts, lengths: list[int], tokens: int, steps: int, seed: int) -> None:
+    With a `pose_length`, each batch has the positions of a text of that many tokens, drawn by `pose_positions`.
+    """
+
+    def __init__(
+        self, texts: Texts, lengths: list[int], tokens: int, steps: int, seed: int, pose_length: int | None
+    ) -> None:
         self.texts, self.lengths, self.tokens, self.steps, self.seed = texts, lengths, tokens, steps, seed
+        self.pose_length = pose_length
 
     def __len__(self) -> int:
         return self.steps
@@ -101,7 +108,12 @@ class TeacherBatches(Dataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         count = max(1, self.tokens // length)
         starts = torch.randint(len(self.texts.stream) - (length - 2), (count,), generator=generator)
-        return {"input_ids": torch.stack([self.texts.row(int(start), length) for start in starts])}
+        ids = torch.stack([self.texts.row(int(start), length) for start in starts])
+        if self.pose_length is None:
+            return {"input_ids": ids}
+        places = torch.arange(length).expand(count, -1)
+        skipped = pose_positions(places, self.pose_length, generator=generator)
+        return {"input_ids": ids, "position_ids": skipped, "attention_mask": torch.ones_like(ids)}
 
 
 class Teacher:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Settings of trainings on images, and of those on sequences.
 OF_IMAGES = ("train_resolution", "test_resolutions", "patch_size", "random_crop")
-OF_SEQUENCES = ("train_length", "length_factor", "train_lengths", "test_lengths", "eval_windows")
+OF_SEQUENCES = ("train_length", "length_factor", "train_lengths", "test_lengths", "eval_windows", "pose_length")
 
 
 @dataclass
@@ -85,7 +85,7 @@ class StudyTask:
     figures: ClassVar[str] = "by_length"
     reads_text: ClassVar[bool] = False
     has_teacher: ClassVar[bool] = False
-    unused: ClassVar[tuple[str, ...]] = ("mlm_probability", *OF_IMAGES)
+    unused: ClassVar[tuple[str, ...]] = ("mlm_probability", "pose_length", *OF_IMAGES)
 
     @property
     def lengths(self) -> list[int]:

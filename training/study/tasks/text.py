@@ -152,7 +152,7 @@ class MaskedTask(LanguageTask):
     """Filling in masked tokens."""
 
     loader = AutoModelForMaskedLM
-    unused = ("train_lengths", *OF_IMAGES)
+    unused = ("train_lengths", "pose_length", *OF_IMAGES)
 
 
 class TrainingWindows(Dataset[dict[str, Any]]):
