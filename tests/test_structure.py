@@ -17,13 +17,13 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (40, 1090, 530),
-    "patch and first forward": (45, 1285, 620),
+    "patch": (39, 1093, 530),
+    "patch and first forward": (42, 1284, 622),
     "forward": (13, 115, 60),
     "further layer": (13, 23, 12),
     "decoding": (11, 136, 67),
     "save": (14, 580, 60),
-    "from_pretrained": (41, 1180, 530),
+    "from_pretrained": (40, 1182, 530),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
 COUNT = """
@@ -100,7 +100,7 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 53_260
+    assert sum(lines) <= 54_168
     assert max(lines) <= 500
     assert len(lines) <= 294
 

@@ -29,7 +29,7 @@ from hf_posenc.patching.place.encoding import (
 )
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
-from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across, within_and_across
+from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across
 from hf_posenc.schemes.arrangement.native import NativeConfig, asked_scalings, names_native, with_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig, walk
@@ -58,12 +58,10 @@ def patch_model(
     parameters; unpatch the model first to start anew.
 
     The model gets a copy of its config, in which the scheme is named. Other models that were built from the same config
-    object are not affected.
+    object are not affected. If an error is raised, the model is left unchanged.
 
     A model of several modalities has parts: "text", "vision", "audio" and others (`inspect_model` lists them). One call
     patches one part, by default the text part. Other parts keep their positions, or the scheme of an earlier call.
-
-    If an error is raised, the model is left unchanged.
 
     Args:
         model: any `PreTrainedModel` with softmax self-attention, or a PEFT model around one.
@@ -86,8 +84,9 @@ def patch_model(
         UnsupportedError: if the scheme cannot be computed correctly in this architecture.
     """
     transaction = Transaction(model)
-    config = across(as_scheme(scheme, **options), cross_attention)
-    if isinstance(config, CrossAttentionConfig):
+    config = as_scheme(scheme, **options)
+    config = config if cross_attention is False else across(config, cross_attention)
+    if config.within_and_across()[1] is not None:
         refuse_without_encoder(transaction.anatomy, part)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
@@ -184,7 +183,7 @@ def _resolve(
     elsewhere: SchemeLike | None,
 ) -> SchemeConfig:
     """The scheme of every layer of one part."""
-    config, cross = within_and_across(config)
+    config, cross = config.within_and_across()
     stacks = transaction.verified_stacks(part)
     if transaction.encoding is None and transaction.anatomy.is_runnable:
         verify_adopted_tables(transaction.anatomy, stacks, transaction)

@@ -146,6 +146,10 @@ class SchemeConfig:
         """The schemes that this config composes; for other configs, the config itself."""
         return (self,)
 
+    def within_and_across(self) -> tuple[SchemeConfig, SchemeConfig | None]:
+        """The scheme of self-attention, and that of cross-attention or `None`."""
+        return self, None
+
     def merge(self, built: Sequence[SchemeParts]) -> SchemeParts:
         """Combines the parts of the children; only for configs with `merges_children`.
 

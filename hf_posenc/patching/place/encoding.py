@@ -24,7 +24,6 @@ from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreeme
 from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import LayeredConfig, refusals
-from hf_posenc.schemes.arrangement.cross_attention import within_and_across
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts
 from hf_posenc.schemes.labels import scheme_label
@@ -101,7 +100,7 @@ class StackEncoding(nn.Module):
                     attention.num_cached_heads,
                 )
             )
-        scheme = within_and_across(config)[1]
+        scheme = config.within_and_across()[1]
         if scheme is not None:
             self.cross = cross_layers(scheme, stack, self._parts)
             self.runtime.reads_encoder = bool(self.cross)

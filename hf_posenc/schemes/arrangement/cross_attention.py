@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from hf_posenc.schemes.arrangement.native import names_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
@@ -48,20 +48,17 @@ class CrossAttentionConfig(LayeredConfig):
         inner = self.inner
         return inner.for_layer(layer, layer_type) if isinstance(inner, LayeredConfig) else inner
 
+    def within_and_across(self) -> tuple[SchemeConfig, SchemeConfig | None]:
+        """The scheme of self-attention, and that of cross-attention."""
+        return self.inner, self.cross
 
-def within_and_across(config: SchemeConfig) -> tuple[SchemeConfig, SchemeConfig | None]:
-    """The scheme of self-attention, and that of cross-attention or `None`."""
-    return (config.inner, config.cross) if isinstance(config, CrossAttentionConfig) else (config, None)
 
-
-def across(config: SchemeConfig, cross_attention: SchemeLike | bool) -> SchemeConfig:
-    """The scheme `config` with another one in cross-attention: the same for `True`, and none for `False`.
+def across(config: SchemeConfig, cross_attention: SchemeLike | Literal[True]) -> SchemeConfig:
+    """The scheme `config` with another one in cross-attention, the same for `True`.
 
     Raises:
         ValueError: for `True` with the native scheme, or one that differs between layers or parts.
     """
-    if cross_attention is False:
-        return config
     if cross_attention is not True:
         return CrossAttentionConfig(config, as_scheme(cross_attention, "cross_attention"))
     if isinstance(config, LayeredConfig | PartsConfig) or names_native(config):
