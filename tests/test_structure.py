@@ -102,7 +102,7 @@ def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
     assert sum(lines) <= 54_168
     assert max(lines) <= 500
-    assert len(lines) <= 294
+    assert len(lines) <= 298
 
 
 @pytest.mark.parametrize(("room", "most"), [("training", 7_124), ("eval", 316), ("benchmarks", 2_500)])
