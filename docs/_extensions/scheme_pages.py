@@ -26,7 +26,7 @@ from hf_posenc.cli.catalogue import summary
 from hf_posenc.plots.schemes import FigureKind, Subject, applicable_kinds, draw_kind, kind_named, subject_of
 from hf_posenc.plots.schemes.subject import standard_places
 from hf_posenc.plots.style import save
-from hf_posenc.schemes import NativeConfig, PartsConfig, SchemeConfig, registered_configs
+from hf_posenc.schemes import CrossAttentionConfig, NativeConfig, PartsConfig, SchemeConfig, registered_configs
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
@@ -49,9 +49,12 @@ GROUPS = ("No positions", "Added to the embeddings", "Bias on the attention logi
 
 
 def pages() -> list[type[SchemeConfig]]:
-    """The schemes that have a page. "native" and "parts" have none: they stand for the schemes of a model."""
+    """The schemes that have a page.
+
+    "native", "parts" and "cross_attention" have none: they only say which schemes are where in a model.
+    """
     own = [one for one in registered_configs() if one.__module__.startswith("hf_posenc.")]
-    return [one for one in own if one not in (NativeConfig, PartsConfig)]
+    return [one for one in own if one not in (NativeConfig, PartsConfig, CrossAttentionConfig)]
 
 
 @cache

@@ -41,7 +41,15 @@ from hf_posenc.cli.catalogue import REQUIRED, meanings_of, summary
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.metrics.dog import SENTENCE
 from hf_posenc.plots.schemes.subject import subject_of
-from hf_posenc.schemes import BuildContext, NativeConfig, PartsConfig, SchemeConfig, get_scheme, registered_configs
+from hf_posenc.schemes import (
+    BuildContext,
+    CrossAttentionConfig,
+    NativeConfig,
+    PartsConfig,
+    SchemeConfig,
+    get_scheme,
+    registered_configs,
+)
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SubConfig
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
@@ -57,7 +65,9 @@ FORMULAS = (
     *("self_extend", "rerope", "dual_chunk", "position_scale", "composed"),
 )
 #: Every scheme with a page in the reference. The other two stand for the schemes of a model.
-SCHEMES = tuple(one.name for one in registered_configs() if one not in (NativeConfig, PartsConfig))
+SCHEMES = tuple(
+    one.name for one in registered_configs() if one not in (NativeConfig, PartsConfig, CrossAttentionConfig)
+)
 #: What a scheme acts on, in the order of the page's list.
 GROUPS = {
     "none": "No positions",
