@@ -16,11 +16,11 @@ from tests.documentation.built import page
 from tests.documentation.conftest import DRAWN, ROOT, site_extension
 from tests.models import tiny
 
-#: "native" is a word for one of these, and "parts" for several. They have no page.
+#: "native" is a word for one of these, and "parts" and "cross_attention" say where they are. They have no page.
 NAMES = [
     found.name
     for found in registered_configs()
-    if found.__module__.startswith("hf_posenc.") and found.name not in ("native", "parts")
+    if found.__module__.startswith("hf_posenc.") and found.name not in ("native", "parts", "cross_attention")
 ]
 
 
