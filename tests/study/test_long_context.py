@@ -17,6 +17,7 @@ from docs.study.long_context.report import losses_of, verdict_table, verdicts
 from docs.study.significance import holm, p_equivalent, p_less
 from hf_posenc import patch_model
 from training.errors import SettingsError
+from training.files import read_json
 
 PROTOCOL = (Path(run.HERE) / "protocol.md").read_text(encoding="utf-8")
 TEXTS = list(material.text_files())
@@ -144,3 +145,7 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.
 
     (row,) = parquet.read_table(tmp_path / "runs.parquet").to_pylist()
     assert (row["loss"], row["method"], row["before"]) == (1.0, "native", 1)
+    other = tmp_path / "other"
+    assert run.main(["model", "unpack", "--output_dir", str(other)]) == 0
+    (path,) = other.iterdir()
+    assert read_json(path) == read_json(tmp_path / path.name)

@@ -8,13 +8,12 @@
 
 Each measurement is a file in `outputs/long_context`, written when it has ended. A run that was stopped goes on with
 what is missing. Several processes can share the work by `--texts` or `--methods`. `pack` writes all measurements to
-`runs.parquet` next to this script.
+`runs.parquet` next to this script, and `unpack` makes the files from it, to go on elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
@@ -25,7 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+import pyarrow
 import torch
+from pyarrow import parquet
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("part", choices=["losses", "needles", "passkey", "price", "pack"])
+    parser.add_argument("part", choices=["losses", "needles", "passkey", "price", "pack", "unpack"])
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/long_context"))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--texts", nargs="+", choices=text_files(), default=list(text_files()))
@@ -70,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--in_this_process", action="store_true", help="of price")
     options = parser.parse_args(arguments)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    if options.part == "pack":
-        pack(options.output_dir, HERE / "runs.parquet")
+    if options.part in ("pack", "unpack"):
+        print((pack if options.part == "pack" else unpack)(options.output_dir, HERE / "runs.parquet"), "measurements")
         return 0
     if options.part == "price" and not options.in_this_process:
         for method in options.methods:
@@ -167,15 +168,22 @@ def last_logits(model: PreTrainedModel, method: Method, ids: Tensor, count: int)
     return torch.cat(pieces)[-count:].float()
 
 
-def pack(folder: Path, file: Path) -> None:
-    """Writes all measurements that have ended to a Parquet file, a row each."""
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [read_json(path) for path in sorted(folder.glob("*.json"))]
+def pack(folder: Path, file: Path) -> int:
+    """Writes all measurements that have ended to a Parquet file, a row each. Returns how many."""
+    rows = [{"name": path.stem, **read_json(path)} for path in sorted(folder.glob("*.json"))]
     columns = dict.fromkeys(name for row in rows for name in row)
     parquet.write_table(pyarrow.table({name: [row.get(name) for row in rows] for name in columns}), file)
-    print(json.dumps({"rows": len(rows), "file": file.name}))
+    return len(rows)
+
+
+def unpack(folder: Path, file: Path) -> int:
+    """Writes the measurements of a Parquet file that the folder lacks. Returns how many the file has."""
+    rows = parquet.read_table(file).to_pylist()
+    for row in rows:
+        path = folder / f"{row.pop('name')}.json"
+        if not path.exists():
+            write_json(path, {name: value for name, value in row.items() if value is not None})
+    return len(rows)
 
 
 if __name__ == "__main__":
