@@ -1,0 +1,142 @@
+"""Methods of `extend_context`: a rotation reaches a length by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_posenc import (
+    ClippedScaling,
+    DualChunkConfig,
+    DynamicScaling,
+    DynamicYarnScaling,
+    LinearScaling,
+    NativeConfig,
+    NtkScaling,
+    ReRopeConfig,
+    SchemeConfig,
+    SelfExtendConfig,
+    UnknownNameError,
+    UnsupportedError,
+    YarnScaling,
+    extend_context,
+    native_scheme,
+    patch_model,
+)
+from hf_posenc.patching import extending
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
+from tests.models import tiny
+
+NATIVE = NativeConfig()
+
+
+class Tokenizer:
+    model_max_length = 64
+
+
+def llama(**options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return tiny("LlamaForCausalLM", max_position_embeddings=64, **options).eval()
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.arange(length).unsqueeze(0) % 32
+
+
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [
+        ("linear", NativeConfig(scaling=LinearScaling(2.5))),
+        ("ntk", NativeConfig(scaling=NtkScaling(2.5))),
+        ("yarn", NativeConfig(scaling=YarnScaling(2.5, 64))),
+        ("dynamic_ntk", NativeConfig(scaling=DynamicScaling(1.0, 64))),
+        ("dynamic_yarn", NativeConfig(scaling=DynamicYarnScaling(64))),
+        ("clipped", NativeConfig(scaling=ClippedScaling(original_max_positions=64))),
+        ("rerope", ReRopeConfig(NATIVE, window=32)),
+        ("self_extend", SelfExtendConfig(NATIVE, group=4, window=8)),
+        ("dual_chunk", DualChunkConfig(NATIVE, chunk_size=48, local_size=8)),
+    ],
+)
+def test_a_method_is_the_scheme_that_its_name_says(method: str, config: SchemeConfig) -> None:
+    model, by_hand, tokenizer = llama(), patch_model(llama(), config), Tokenizer()
+    assert extend_context(model, tokenizer, length=160, method=method) is model
+    assert model.position_encoding.config == by_hand.position_encoding.config
+    assert model.config.max_position_embeddings == tokenizer.model_max_length == 160
+    with torch.no_grad():
+        assert torch.equal(model(ids(160), use_cache=False).logits, by_hand(ids(160), use_cache=False).logits)
+
+
+def test_the_largest_distance_of_self_extend_stays_below_the_trained_length() -> None:
+    for length in (65, 100, 1000, 4096):
+        config = extend_context(llama(), length=length, method="self_extend").position_encoding.config
+        assert isinstance(config, SelfExtendConfig)
+        assert config.window + length / config.group < 64
+
+
+def test_scalings_count_from_the_length_before_a_trained_scaling_and_the_others_keep_it() -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    with pytest.warns(UserWarning, match="Llama3Scaling"):
+        scaled = extend_context(llama(rope_parameters=scaling), length=128, method="yarn")
+    assert scaled.position_encoding.config.scaling == YarnScaling(4.0, 32)
+    kept = extend_context(llama(rope_parameters=scaling), length=128, method="rerope").position_encoding.config
+    assert kept == ReRopeConfig(native_scheme(llama(rope_parameters=scaling)), window=32)
+
+
+def test_a_model_with_its_native_scheme_in_place_takes_a_method_too() -> None:
+    model = extend_context(patch_model(llama(), "native"), length=128, method="yarn")
+    assert model.position_encoding.config.scaling == YarnScaling(2.0, 64)
+
+
+def test_the_text_part_of_a_composite() -> None:
+    model = tiny_model(pair_named("image-text-llava"))
+    length = 2 * model.config.text_config.max_position_embeddings
+    extend_context(model, length=length, method="rerope")
+    assert model.config.text_config.max_position_embeddings == length
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (llama, {"method": "yarm"}, UnknownNameError, "Did you mean 'yarn'"),
+        (llama, {"method": "yarn", "length": 64}, ValueError, "reads 64 tokens anyway"),
+        (llama, {"method": "yarn", "length": 2.5}, ValueError, "expected an int"),
+        (llama, {"method": None}, UnsupportedError, "name a method"),
+        (lambda: patch_model(llama(), "alibi"), {}, UnsupportedError, "is patched with 'alibi'"),
+        (lambda: extend_context(llama(), length=100, method="ntk"), {}, UnsupportedError, "Call unpatch_model first"),
+        (lambda: tiny("BertModel"), {}, UnsupportedError, "swap_scheme"),
+        (lambda: tiny("GPT2LMHeadModel"), {}, UnsupportedError, "swap_scheme"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused_and_nothing_changes(
+    make: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model, tokenizer = make(), Tokenizer()
+    config, encoding = model.config.to_dict(), getattr(model, "position_encoding", None)
+    with pytest.raises(error, match=message):
+        extend_context(model, tokenizer, **({"length": 128, "method": "yarn"} | options))
+    assert model.config.to_dict() == config
+    assert tokenizer.model_max_length == 64
+    assert getattr(model, "position_encoding", None) is encoding
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    model = patch_model(llama(), "native") if native else llama()
+    before = model(ids(8)).logits
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(extending, "set_length", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        extend_context(model, length=128, method="self_extend")
+    assert hasattr(model, "position_encoding") == native
+    assert torch.equal(model(ids(8)).logits, before)
+    assert model.config.max_position_embeddings == 64
