@@ -100,9 +100,9 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 54_168
+    assert sum(lines) <= 54_299
     assert max(lines) <= 500
-    assert len(lines) <= 298
+    assert len(lines) <= 299
 
 
 @pytest.mark.parametrize(("room", "most"), [("training", 7_124), ("eval", 316), ("benchmarks", 2_500)])
