@@ -58,8 +58,8 @@ class StackRecord:
         self.attentions = [attention.module for attention in stack.attentions]
         self.architecture = stack.architecture
         self.encoding = encoding
-        #: Where attention was at the last check.
-        self.places = [attention.path for attention in stack.attentions]
+        #: Where attention was at the last check; cross-attention too, if it has a scheme.
+        self.places = [*(attention.path for attention in stack.attentions), *encoding.cross]
         self.depth = getattr(stack.config, "num_hidden_layers", None)
         #: The layer at whose input positions are added; `None` if a table adds them, or nothing does.
         self.first_layer: nn.Module | None = None
@@ -123,7 +123,8 @@ class StackRecord:
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
         modules = modules_by_stack(self.stack)[0]
-        attentions, sites = modules.self_attentions, [*modules.kind.tables_in(modules)]
+        attentions = [*modules.self_attentions, *(modules.cross_attentions if self.encoding.cross else ())]
+        sites = [*modules.kind.tables_in(modules)]
         patched = [found for found in attentions if not self.architecture.sparse or not self._is_sparse(found[1])]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
@@ -192,7 +193,7 @@ class StackRecord:
                 "belongs to the native position mechanism, which the scheme replaces, so it has no effect. Restore "
                 "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
             )
-        self._found = [module for _, module in attentions]
+        self._found = [module for _, module in modules.self_attentions]
         self.places = [path for path, _ in attentions]
         self._remember([path for path, _ in (*attentions, *sites)], placed)
         return ""
