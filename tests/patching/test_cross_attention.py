@@ -425,3 +425,11 @@ def test_an_inspection_leaves_alone_what_has_no_scheme() -> None:
     assert len(decoder.left_alone) == 2
     assert hf_posenc.inspect_model(patch_model(model, "rope")).stacks[1].left_alone == decoder.left_alone
     assert not hf_posenc.inspect_model(patch_model(model, "rope", cross_attention=True)).stacks[1].left_alone
+
+
+def test_exchanged_parts_of_layers_are_not_saved() -> None:
+    model = patch_model(model_of(), "rope", cross_attention=T5Config(shared=False))
+    first, second = model.model.decoder.layers
+    first.encoder_attn, second.encoder_attn = second.encoder_attn, first.encoder_attn
+    with pytest.raises(UnsupportedError, match="Layers of this BartDecoder were added, dropped, moved"):
+        model.save_pretrained("unused")

@@ -56,6 +56,7 @@ class StackRecord:
     def __init__(self, stack: Stack, encoding: StackEncoding, journal: Journal, before: StackRecord | None) -> None:
         self.stack: Any = stack.module
         self.attentions = [attention.module for attention in stack.attentions]
+        self.across = [stack.module.get_submodule(path) for path in encoding.cross]
         self.architecture = stack.architecture
         self.encoding = encoding
         #: Where attention was at the last check; cross-attention too, if it has a scheme.
@@ -241,7 +242,8 @@ class StackRecord:
         if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in _KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
-        if same_depth and [*map(id, self._attentions_in_use())] == [*map(id, self.attentions)]:
+        in_use = [*self._attentions_in_use(), *self._attentions_in_use(_is_cross_attention)]
+        if same_depth and [*map(id, in_use)] == [*map(id, (*self.attentions, *self.across))]:
             return ""
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
@@ -459,6 +461,10 @@ def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     """A stack, and the modules on the way from it to those at some paths."""
     above = (parent for path in paths for parent, _, _ in _along(path, stack))
     return list({id(module): module for module in (stack, *above)}.values())
+
+
+def _is_cross_attention(module: nn.Module) -> bool:
+    return isinstance(forward_on_instance(module), CrossAttention)
 
 
 def is_attention_site(module: nn.Module) -> bool:
