@@ -430,6 +430,12 @@ def test_an_inspection_leaves_alone_what_has_no_scheme() -> None:
 def test_exchanged_parts_of_layers_are_not_saved() -> None:
     model = patch_model(model_of(), "rope", cross_attention=T5Config(shared=False))
     first, second = model.model.decoder.layers
+    with torch.no_grad():
+        for weight in model.position_encoding.parameters():
+            weight.normal_()
     first.encoder_attn, second.encoder_attn = second.encoder_attn, first.encoder_attn
+    expected = logits_of(model)
     with pytest.raises(UnsupportedError, match="Layers of this BartDecoder were added, dropped, moved"):
         model.save_pretrained("unused")
+    patch_model(model, model.position_encoding.config)
+    assert torch.equal(logits_of(model), expected)

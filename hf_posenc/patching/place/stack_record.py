@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
+from hf_posenc.patching.anatomy.discovery import cross_attentions
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
@@ -254,7 +255,9 @@ class StackRecord:
 
     def holds(self, stack: Stack) -> bool:
         """Whether a stack, as it is found now, has the same layers in the same order."""
-        return [id(attention.module) for attention in stack.attentions] == [id(module) for module in self.attentions]
+        across = cross_attentions(stack) if self.across else ()
+        found = [attention.module for attention in (*stack.attentions, *across)]
+        return [*map(id, found)] == [*map(id, (*self.attentions, *self.across))]
 
     @torch.no_grad()
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
