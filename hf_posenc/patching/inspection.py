@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ class StackInspection:
         rotary: rotary modules and functions, with their width and pairing.
         tables: position tables, with their size and the row of the first token.
         biases: native relative biases that a patch disables.
-        left_alone: attention-like modules that are never patched, with the reason.
+        left_alone: attention-like modules in which no scheme is placed, with the reason.
     """
 
     name: str
@@ -171,7 +172,8 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
                 others[part] = _native(transaction, part)
             except PositionEncodingError as error:
                 others[part] = str(error)
-        stacks = [_inspect_stack(stack) for stack in found]
+        placed = {} if encoding is None else {name: one.cross for name, one in encoding.stacks.items()}
+        stacks = [_inspect_stack(stack, placed.get(stack.name, {})) for stack in found]
         return Inspection(
             type(target).__name__, target.config.model_type, native, in_force, stacks, context, problem, others
         )
@@ -195,7 +197,7 @@ def _stock_context(model: PreTrainedModel, stacks: list[Stack]) -> str:
     return f"{native} tokens{ends}"
 
 
-def _inspect_stack(stack: Stack) -> StackInspection:
+def _inspect_stack(stack: Stack, across: Container[str]) -> StackInspection:
     first = stack.attentions[0]
     reach = "attention interface" if first.uses_interface else "own scores, reached while its forward runs"
     reach = "sparse, so only vectors can be added to embeddings" if first.sparse else reach
@@ -208,7 +210,7 @@ def _inspect_stack(stack: Stack) -> StackInspection:
         num_heads=first.num_heads,
         head_dim=first.head_dim,
         attention=f"{type(first.module).__name__} ({reach})",
-        left_alone=[f"{path}: {reason}" for path, reason in stack.skipped],
+        left_alone=[f"{path}: {reason}" for path, reason in stack.skipped if path not in across],
     )
     functions = sorted({name for attention in stack.attentions for name in attention.rotary_functions})
     rotating = next((attention for attention in stack.attentions if attention.rotary_functions), None)

@@ -379,3 +379,63 @@ def test_layers_that_were_moved_keep_their_parameters() -> None:
         model.save_pretrained("unused")
     patch_model(model, model.position_encoding.config)
     assert torch.equal(logits_of(model), expected)
+
+
+def bare(layer: Any) -> torch.nn.Module:
+    return type(layer)(32, 4, is_decoder=True, config=layer.config, layer_idx=1)
+
+
+def another(layer: Any) -> torch.nn.Module:
+    return torch.nn.Linear(32, 32)
+
+
+def moved(layer: Any) -> torch.nn.Module:
+    return patch_model(model_of(), "rope", cross_attention="alibi").model.decoder.layers[1].encoder_attn
+
+
+@pytest.mark.parametrize(
+    ("put", "reason"),
+    [
+        (bare, "has no position encoding"),
+        (another, "took the place of an attention"),
+        (moved, "moved here from another"),
+    ],
+)
+def test_cross_attention_that_was_exchanged_is_refused(put: Any, reason: str) -> None:
+    model = patch_model(model_of(), "rope", cross_attention="alibi")
+    logits_of(model)
+    layer = model.model.decoder.layers[1]
+    layer.encoder_attn = put(layer.encoder_attn)
+    with pytest.raises(UnsupportedError, match=reason):
+        logits_of(model)
+
+
+def test_cross_attention_in_a_module_of_its_own_is_watched() -> None:
+    model = patch_model(model_of("T5ForConditionalGeneration"), "rope", cross_attention="alibi")
+    logits_of(model)
+    stock = model_of("T5ForConditionalGeneration")
+    model.decoder.block[1].layer[1].EncDecAttention = stock.decoder.block[1].layer[1].EncDecAttention
+    with pytest.raises(UnsupportedError, match="has no position encoding"):
+        logits_of(model)
+
+
+def test_an_inspection_leaves_alone_what_has_no_scheme() -> None:
+    model = model_of()
+    decoder = hf_posenc.inspect_model(model).stacks[1]
+    assert len(decoder.left_alone) == 2
+    assert hf_posenc.inspect_model(patch_model(model, "rope")).stacks[1].left_alone == decoder.left_alone
+    assert not hf_posenc.inspect_model(patch_model(model, "rope", cross_attention=True)).stacks[1].left_alone
+
+
+def test_exchanged_parts_of_layers_are_not_saved() -> None:
+    model = patch_model(model_of(), "rope", cross_attention=T5Config(shared=False))
+    first, second = model.model.decoder.layers
+    with torch.no_grad():
+        for weight in model.position_encoding.parameters():
+            weight.normal_()
+    first.encoder_attn, second.encoder_attn = second.encoder_attn, first.encoder_attn
+    expected = logits_of(model)
+    with pytest.raises(UnsupportedError, match="Layers of this BartDecoder were added, dropped, moved"):
+        model.save_pretrained("unused")
+    patch_model(model, model.position_encoding.config)
+    assert torch.equal(logits_of(model), expected)

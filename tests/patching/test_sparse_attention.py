@@ -200,6 +200,21 @@ def test_a_big_bird_reads_long_texts_in_blocks() -> None:
     assert torch.isfinite(logits(model, tokens(SHORT))).all()
 
 
+@pytest.mark.parametrize("name", ["masked-big_bird", "seq2seq-bigbird_pegasus"])
+def test_the_padding_of_the_last_block_may_be_past_the_native_length(name: str) -> None:
+    model = tiny_model(pair_named(name), block_size=4, num_random_blocks=1)
+    swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
+    stock = tiny_model(pair_named(name), block_size=4, num_random_blocks=1, max_position_embeddings=LONG)
+    weights = {key: weight for key, weight in model.state_dict().items() if key in stock.state_dict()}
+    tables = [key for key, weight in stock.state_dict().items() if weight.shape != model.state_dict()[key].shape]
+    assert tables
+    stock.load_state_dict(
+        weights | {key: weights[key][torch.arange(LONG) % len(weights[key])] for key in tables}, strict=False
+    )
+    text = tokens(LONG - 3)
+    torch.testing.assert_close(logits(model, text), logits(stock, text), atol=CLOSE, rtol=0.0)
+
+
 def test_a_layer_of_sparse_attention_may_be_dropped_and_not_be_the_first_twice(model: Any) -> None:
     patch_model(model, "sinusoidal")
     stack = model.led.encoder if model.config.is_encoder_decoder else model.longformer.encoder

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
-from hf_posenc.patching.anatomy.discovery import attentions_of, read_stack, reason_to_skip
+from hf_posenc.patching.anatomy.discovery import CROSS_ATTENTION, attentions_of, read_stack, reason_to_skip
 from hf_posenc.patching.anatomy.sites import AddedModule, Stack, TemporaryChanges, layout_of
 from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
 from hf_posenc.patching.anatomy.weights import execution_device
@@ -161,6 +161,11 @@ class StackModules:
     def self_attentions(self) -> list[tuple[str, nn.Module]]:
         """Path and module of every self-attention layer that a scheme acts in."""
         return [(path, module) for path, module in self.attentions if reason_to_skip(path, module, self) is None]
+
+    @cached_property
+    def cross_attentions(self) -> list[tuple[str, nn.Module]]:
+        """Path and module of every cross-attention layer."""
+        return [each for each in self.attentions if reason_to_skip(*each, self) == CROSS_ATTENTION]
 
 
 def modules_by_stack(model: nn.Module) -> list[StackModules]:

@@ -372,7 +372,8 @@ class StackForward(PlacedForward):
             self.runtime.pages.check(cache)
         offset = cached_length(cache)
         if isinstance(offset, int) and self.runtime.slots.shortest != 0:
-            self.runtime.slots.reach(stack, offset + query_length)
+            # Blocks appended as padding are shorter than a text that is longer than the buffers.
+            self.runtime.slots.reach(stack, (offset + query_length) * (2 if self.runtime.appends_padding else 1))
         sequence = None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             whole = features is None and (cache is None or (offset == 0 and not states_positions(cache)))

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack, natural_order
+from hf_posenc.patching.anatomy.discovery import cross_attentions
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
@@ -56,10 +57,11 @@ class StackRecord:
     def __init__(self, stack: Stack, encoding: StackEncoding, journal: Journal, before: StackRecord | None) -> None:
         self.stack: Any = stack.module
         self.attentions = [attention.module for attention in stack.attentions]
+        self.across = [stack.module.get_submodule(path) for path in encoding.cross]
         self.architecture = stack.architecture
         self.encoding = encoding
-        #: Where attention was at the last check.
-        self.places = [attention.path for attention in stack.attentions]
+        #: Where attention was at the last check; cross-attention too, if it has a scheme.
+        self.places = [*(attention.path for attention in stack.attentions), *encoding.cross]
         self.depth = getattr(stack.config, "num_hidden_layers", None)
         #: The layer at whose input positions are added; `None` if a table adds them, or nothing does.
         self.first_layer: nn.Module | None = None
@@ -123,7 +125,8 @@ class StackRecord:
     def problem(self) -> str:
         """Describes why a call would not compute the scheme; empty if it would."""
         modules = modules_by_stack(self.stack)[0]
-        attentions, sites = modules.self_attentions, [*modules.kind.tables_in(modules)]
+        attentions = [*modules.self_attentions, *(modules.cross_attentions if self.encoding.cross else ())]
+        sites = [*modules.kind.tables_in(modules)]
         patched = [found for found in attentions if not self.architecture.sparse or not self._is_sparse(found[1])]
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
@@ -192,7 +195,7 @@ class StackRecord:
                 "belongs to the native position mechanism, which the scheme replaces, so it has no effect. Restore "
                 "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
             )
-        self._found = [module for _, module in attentions]
+        self._found = [module for _, module in modules.self_attentions]
         self.places = [path for path, _ in attentions]
         self._remember([path for path, _ in (*attentions, *sites)], placed)
         return ""
@@ -240,7 +243,8 @@ class StackRecord:
         if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in _KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
-        if same_depth and [*map(id, self._attentions_in_use())] == [*map(id, self.attentions)]:
+        in_use = [*self._attentions_in_use(), *self._attentions_in_use(_is_cross_attention)]
+        if same_depth and [*map(id, in_use)] == [*map(id, (*self.attentions, *self.across))]:
             return ""
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
@@ -251,7 +255,9 @@ class StackRecord:
 
     def holds(self, stack: Stack) -> bool:
         """Whether a stack, as it is found now, has the same layers in the same order."""
-        return [id(attention.module) for attention in stack.attentions] == [id(module) for module in self.attentions]
+        across = cross_attentions(stack) if self.across else ()
+        found = [attention.module for attention in (*stack.attentions, *across)]
+        return [*map(id, found)] == [*map(id, (*self.attentions, *self.across))]
 
     @torch.no_grad()
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
@@ -458,6 +464,10 @@ def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     """A stack, and the modules on the way from it to those at some paths."""
     above = (parent for path in paths for parent, _, _ in _along(path, stack))
     return list({id(module): module for module in (stack, *above)}.values())
+
+
+def _is_cross_attention(module: nn.Module) -> bool:
+    return isinstance(forward_on_instance(module), CrossAttention)
 
 
 def is_attention_site(module: nn.Module) -> bool:
