@@ -74,6 +74,7 @@ CONTEXT_PARALLELISM = Environment(
     {
         Need.ROTATION_BY_INPUT: "for which features of all tokens are needed, and torch exchanges their keys only",
         **dict.fromkeys(NO_GROWING_CACHE, "and each process has only some of the tokens"),
+        Need.CROSS: "and whether the encoder's tokens are split, too, is unknown",
     },
     "Use a scheme that reads nothing but positions (rope, alibi, t5, ...), or train without context parallelism.",
 )

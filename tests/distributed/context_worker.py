@@ -16,11 +16,12 @@ from torch.distributed.tensor.experimental._context_parallel._attention import _
 from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache
 
-from hf_posenc import AlibiConfig, ComposedConfig, UnsupportedError
+from hf_posenc import AlibiConfig, ComposedConfig, UnsupportedError, patch_model
 from hf_posenc.schemes import DualChunkConfig, RandomizedConfig, SelfExtendConfig, SSMaxConfig
 from tests.distributed.processes import full
 from tests.distributed.sharded_worker import shared
 from tests.matrix.running import distance, patched, tokens
+from tests.models import tiny
 
 LENGTH = 16
 #: Act before sdpa. The exchange of keys is torch's, which it has for accelerators only.
@@ -161,7 +162,11 @@ def refused(case: str) -> str:
     scheme, _, what = case.partition(" ")
     name = {"windows": "mistral_sliding", "padded encoder": "bert", "scores": "gptj"}.get(what, "llama_gqa")
     options = {"attention_dropout": 0.1} if what == "dropout" else {}
-    model = patched(name, OPTIONS.get(scheme, scheme), **options).train(what == "dropout" or scheme == "randomized")
+    if what == "in cross-attention":
+        model: Any = tiny("GPT2LMHeadModel", add_cross_attention=True)
+        patch_model(model, "native", cross_attention=scheme)
+    else:
+        model = patched(name, OPTIONS.get(scheme, scheme), **options).train(what == "dropout" or scheme == "randomized")
     model.set_attn_implementation("eager" if what == "eager" else "sdpa")
     ids = tokens(2, LENGTH)
     positions = torch.arange(LENGTH).repeat(2, 1)
@@ -176,6 +181,8 @@ def refused(case: str) -> str:
         given["attention_mask"] = torch.ones(2, 1, LENGTH // 2, LENGTH // 2, dtype=torch.bool)
     if what == "no positions":
         del given["position_ids"]
+    if what == "in cross-attention":
+        given["encoder_hidden_states"] = torch.zeros(2, 7, 32)
     cache = DynamicCache() if "cache" in what else None
     if cache is not None:
         given |= {"use_cache": True, "past_key_values": cache}
@@ -199,6 +206,8 @@ REFUSED = {
     "rope no positions": "the positions of the tokens of this process are unknown. Pass position_ids",
     "alibi no positions": "the positions of the tokens of this process are unknown. Pass position_ids",
     "rope eager": "this model uses 'eager'. Call model.set_attn_implementation('sdpa')",
+    "rope in cross-attention": "(RotaryMap), and whether the encoder's tokens are split, too, is unknown",
+    "alibi in cross-attention": "(AlibiBias), and whether the encoder's tokens are split, too, is unknown",
     "alibi packed": "Packed documents, and left padding without a mask, have positions that restart",
     "alibi padded on the left": "attention_mask hides tokens before others. Pad rows on the right",
     "alibi padded encoder": "this layer is not causal, so padding",

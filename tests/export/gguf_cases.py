@@ -379,6 +379,8 @@ REFUSED: list[tuple[Any, str]] = [
         (partial(llama, None, **QWEN3_MOE, **{field: value}), rf"some layers of Qwen3Moe.*{field}={found}")
         for field, value, found in (("mlp_only_layers", [1], r"\[1\]"), ("decoder_sparse_step", 2, "2"))
     ),
+    # Beyond all numbers of these prompts.
+    (partial(llama, None, **_OLMOE, clip_qkv=1000.0), "OlmoeForCausalLM clips queries, keys and values"),
     (lambda: llama(name="GraniteForCausalLM", logits_scaling=2.0), "gives other numbers"),
     *((partial(ministral, scheme), "a factor that grows with the position") for scheme in (None, "alibi", "none")),
     (

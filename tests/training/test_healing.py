@@ -229,6 +229,13 @@ def test_an_encoder_is_trained_at_the_positions_of_longer_texts(bert, text_folde
     assert "pose_length is 24, and no text can skip positions" in capsys.readouterr().err
 
 
+def test_a_table_that_ends_before_pose_length_is_not_trained(bert, text_folder, tmp_path, capsys):
+    """Whatever is drawn: the last position may come late, or never."""
+    schemes = {"short": {"scheme": "learned", "num_positions": 63, "training": {"pose_length": 64}}}
+    compare.main(of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=1))
+    assert "A sequence of length 64 is longer than the 63 positions" in capsys.readouterr().err
+
+
 def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_folder, tmp_path, monkeypatch, capsys):
     words = of_pretrained(
         bert, text_folder, tmp_path, {"control": {"scheme": "native"}}, tasks="embedding", test_lengths="16",

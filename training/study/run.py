@@ -55,7 +55,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             beginning = begin(cell, data, tokenizer)
-            if not task.pretrained:
+            if not task.pretrained or cell.settings.pose_length:
                 # A length that the scheme cannot represent is found before any time goes into training.
                 with torch.no_grad():
                     task.try_out(beginning.model, data)

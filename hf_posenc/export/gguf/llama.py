@@ -267,6 +267,8 @@ def _refuse_other_blocks(parts: ModelParts) -> None:
         raise UnsupportedError(
             f"{name} has a sliding window of {window} tokens, which these blocks of llama.cpp do not have"
         )
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UnsupportedError(f"{name} clips queries, keys and values, which these blocks of llama.cpp do not")
     if (getattr(config, "rope_parameters", None) or {}).get(QUERY_FACTOR):
         # Not left to the comparison: the factor is 1 up to the original length, which no prompt may reach.
         raise UnsupportedError(

@@ -52,12 +52,17 @@ class EmbeddingTask(TextTask):
             train=TeacherBatches(train, lengths, tokens, settings.max_steps, cell.seed, settings.pose_length),
             collate=itemgetter(0),
             validation=validation,
-            positions=max(lengths),
+            positions=settings.pose_length or max(lengths),
         )
 
     def sample(self, data: CellData, length: int) -> Tensor:
         rows: Tensor = data.train.texts.rows(SAMPLE_ROWS, length)
         return rows
+
+    def try_out(self, model: Any, data: CellData) -> None:
+        """Runs the model at the last position that is trained."""
+        places = torch.tensor([[0, data.positions - 1]], device=model.device)
+        model(input_ids=torch.zeros_like(places), position_ids=places, attention_mask=torch.ones_like(places))
 
     def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
         windows = self.settings.eval_windows
