@@ -202,9 +202,7 @@ def _scheme_of(method: str, model: PreTrainedModel, part: str | None, length: in
 def _patch_first(target: PreTrainedModel, part: str | None) -> str:
     anatomy = Anatomy(target)
     if len(anatomy.parts) == 1:
-        return (
-            'Call patch_model(model, scheme) first, or name a method for a model with a rotation: method="yarn".'
-        )
+        return 'Call patch_model(model, scheme) first, or name a method for a model with a rotation: method="yarn".'
     return (
         f"Call patch_model(model, scheme, part={anatomy.part(part)!r}) first, and pass the same part= here. This model "
         f"has the parts {', '.join(map(repr, anatomy.parts))}."
