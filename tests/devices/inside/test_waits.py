@@ -31,7 +31,7 @@ FORMULAS = {
     "fire": 17, "selective_rope": 65, "string": 29, "transformer_xl": 29, "swin": 45, "grape_m": 38, "grape_ap": 45,
     "repo": 17, "cope": 30, "tupe": 12, "disentangled": 15, "grape": 15, "low_rank_relative": 10, "forget_gate": 10,
     "self_extend": 70, "rerope": 70, "dual_chunk": 70, "attention_sinks": 80, "hierarchical": 25, "rope_nd": 10,
-    "fope": 20, "composed": 30, "blended": 60,
+    "fope": 20, "composed": 30, "blended": 60, "rope_pp": 4,
 }  # fmt: skip
 
 
