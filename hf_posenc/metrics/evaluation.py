@@ -19,8 +19,7 @@ from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.report.combination import shortest_names
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
-from hf_posenc.schemes.arrangement.native import names_native
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, names_native
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import get_scheme
 

@@ -30,9 +30,9 @@ from hf_posenc.patching.place.encoding import (
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across
-from hf_posenc.schemes.arrangement.native import NativeConfig, asked_scalings, names_native, with_native
+from hf_posenc.schemes.arrangement.native import NativeConfig, asked_scalings, with_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
-from hf_posenc.schemes.config import SchemeConfig, walk
+from hf_posenc.schemes.config import SchemeConfig, names_native, walk
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 from hf_posenc.schemes.rotary.scaling import RopeScaling

@@ -92,8 +92,12 @@ class SchemeConfig:
     part_class: ClassVar[type[Any] | None] = None
     #: Why `part_class` is refused in a bidirectional model; empty if it is not.
     causal_only: ClassVar[str] = ""
+    #: Whether it places anything in a model, where the native positions were.
+    has_parts: ClassVar[bool] = True
     #: What it is instead, if it has no parts of its own and cannot be built; empty if it can.
     without_parts: ClassVar[str] = ""
+    #: Whether the native scheme of a model takes its place.
+    stands_for_native: ClassVar[bool] = False
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Records which options the caller passed, to distinguish them from defaults."""
@@ -168,6 +172,8 @@ class SchemeConfig:
         """
         if self.without_parts:
             raise ValueError(f"The scheme {self.name!r} {self.without_parts}")
+        if not self.has_parts:
+            return SchemeParts()
         if self.merges_children:
             return self.merge([child.build(context) for child in self.children().values()])
         if self.part_class is None:
@@ -268,6 +274,11 @@ def walk(config: SchemeConfig) -> Iterator[SchemeConfig]:
     yield config
     for child in config.children().values():
         yield from walk(child)
+
+
+def names_native(config: SchemeConfig) -> bool:
+    """Whether the native scheme of a model takes the place of a config, or of any config inside it."""
+    return any(nested.stands_for_native for nested in walk(config))
 
 
 def nesting(config: SchemeConfig) -> int:

@@ -24,6 +24,7 @@ from hf_posenc.patching.anatomy.rotary_functions import (
     rotary_output,
     rotating_layer_types,
 )
+from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 if TYPE_CHECKING:
@@ -188,8 +189,9 @@ def register_layouts(*kinds: type[Layout]) -> None:
 
 
 def layout_of(module: PreTrainedModel) -> type[Layout]:
-    """The kind of tokens of a stack, or of a part of a model."""
-    return next(kind for kind in _KINDS if kind.recognises(module))
+    """The kind of tokens of a stack, or of a part of a model. What reads ids of tokens has a kind that takes tokens."""
+    reads_ids = "input_ids" in forward_parameters(type(module))
+    return next(kind for kind in _KINDS if (kind.takes_tokens or not reads_ids) and kind.recognises(module))
 
 
 def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:

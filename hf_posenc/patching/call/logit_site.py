@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.divided import DividedForm
@@ -52,7 +52,6 @@ from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall
-    from hf_posenc.patching.call.runtime import StackRuntime
 
 
 @dataclass
@@ -159,10 +158,6 @@ class LogitSite(PlacedForward):
 
     The module is an ordinary attribute, so that deep copies and pickles of a site refer to the copied module.
     """
-
-    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
-        super().__init__(module, runtime)
-        self.encoding = encoding
 
     def check_head_count(self, query: Tensor) -> None:
         """Checks the number of heads if the scheme has values for individual heads."""

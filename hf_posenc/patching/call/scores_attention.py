@@ -13,9 +13,8 @@ from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.forward_state import PerThread
 from hf_posenc.patching.call.logit_site import LayerEncoding
-from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
 from hf_posenc.schemes.parts import QueryKeyMap
 

@@ -110,10 +110,8 @@ class Series(Layout):
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
-        """Whether the forward of a model has an argument for features, and none for token ids."""
+        """Whether the forward of a model has an argument for features."""
         parameters = forward_parameters(type(module))
-        if "input_ids" in parameters:
-            return False
         # The audio encoder of Phi-4 calls its frames `hidden_states`, of a width that its config states.
         frames = "hidden_states" in parameters and isinstance(getattr(module.config, "input_size", None), int)
         return frames or any(name in parameters for name in FEATURES)
