@@ -244,11 +244,6 @@ def unsupported_kind(config: Any) -> str:
     return ""
 
 
-def patched_sites(encoding: PositionEncoding) -> list[AttentionSite]:
-    """The patched attention layers."""
-    return [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
-
-
 def engine_problem(model: Any, engine: Environment) -> str:
     """Why an engine cannot run the scheme of a patched model, as a clause about the scheme; empty if it can."""
     encoding = current_encoding(model)
@@ -257,13 +252,12 @@ def engine_problem(model: Any, engine: Environment) -> str:
 
 
 def _model_problem(encoding: PositionEncoding) -> str:
-    sites = patched_sites(encoding)
     if parts_named(encoding.config) is not None:
         return "the plug-in runs models of text alone, and this model has parts for images or sound"
     layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
     if len(encoding.stacks) != 1 or not all(layer.causal for layer in layers):
         return "the plug-in runs decoders that generate text, and this model has an encoder"
-    for site in sites:
+    for site in encoding.record.placed(AttentionSite):
         if not isinstance(site, InterfaceAttention):
             return (
                 f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "

@@ -180,10 +180,6 @@ class ForwardState:
         """Number of slots after this call, if the host knows it."""
         return self.offset + self.query_length if isinstance(self.offset, int) and self.query_length >= 0 else None
 
-    def slot_offset(self, query_length: int, key_length: int) -> int | Tensor:
-        """Slot of the first query."""
-        return key_length - query_length if self.offset is None else self.offset
-
     def mask_positions(self) -> Tensor | None:
         """`(batch, query_len)` counted over real tokens only, -1 at padding; `None` without a usable mask."""
         mask, offset = self.attention_mask, self.offset

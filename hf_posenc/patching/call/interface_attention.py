@@ -30,6 +30,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.key_positions import all_positions_below
 from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
@@ -314,7 +315,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         attend, query, key, kwargs = kernel.function, kernel.query, kernel.key, kernel.kwargs
         flash = "flash" in (kernel.implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
-        zero = self.encoding.zero_below > 0 and self.bias_is_zero(call.state)
+        first = self.encoding.zero_below
+        zero = first > 0 and all_positions_below(call.state, first)
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self._scaling if scaling is None else scaling

@@ -25,7 +25,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import (
-    all_positions_below,
     key_positions,
     positions_never_decrease,
     require_window,
@@ -141,11 +140,6 @@ class LayerEncoding:
         """What the parts need."""
         return needs_of(self.parts)
 
-    @property
-    def has_parameters(self) -> bool:
-        """Whether a part has parameters."""
-        return any(next(part.parameters(), None) is not None for part in self.parts)
-
 
 _UNEVEN = (
     "The positions have gaps between tokens that see each other (from position_ids or from padding between them), but "
@@ -162,7 +156,9 @@ class LogitSite(PlacedForward):
     def check_head_count(self, query: Tensor) -> None:
         """Checks the number of heads if the scheme has values for individual heads."""
         encoding = self.encoding
-        if query.shape[1] != encoding.num_heads and (encoding.shard is not None or encoding.has_parameters):
+        if query.shape[1] == encoding.num_heads:
+            return
+        if encoding.shard is not None or any(next(part.parameters(), None) is not None for part in encoding.parts):
             check_heads(encoding.num_heads, query.shape[1])
 
     def refuse_pooled_keys(self, queries: int, keys: int) -> None:
@@ -266,10 +262,6 @@ class LogitSite(PlacedForward):
             features = rotation.key_features(call.hidden_states)
             call.rotation = rotation.factors(features, call.state.positions(), key.dtype)
             return apply_rotation(key, call.rotation, rotation.layout)
-
-    def bias_is_zero(self, state: ForwardState) -> bool:
-        """Whether the bias of all pairs of a call is known to be 0."""
-        return self.encoding.zero_below > 0 and all_positions_below(state, self.encoding.zero_below)
 
     def _distance_form(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
@@ -402,7 +394,7 @@ class LogitSite(PlacedForward):
 
     def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
         """Slots of the first query and of the first key."""
-        offset = state.slot_offset(query_length, key_length)
+        offset = key_length - query_length if state.offset is None else state.offset
         first = first_key_slot(offset, query_length, key_length)
         if isinstance(first, int) and first > 0:
             require_window(state)

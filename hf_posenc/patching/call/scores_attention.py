@@ -130,11 +130,7 @@ class ScoresAttention(AttentionSite):
 
     def _rotary(self, function: Any, call: LayerCall) -> Any:
         rotary = rotary_call(function)
-
-        def rotate(*args: Any, **kwargs: Any) -> Any:
-            return self.rotate(call, rotary, args, kwargs)
-
-        return rotate
+        return lambda *args, **kwargs: self.rotate(call, rotary, args, kwargs)
 
     def rotate_pair(self, phases: Any, query: Tensor, key: Tensor) -> Any:
         """Stands in for the rotary method of the module. `query`, `key` are `(batch, heads, query_len, head_dim)`."""

@@ -292,12 +292,11 @@ def _needed_width(encoding: PositionEncoding, model: Any) -> int:
 
 def refuse_pages(encoding: PositionEncoding, model: Any) -> None:
     """Refuses a scheme that cannot be computed from paged keys."""
-    for site in encoding.record.journal.forwards():
-        if isinstance(site, ScoresAttention):
-            raise UnsupportedError(
-                f"Continuous batching cannot run {encoding.label}: {type(site.module).__name__} computes its scores "
-                f"itself, without the attention interface that reads paged keys. {PAGES.remedy}"
-            )
+    for site in encoding.record.placed(ScoresAttention):
+        raise UnsupportedError(
+            f"Continuous batching cannot run {encoding.label}: {type(site.module).__name__} computes its scores "
+            f"itself, without the attention interface that reads paged keys. {PAGES.remedy}"
+        )
     if is_length_dependent(encoding):
         PAGES.refuse(encoding.needs(), encoding.label)
     if "flash" in (model.config._attn_implementation or ""):

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import StackRecord
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -255,8 +252,7 @@ def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
         return
     plan = getattr(model, "tp_plan", None) or {}
     paths = {id(module): path for path, module in model.named_modules()}
-    placed = [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
-    sites = [site for site in placed if site.encoding.shard is None]
+    sites = [site for site in encoding.record.placed(AttentionSite) if site.encoding.shard is None]
     _refuse_split_sequences(plan, encoding)
     known: dict[int, Part] = {}
     for site in sites:
@@ -356,7 +352,7 @@ def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_nat
     Raises:
         UnsupportedError: if the scheme rotates queries in another way than the stock model.
     """
-    sites = [site for site in encoding.record.journal.forwards() if isinstance(site, RotaryModuleSite)]
+    sites = encoding.record.placed(RotaryModuleSite)
     if sites and not is_native:
         ADAPTION_PROMPTS.refuse(encoding.needs(), encoding.label)
     for site in sites:

@@ -13,6 +13,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -243,7 +244,7 @@ class StackRecord:
         if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in _KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
-        in_use = [*self._attentions_in_use(), *self._attentions_in_use(_is_cross_attention)]
+        in_use = [*self._attentions_in_use(), *self._attentions_in_use(partial(is_attention_site, kind=CrossAttention))]
         if same_depth and [*map(id, in_use)] == [*map(id, (*self.attentions, *self.across))]:
             return ""
         return (
@@ -466,13 +467,9 @@ def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     return list({id(module): module for module in (stack, *above)}.values())
 
 
-def _is_cross_attention(module: nn.Module) -> bool:
-    return isinstance(forward_on_instance(module), CrossAttention)
-
-
-def is_attention_site(module: nn.Module) -> bool:
+def is_attention_site(module: nn.Module, kind: type[PlacedForward] = AttentionSite) -> bool:
     """Whether a module is a patched attention layer, of this model or of one that shares it."""
-    return isinstance(forward_on_instance(module), AttentionSite)
+    return isinstance(forward_on_instance(module), kind)
 
 
 def _has_forward(module: nn.Module) -> bool:
