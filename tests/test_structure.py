@@ -17,7 +17,7 @@ from tests.fresh import run_fresh
 PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
-    "patch": (32, 1090, 495),
+    "patch": (31, 1093, 510),
     "patch and first forward": (42, 1284, 622),
     "forward": (13, 115, 60),
     "further layer": (13, 23, 12),
@@ -100,7 +100,7 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 54_340
+    assert sum(lines) <= 54_263
     assert max(lines) <= 500
     assert len(lines) <= 299
 

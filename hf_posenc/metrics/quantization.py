@@ -27,11 +27,10 @@ from hf_posenc.metrics.language_modeling.token_losses import (
     token_losses,
 )
 from hf_posenc.patching import native_scheme
-from hf_posenc.patching.anatomy.anatomy import unwrapped
+from hf_posenc.patching.anatomy.anatomy import Anatomy, unwrapped
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     current_encoding,
-    named_part,
     scheme_in_part,
     stacks_in_part,
 )
@@ -327,7 +326,7 @@ def quantized_positions(
     check_batch(model, input_ids, labels, tokens_per_batch)
     causal = predicts_next_token(model, input_ids) if causal is None else causal
     target = unwrapped(model)
-    encoding, part = current_encoding(target), named_part(target, None)
+    encoding, part = current_encoding(target), Anatomy(target).part(None)
     in_force = scheme_in_part(encoding, part)
     config = native_scheme(target, part=part) if in_force is None else in_force
     learned = [] if encoding is None or in_force is None else _parameters_in(encoding, part)

@@ -14,7 +14,7 @@ from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unw
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import is_length
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part, scheme_in_part
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, scheme_in_part
 from hf_posenc.patching.place.lengths import lengths_of, native_length, set_length
 from hf_posenc.schemes import (
     ClippedScaling,
@@ -168,7 +168,7 @@ def _scheme_of(method: str, model: PreTrainedModel, part: str | None, length: in
     """The rotation of a model, changed by a method so that it reaches a length."""
     if method not in _SCALINGS | _FAR_PAIRS:
         raise UnknownNameError("method", method, [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
-    native, name, kind = native_scheme(model, part=part), named_part(model, part), type(model).__name__
+    native, name, kind = native_scheme(model, part=part), Anatomy(model).part(part), type(model).__name__
     in_force = scheme_in_part(current_encoding(model), name)
     if in_force not in (None, native):
         raise UnsupportedError(
@@ -211,7 +211,7 @@ def _patch_first(target: PreTrainedModel, part: str | None) -> str:
 
 def _refuse_other_parts(encoding: PositionEncoding, target: PreTrainedModel, part: str | None) -> None:
     """Refuses a part on whose context length the scheme has no effect."""
-    main = named_part(target, part)
+    main = Anatomy(target).part(part)
     if main == VISION:
         raise UnsupportedError(
             f"The {main} part of {type(target).__name__} reads images, so it has no context length in tokens. The "

@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.call.logit_site import LayerEncoding
     from hf_posenc.patching.call.runtime import StackRuntime
+    from hf_posenc.patching.place.encoding import LayerEncoding
 
 #: The global name of transformers' attention interface in modeling modules.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"

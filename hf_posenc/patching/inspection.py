@@ -14,7 +14,7 @@ from hf_posenc.patching.anatomy.native_scheme import find_native_scheme
 from hf_posenc.patching.anatomy.sites import Stack, native_pairing, native_rotary_dim
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, difference, parts_named
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, difference
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import ordinary_context
@@ -252,7 +252,7 @@ def engine_problem(model: Any, engine: Environment) -> str:
 
 
 def _model_problem(encoding: PositionEncoding) -> str:
-    if parts_named(encoding.config) is not None:
+    if encoding.config.part_names is not None:
         return "the plug-in runs models of text alone, and this model has parts for images or sound"
     layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
     if len(encoding.stacks) != 1 or not all(layer.causal for layer in layers):

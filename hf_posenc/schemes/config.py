@@ -150,6 +150,15 @@ class SchemeConfig:
         """The schemes that this config composes; for other configs, the config itself."""
         return (self,)
 
+    def for_part(self, part: str) -> SchemeConfig | None:
+        """The scheme of one part of a composite model; `None` if the part keeps its native positions."""
+        return self
+
+    @property
+    def part_names(self) -> tuple[str, ...] | None:
+        """The parts of a composite model that have a scheme; `None` if the config does not name parts."""
+        return None
+
     def within_and_across(self) -> tuple[SchemeConfig, SchemeConfig | None]:
         """The scheme of self-attention, and that of cross-attention or `None`."""
         return self, None

@@ -98,6 +98,11 @@ class AttentionLayer:
     relative: RelativeMechanism | None = None
     sparse: bool = False
 
+    @property
+    def reads_earlier_keys(self) -> bool:
+        """Whether it reads the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
+        return bool(getattr(self.module, "is_kv_shared_layer", False))
+
 
 @dataclass
 class NamedModule:

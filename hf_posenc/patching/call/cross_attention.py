@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,12 @@ from hf_posenc.patching.call.attention_site import CacheUpdateHook
 from hf_posenc.patching.call.cache import counted_tokens, first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
-from hf_posenc.patching.call.logit_site import LayerEncoding, check_heads
+from hf_posenc.patching.call.logit_site import check_heads
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.schemes.positions import Positions
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import LayerEncoding
 
 
 @dataclass

@@ -13,7 +13,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.key_positions import all_positions_below
-from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
     PREFIX,
@@ -54,6 +53,9 @@ from hf_posenc.patching.forwards import (
     unknown_seam,
 )
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared, traced
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import LayerEncoding
 
 #: The argument through which models pass their own relative bias to the attention function.
 POSITION_BIAS = "position_bias"

@@ -59,7 +59,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import KeptValues
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.generation import PagesCheck
+    from hf_posenc.patching.place.generation import CheckedContinuousBatching
     from hf_posenc.patching.place.stack_record import StackRecord
 
 Value = TypeVar("Value")
@@ -250,7 +250,7 @@ class StackRuntime:
         #: The ids of patched attention modules that have not run since the stack was last searched.
         self.unattended: set[int] = set()
         #: Checks the pages of continuous batching; set while the scheme is in place.
-        self.pages: PagesCheck | None = None
+        self.pages: CheckedContinuousBatching | None = None
         #: The parts, if they have parameters that a wrapper around the model must have; set while they are in place.
         self.replicas: nn.Module | None = None
 

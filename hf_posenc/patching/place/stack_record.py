@@ -26,13 +26,12 @@ from hf_posenc.patching.anatomy.discovery import cross_attentions
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
-from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.encoding import StackEncoding
+    from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding
     from hf_posenc.patching.place.record import Journal
 
 #: The field of a config that names its attention function.

@@ -51,6 +51,15 @@ class PartsConfig(SchemeConfig):
         if any(isinstance(scheme, PartsConfig) for scheme in self.schemes):
             raise ValueError("A part of a model has one scheme, but PartsConfig.schemes contains a PartsConfig.")
 
+    def for_part(self, part: str) -> SchemeConfig | None:
+        """The scheme of a part; `None` if it is not named."""
+        return self.by_part().get(part)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names."""
+        return self.names
+
     def by_part(self) -> dict[str, SchemeConfig]:
         """The schemes by name of the part."""
         return dict(zip(self.names, self.schemes, strict=True))
