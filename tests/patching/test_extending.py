@@ -70,6 +70,14 @@ def test_a_method_is_the_scheme_that_its_name_says(method: str, config: SchemeCo
         assert torch.equal(model(ids(160), use_cache=False).logits, by_hand(ids(160), use_cache=False).logits)
 
 
+def test_the_report_says_which_scaling_is_in_force_and_for_how_many_tokens() -> None:
+    lines = str(extend_context(llama(), length=160, method="yarn").position_encoding.report).splitlines()
+    assert "yarn x2.5" in lines[0]
+    assert lines[1].endswith("160 tokens, 64 natively; the scheme supports any length, and its options are for 160")
+    plain = str(patch_model(llama(), "native").position_encoding.report).splitlines()
+    assert plain[1].endswith("64 tokens; the scheme supports any length")
+
+
 def test_the_largest_distance_of_self_extend_stays_below_the_trained_length() -> None:
     for length in (65, 100, 1000, 4096):
         config = extend_context(llama(), length=length, method="self_extend").position_encoding.config

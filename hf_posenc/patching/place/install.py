@@ -67,7 +67,7 @@ class PatchReport:
     """The changes made by `patch_model`.
 
     Args:
-        scheme: name of the scheme in force.
+        scheme: the scheme in force, with the options that are not the defaults.
         model_class: class of the patched model.
         new_parameters: number of trainable scalars of the scheme.
         stacks: one entry per stack of attention layers.

@@ -62,7 +62,9 @@ class Lengths:
         current = "no stated length" if self.current is None else f"{self.current} tokens"
         native = "" if self.native in (None, self.current) else f", {self.native} natively"
         longest = "any length" if self.reach.length is None else f"at most {self.reach.length} tokens"
-        return f"{current}{native}; the scheme supports {longest}"
+        made_for = self.reach.made_for
+        intended = "" if made_for in (None, self.reach.length) else f", and its options are for {made_for}"
+        return f"{current}{native}; the scheme supports {longest}{intended}"
 
 
 def rows_of_tables(model: PreTrainedModel) -> int | None:

@@ -50,7 +50,7 @@ from hf_posenc.patching.place.lengths import initialize_lengths
 from hf_posenc.patching.place.record import Journal, OwnConfig
 from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context
-from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
+from hf_posenc.schemes.arrangement.of_parts import of_parts
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 
@@ -298,9 +298,8 @@ class Transaction:
         if any(stack.module is not model for stack in stacks):
             journal.add_forward_pre_hook(model, StacksInside(model, [stack.module for stack in stacks]))
         untouched = [part for part in anatomy.parts if part not in {stack.part for stack in stacks}]
-        config, kind = encoding.config, type(model).__name__
-        name = scheme_label(config) if isinstance(config, PartsConfig) else config.name
-        encoding.report = PatchReport(name, kind, parameter_count(encoding), reports, untouched)
+        label, kind = scheme_label(encoding.config), type(model).__name__
+        encoding.report = PatchReport(label, kind, parameter_count(encoding), reports, untouched)
         with_parameters = {
             id(stack.module): encoding.stacks[stack.name]
             for stack in stacks
