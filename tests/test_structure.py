@@ -100,9 +100,9 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 54_264
+    assert sum(lines) <= 54_241
     assert max(lines) <= 500
-    assert len(lines) <= 299
+    assert len(lines) <= 298
 
 
 @pytest.mark.parametrize(("room", "most"), [("training", 7_129), ("eval", 316), ("benchmarks", 2_500)])

@@ -17,7 +17,6 @@ from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding, build_encoding, current_encoding
 from hf_posenc.patching.place.install import adopt_native
 from hf_posenc.schemes import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap
@@ -77,7 +76,7 @@ class ModelParts:
     def label(self) -> str:
         """The scheme for messages; "stock" if the model has positions that no scheme describes."""
         try:
-            return scheme_label(self.scheme)
+            return self.scheme.label
         except UnsupportedError:
             return "stock"
 

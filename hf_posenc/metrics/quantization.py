@@ -37,7 +37,6 @@ from hf_posenc.patching.place.encoding import (
 from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.outer_parts import ChainedMap
 from hf_posenc.schemes.parts import PositionMap, SchemeParts
@@ -372,7 +371,7 @@ def _take_over(model: Any, learned: list[Tensor], part: str) -> None:
     fresh = _parameters_in(encoding, part)
     if learned and [tensor.shape for tensor in fresh] != [tensor.shape for tensor in learned]:
         raise UnsupportedError(
-            f"The parameters that scheme {scheme_label(encoding.config)!r} has learned do not fit a fresh copy of it."
+            f"The parameters that scheme {encoding.config.label!r} has learned do not fit a fresh copy of it."
         )
     with torch.no_grad():
         for tensor, value in zip(fresh, learned, strict=False):

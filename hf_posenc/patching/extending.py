@@ -29,7 +29,6 @@ from hf_posenc.schemes import (
     YarnScaling,
 )
 from hf_posenc.schemes.config import SchemeConfig, walk
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling
 
@@ -173,12 +172,12 @@ def _scheme_of(method: str, model: PreTrainedModel, part: str | None, length: in
     if in_force not in (None, native):
         raise UnsupportedError(
             f"method={method!r} changes the model's own positions, but this {kind} is patched with "
-            f"{scheme_label(in_force)!r}. Call unpatch_model first, or leave out the method to set the length only."
+            f"{in_force.label!r}. Call unpatch_model first, or leave out the method to set the length only."
         )
     rotations = [one for one in walk(native) if hasattr(one, "scaling")]
     if not rotations:
         raise UnsupportedError(
-            f"method={method!r} changes a rotation, but the positions of this {kind} are {scheme_label(native)!r}. For "
+            f"method={method!r} changes a rotation, but the positions of this {kind} are {native.label!r}. For "
             "a longer table use hf_posenc.recipes.swap_scheme(model, 'learned', num_positions=..., "
             "table_extension='repeat')."
         )
@@ -236,7 +235,7 @@ def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, l
     known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:
         warn_user(
-            f"The rotation of {scheme_label(encoding.config)!r} was made for {known} tokens. With {length} tokens, the "
+            f"The rotation of {encoding.config.label!r} was made for {known} tokens. With {length} tokens, the "
             "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
             "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
             f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})). "

@@ -19,7 +19,6 @@ from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.registry import scheme_from_dict
 
@@ -110,7 +109,7 @@ class Inspection:
 
 def _words(scheme: dict[str, Any] | str) -> str:
     """A scheme as exports print it, or the reason why there is none."""
-    return scheme if isinstance(scheme, str) else scheme_label(scheme_from_dict(scheme))
+    return scheme if isinstance(scheme, str) else scheme_from_dict(scheme).label
 
 
 def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeConfig:

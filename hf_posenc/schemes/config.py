@@ -150,6 +150,19 @@ class SchemeConfig:
         """The schemes that this config composes; for other configs, the config itself."""
         return (self,)
 
+    @property
+    def label(self) -> str:
+        """The name and the non-default options, such as `rope` or `rope(theta=500000, yarn x4)`."""
+        changed = []
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            if value != default:
+                text = _value_label(value)
+                changed.append(text if isinstance(value, SubConfig) else f"{field.name}={text}")
+        return self.name + (f"({', '.join(changed)})" if changed else "")
+
     def for_part(self, part: str) -> SchemeConfig | None:
         """The scheme of one part of a composite model; `None` if the part keeps its native positions."""
         return self
@@ -331,6 +344,17 @@ def constructor_example(cls: builtins.type[Any]) -> str:
 
 def _options(config: SchemeConfig | SubConfig) -> dict[str, Any]:
     return {field.name: _encode(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def _value_label(value: Any) -> str:
+    if isinstance(value, SchemeConfig):
+        return value.label
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_value_label, value)) + "]"
+    if isinstance(value, SubConfig):
+        factor = getattr(value, "factor", None)
+        return f"{value.type} x{factor:g}" if isinstance(factor, int | float) else value.type
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _encode(value: Any) -> Any:

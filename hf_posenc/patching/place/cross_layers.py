@@ -10,7 +10,6 @@ from hf_posenc.patching.anatomy.discovery import cross_attentions
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context, with_layout
 from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
@@ -47,7 +46,7 @@ def cross_parts(
             parts = build(layer_config, build_context(stack, attention), attention.path)
         except UnsupportedError as error:
             raise UnsupportedError(f"In cross-attention, every query sees every key. {error}") from error
-        label = f"the scheme {scheme_label(layer_config)!r} in {name}"
+        label = f"the scheme {layer_config.label!r} in {name}"
         CROSS_ATTENTION.refuse(needs_of(parts), label)
         if any(isinstance(module, RandomizedMap) for part in parts for module in part.modules()):
             raise UnsupportedError(

@@ -24,7 +24,6 @@ from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import LayeredConfig, refusals
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Environment, Need, generation_problems, needs_of
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
@@ -181,7 +180,7 @@ class StackEncoding(nn.Module):
             parts = self._parts(layer_config, context, attention.path)
             for environment in _environments(stack, attention):
                 layer = f"layer {attention.layer} ({type(attention.module).__name__})"
-                environment.refuse(needs_of(parts), f"the scheme {scheme_label(layer_config)!r} in {layer}")
+                environment.refuse(needs_of(parts), f"the scheme {layer_config.label!r} in {layer}")
             stack.layout.check_parts(layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(LayerEncoding.of(parts, attention))
@@ -311,7 +310,7 @@ class PositionEncoding(AddedModule):
     @property
     def label(self) -> str:
         """The scheme in messages."""
-        return f"the scheme {scheme_label(self.config)!r}"
+        return f"the scheme {self.config.label!r}"
 
     @property
     def lengths(self) -> Lengths | None:

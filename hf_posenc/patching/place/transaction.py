@@ -52,7 +52,6 @@ from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import of_parts
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 
 
 class Transaction:
@@ -298,7 +297,7 @@ class Transaction:
         if any(stack.module is not model for stack in stacks):
             journal.add_forward_pre_hook(model, StacksInside(model, [stack.module for stack in stacks]))
         untouched = [part for part in anatomy.parts if part not in {stack.part for stack in stacks}]
-        label, kind = scheme_label(encoding.config), type(model).__name__
+        label, kind = encoding.config.label, type(model).__name__
         encoding.report = PatchReport(label, kind, parameter_count(encoding), reports, untouched)
         with_parameters = {
             id(stack.module): encoding.stacks[stack.name]
