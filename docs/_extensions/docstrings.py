@@ -15,7 +15,6 @@ from sphinx.transforms import SphinxTransform
 import hf_posenc
 from hf_posenc.cli.catalogue import meanings_of
 from hf_posenc.schemes import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 
@@ -35,7 +34,7 @@ def default(field: dataclasses.Field[Any]) -> str:
     value = field.default_factory() if made else field.default
     if value is dataclasses.MISSING:
         return ""
-    return scheme_label(value) if isinstance(value, SchemeConfig) else repr(value).replace("'", '"')
+    return value.label if isinstance(value, SchemeConfig) else repr(value).replace("'", '"')
 
 
 def constructor_signature(_: Sphinx, what: str, __: str, obj: Any, *___: Any) -> tuple[str, None] | None:

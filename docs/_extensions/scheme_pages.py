@@ -27,7 +27,6 @@ from hf_posenc.plots.schemes import FigureKind, Subject, applicable_kinds, draw_
 from hf_posenc.plots.schemes.subject import standard_places
 from hf_posenc.plots.style import save
 from hf_posenc.schemes import CrossAttentionConfig, NativeConfig, PartsConfig, SchemeConfig, registered_configs
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 FOLDER = "reference/schemes"
@@ -175,7 +174,7 @@ def draw(kind: FigureKind, subject: Subject, folder: Path, stem: str) -> tuple[s
         if not path.is_file():
             save(draw_kind(kind, subject, dark), path)
     sentences = [kind.caption_of(subject), subject.place_note, subject.note]
-    if (label := scheme_label(subject.config)) != subject.config.name:
+    if (label := subject.config.label) != subject.config.name:
         sentences.insert(1, f"Drawn: `{label}`.")
     alternative = f":alt: {subject.config.name}, {kind.summary}"
     return (

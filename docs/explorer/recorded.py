@@ -26,7 +26,6 @@ from hf_posenc.plots.schemes.subject import Subject, equal_query_key_logits, sub
 from hf_posenc.plots.schemes.vectors import encoded_dimensions
 from hf_posenc.schemes import BuildContext, SchemeConfig, SchemeParts, get_scheme
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import HIDDEN, DistanceBias
 from hf_posenc.schemes.positions import Positions, integer_range
@@ -160,7 +159,7 @@ def _example(config: SchemeConfig) -> dict[str, Any]:
         found[mode] = {**_sentence(subject), **_pictures(subject)}
         note, reads = subject.note.replace("`", ""), reads_words(subject)
     if not found:
-        raise MeasurementError(f"The scheme {scheme_label(config)} fits neither kind of model.")
+        raise MeasurementError(f"The scheme {config.label} fits neither kind of model.")
     if "both" in found and found["both"]["maps"] == found.get("causal", {}).get("maps"):
         # The page hides the later keys itself.
         del found["causal"]["maps"]

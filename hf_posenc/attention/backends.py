@@ -127,7 +127,7 @@ def attention_with(
     if "flash" in name:
         return _with_given(_attend_folded, name, function, form, mask, args, kwargs)
     if name == "eager":
-        if not reads_mask(function):
+        if not _reads_mask(function):
             raise UnsupportedError(
                 f"The eager attention of {type(module).__name__} ignores its mask, so a logit bias would be ignored. "
                 'Use model.set_attn_implementation("sdpa").'
@@ -216,11 +216,8 @@ def _is_shared_by_layers(form: BiasForm, query: Tensor, key: Tensor, mask: Tenso
 
 
 @torch.compiler.assume_constant_result
-def reads_mask(function: Function) -> bool:
-    """Whether an attention function of an architecture uses the mask that it is given.
-
-    It is asked before a model is compiled, because a compiler cannot trace it.
-    """
+def _reads_mask(function: Function) -> bool:
+    """Whether an attention function of an architecture uses the mask that it is given."""
     known = _READS_MASK.get(function)
     if known is None:
         code = getattr(inspect.unwrap(function), "__code__", None)

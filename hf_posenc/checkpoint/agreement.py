@@ -33,7 +33,7 @@ from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.entry import ATTRIBUTE, MARK, find_file, find_mark, find_marks
 from hf_posenc.errors import warn_user
 from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.place.encoding import PositionEncoding, build_encoding, encodings, parts_named
+from hf_posenc.patching.place.encoding import PositionEncoding, build_encoding, encodings
 from hf_posenc.patching.place.record import disagreement, marked_scheme
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.validation import shown
@@ -169,7 +169,7 @@ def check_scheme_fits(
         CheckpointError: with the name of the weight, the expected shape and the shape found.
     """
     try:
-        encoding = build_encoding(config, anatomy.stacks(parts_named(config)), torch.device("meta"))
+        encoding = build_encoding(config, anatomy.stacks(config.part_names), torch.device("meta"))
     except ValueError as error:
         raise CheckpointError(
             f"The scheme in the config.json of {source} cannot be applied to {type(anatomy.model).__name__}: {error}"

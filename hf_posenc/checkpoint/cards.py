@@ -28,7 +28,6 @@ from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, encodings
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.refusals import VLLM
 from hf_posenc.version import REPOSITORY, __version__
 
@@ -202,7 +201,7 @@ def _section(
             "<!-- hf_posenc: save_pretrained replaces everything up to the end of this section."
             f"{f' Name: {name}.' if named else ''} Tags: {', '.join(_card_tags(scheme_names(encoding.config)))} -->",
             f"## Position encoding\n\nThe position encoding of this `{class_name}` is "
-            f"`{scheme_label(encoding.config)}`, from the package [hf_posenc]({REPOSITORY})."
+            f"`{encoding.config.label}`, from the package [hf_posenc]({REPOSITORY})."
             f"{f' Context: {report.context}.' if report.context else ''}",
             f"### Load it\n\n{loading}",
             f"### Programs that run it\n\n{_programs(inner, name, adapter)}",

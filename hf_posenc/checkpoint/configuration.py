@@ -120,7 +120,7 @@ def check_entry(entry: dict[str, Any], source: str) -> None:
     Raises:
         CheckpointError: if not, with the reason; for a newer format, it names the version that wrote it.
     """
-    from hf_posenc.schemes.arrangement.native import names_native
+    from hf_posenc.schemes.config import names_native
 
     check_format(entry, FORMAT, source, "config.json")
     scheme = entry.get("scheme")

@@ -49,16 +49,16 @@ def patch(options: argparse.Namespace) -> int:
 
     import hf_posenc
     from hf_posenc.loading import load_model
-    from hf_posenc.patching.place.encoding import named_part, scheme_in_part
+    from hf_posenc.patching.anatomy.anatomy import Anatomy
+    from hf_posenc.patching.place.encoding import scheme_in_part
     from hf_posenc.patching.place.lengths import context_length
     from hf_posenc.recipes import swap_scheme
-    from hf_posenc.schemes.labels import scheme_label
 
     model = load_model(options.model)
-    part = named_part(model, options.part)
+    part = Anatomy(model).part(options.part)
     in_force = scheme_in_part(getattr(model, "position_encoding", None), part)
     if in_force is not None and not options.replace:
-        label = scheme_label(in_force)
+        label = in_force.label
         raise UsageError(
             f"{options.model} already has the position encoding {label}, which its weights were "
             f"trained with, and {config.name} would take its place. To keep it in a form that needs no hf_posenc: "

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
-from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.inspection import native_scheme
-from hf_posenc.patching.place.encoding import StackEncoding, build_encoding, current_encoding
+from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding, build_encoding, current_encoding
+from hf_posenc.patching.place.install import adopt_native
 from hf_posenc.schemes import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap
@@ -77,7 +76,7 @@ class ModelParts:
     def label(self) -> str:
         """The scheme for messages; "stock" if the model has positions that no scheme describes."""
         try:
-            return scheme_label(self.scheme)
+            return self.scheme.label
         except UnsupportedError:
             return "stock"
 
@@ -92,7 +91,7 @@ class ModelParts:
         encoding = build_encoding(self.scheme, stacks) if self.placed is None else self.placed
         found = [(stack, encoding.stacks[stack.name]) for stack in stacks]
         for stack, parts in found if self.placed is None else ():
-            parts.adopt(stack)
+            adopt_native(parts, stack)
         return found
 
     @cached_property

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.targets import Target
 from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy, is_part, refuse_remote_code
-from hf_posenc.patching.place.encoding import current_encoding, parts_named, refuse_changed
+from hf_posenc.patching.place.encoding import current_encoding, refuse_changed
 
 #: How to get the embeddings of an encoder-decoder.
 _ENCODER = (
@@ -118,7 +118,7 @@ def _refuse_unchecked(model: PreTrainedModel) -> None:
             f"An export is compared with the model on token ids, but several parts of {name} read ids, of different "
             f"vocabularies. {_WHOLE}"
         ) from error
-    named = None if encoding is None else parts_named(encoding.config)
+    named = None if encoding is None else encoding.config.part_names
     changed = [part for part in named or () if part != TEXT]
     if changed:
         raise UnsupportedError(

@@ -19,9 +19,7 @@ from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.report.combination import shortest_names
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
-from hf_posenc.schemes.arrangement.native import names_native
-from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.config import SchemeConfig, names_native
 from hf_posenc.schemes.registry import get_scheme
 
 NATIVE = "native"
@@ -169,11 +167,11 @@ def subject_in_force(model: Any) -> Subject:
         return Subject(NATIVE, NATIVE, notes=("The native scheme is none of those that hf_posenc has.",))
     if current_encoding(unwrapped(model)) is None:
         return Subject(f"{NATIVE} ({config.name})", NATIVE, config.to_dict())
-    return Subject(scheme_label(config), config.name, config.to_dict())
+    return Subject(config.label, config.name, config.to_dict())
 
 
 def _patched(model: Any, config: SchemeConfig, measure: Measure, seed: int) -> _Part:
-    subject = Subject(scheme_label(config), config.name, config.to_dict())
+    subject = Subject(config.label, config.name, config.to_dict())
     with isolated_rng(seed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

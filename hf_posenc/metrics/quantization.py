@@ -27,18 +27,16 @@ from hf_posenc.metrics.language_modeling.token_losses import (
     token_losses,
 )
 from hf_posenc.patching import native_scheme
-from hf_posenc.patching.anatomy.anatomy import unwrapped
+from hf_posenc.patching.anatomy.anatomy import Anatomy, unwrapped
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     current_encoding,
-    named_part,
     scheme_in_part,
     stacks_in_part,
 )
 from hf_posenc.report.records import Quantity, Record, Result
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.outer_parts import ChainedMap
 from hf_posenc.schemes.parts import PositionMap, SchemeParts
@@ -327,7 +325,7 @@ def quantized_positions(
     check_batch(model, input_ids, labels, tokens_per_batch)
     causal = predicts_next_token(model, input_ids) if causal is None else causal
     target = unwrapped(model)
-    encoding, part = current_encoding(target), named_part(target, None)
+    encoding, part = current_encoding(target), Anatomy(target).part(None)
     in_force = scheme_in_part(encoding, part)
     config = native_scheme(target, part=part) if in_force is None else in_force
     learned = [] if encoding is None or in_force is None else _parameters_in(encoding, part)
@@ -373,7 +371,7 @@ def _take_over(model: Any, learned: list[Tensor], part: str) -> None:
     fresh = _parameters_in(encoding, part)
     if learned and [tensor.shape for tensor in fresh] != [tensor.shape for tensor in learned]:
         raise UnsupportedError(
-            f"The parameters that scheme {scheme_label(encoding.config)!r} has learned do not fit a fresh copy of it."
+            f"The parameters that scheme {encoding.config.label!r} has learned do not fit a fresh copy of it."
         )
     with torch.no_grad():
         for tensor, value in zip(fresh, learned, strict=False):

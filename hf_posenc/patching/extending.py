@@ -14,7 +14,7 @@ from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unw
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import is_length
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part, scheme_in_part
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, scheme_in_part
 from hf_posenc.patching.place.lengths import lengths_of, native_length, set_length
 from hf_posenc.schemes import (
     ClippedScaling,
@@ -29,7 +29,6 @@ from hf_posenc.schemes import (
     YarnScaling,
 )
 from hf_posenc.schemes.config import SchemeConfig, walk
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling
 
@@ -168,17 +167,17 @@ def _scheme_of(method: str, model: PreTrainedModel, part: str | None, length: in
     """The rotation of a model, changed by a method so that it reaches a length."""
     if method not in _SCALINGS | _FAR_PAIRS:
         raise UnknownNameError("method", method, [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
-    native, name, kind = native_scheme(model, part=part), named_part(model, part), type(model).__name__
+    native, name, kind = native_scheme(model, part=part), Anatomy(model).part(part), type(model).__name__
     in_force = scheme_in_part(current_encoding(model), name)
     if in_force not in (None, native):
         raise UnsupportedError(
             f"method={method!r} changes the model's own positions, but this {kind} is patched with "
-            f"{scheme_label(in_force)!r}. Call unpatch_model first, or leave out the method to set the length only."
+            f"{in_force.label!r}. Call unpatch_model first, or leave out the method to set the length only."
         )
     rotations = [one for one in walk(native) if hasattr(one, "scaling")]
     if not rotations:
         raise UnsupportedError(
-            f"method={method!r} changes a rotation, but the positions of this {kind} are {scheme_label(native)!r}. For "
+            f"method={method!r} changes a rotation, but the positions of this {kind} are {native.label!r}. For "
             "a longer table use hf_posenc.recipes.swap_scheme(model, 'learned', num_positions=..., "
             "table_extension='repeat')."
         )
@@ -211,7 +210,7 @@ def _patch_first(target: PreTrainedModel, part: str | None) -> str:
 
 def _refuse_other_parts(encoding: PositionEncoding, target: PreTrainedModel, part: str | None) -> None:
     """Refuses a part on whose context length the scheme has no effect."""
-    main = named_part(target, part)
+    main = Anatomy(target).part(part)
     if main == VISION:
         raise UnsupportedError(
             f"The {main} part of {type(target).__name__} reads images, so it has no context length in tokens. The "
@@ -236,7 +235,7 @@ def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, l
     known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:
         warn_user(
-            f"The rotation of {scheme_label(encoding.config)!r} was made for {known} tokens. With {length} tokens, the "
+            f"The rotation of {encoding.config.label!r} was made for {known} tokens. With {length} tokens, the "
             "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
             "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
             f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})). "

@@ -19,6 +19,7 @@ from hf_posenc.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.runtime import StackRuntime
+    from hf_posenc.patching.place.encoding import LayerEncoding
 
 #: The global name of transformers' attention interface in modeling modules.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -200,6 +201,7 @@ class PlacedForward(OfStack):
     Args:
         module: the module.
         runtime: the runtime of its stack, if the forward needs it.
+        encoding: the parts of the scheme in it, if it computes attention.
 
     Attributes:
         inner: a forward that was set on the instance before, or `None` for the forward of its class.
@@ -207,12 +209,14 @@ class PlacedForward(OfStack):
     """
 
     runtime: StackRuntime
+    encoding: LayerEncoding
     inner: Any = None
     retired = False
 
-    def __init__(self, module: Any, runtime: Any = None) -> None:
+    def __init__(self, module: Any, runtime: Any = None, encoding: Any = None) -> None:
         self.module = module
         self.runtime = runtime
+        self.encoding = encoding
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""

@@ -14,12 +14,11 @@ from hf_posenc.patching.anatomy.native_scheme import find_native_scheme
 from hf_posenc.patching.anatomy.sites import Stack, native_pairing, native_rotary_dim
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, difference, parts_named
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, difference
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.registry import scheme_from_dict
 
@@ -110,7 +109,7 @@ class Inspection:
 
 def _words(scheme: dict[str, Any] | str) -> str:
     """A scheme as exports print it, or the reason why there is none."""
-    return scheme if isinstance(scheme, str) else scheme_label(scheme_from_dict(scheme))
+    return scheme if isinstance(scheme, str) else scheme_from_dict(scheme).label
 
 
 def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeConfig:
@@ -244,11 +243,6 @@ def unsupported_kind(config: Any) -> str:
     return ""
 
 
-def patched_sites(encoding: PositionEncoding) -> list[AttentionSite]:
-    """The patched attention layers."""
-    return [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
-
-
 def engine_problem(model: Any, engine: Environment) -> str:
     """Why an engine cannot run the scheme of a patched model, as a clause about the scheme; empty if it can."""
     encoding = current_encoding(model)
@@ -257,13 +251,12 @@ def engine_problem(model: Any, engine: Environment) -> str:
 
 
 def _model_problem(encoding: PositionEncoding) -> str:
-    sites = patched_sites(encoding)
-    if parts_named(encoding.config) is not None:
+    if encoding.config.part_names is not None:
         return "the plug-in runs models of text alone, and this model has parts for images or sound"
     layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
     if len(encoding.stacks) != 1 or not all(layer.causal for layer in layers):
         return "the plug-in runs decoders that generate text, and this model has an encoder"
-    for site in sites:
+    for site in encoding.record.placed(AttentionSite):
         if not isinstance(site, InterfaceAttention):
             return (
                 f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "

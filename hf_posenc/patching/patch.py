@@ -23,17 +23,16 @@ from hf_posenc.patching.place.cross_layers import refuse_without_encoder
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     StackEncoding,
-    UnfilledTable,
     is_length_dependent,
     scheme_in_part,
 )
+from hf_posenc.patching.place.install import UnfilledTable
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across
-from hf_posenc.schemes.arrangement.native import NativeConfig, asked_scalings, names_native, with_native
+from hf_posenc.schemes.arrangement.native import NativeConfig, asked_scalings, with_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
-from hf_posenc.schemes.config import SchemeConfig, walk
-from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.config import SchemeConfig, names_native, walk
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 from hf_posenc.schemes.rotary.scaling import RopeScaling
 
@@ -244,7 +243,7 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
     if names:
         warn_user(
             f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "
-            f"{scheme_label(encoding.config)!r}, and this model's tokens are patches of images, which are numbered row "
+            f"{encoding.config.label!r}, and this model's tokens are patches of images, which are numbered row "
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
             f"{TWO_DIMENSIONAL}"
         )
@@ -257,7 +256,7 @@ def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -
         if not table.taken:
             remedy = "To keep the table of a trained model, give the scheme the sizes of the model's own, or 'native'."
         warn_user(
-            f"{table.random} of the {table.rows} rows of the table of {scheme_label(config)!r} are drawn at "
+            f"{table.random} of the {table.rows} rows of the table of {config.label!r} are drawn at "
             f"random: the model's own table has {table.native_rows} rows"
             f"{'' if table.taken else ', which do not fit'}. {remedy}"
         )
@@ -266,7 +265,7 @@ def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -
 def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:
     if is_length_dependent(encoding) and getattr(transaction.model, "generation_config", None) is not None:
         warn_user(
-            f"Scheme {scheme_label(encoding.config)!r} depends on the length of the sequence, or on tokens that a "
+            f"Scheme {encoding.config.label!r} depends on the length of the sequence, or on tokens that a "
             "cache does not store, so no cache can be extended. generate() recomputes the whole sequence for every "
             "token (generation_config.use_cache=False)."
         )
@@ -484,7 +483,7 @@ def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
     own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
     if own:
         warn_user(
-            f"Scheme {scheme_label(own[0])!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
+            f"Scheme {own[0].label!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
             "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
             "`axes` raise an error unless a call passes position_ids of several axes."
         )

@@ -92,8 +92,12 @@ class SchemeConfig:
     part_class: ClassVar[type[Any] | None] = None
     #: Why `part_class` is refused in a bidirectional model; empty if it is not.
     causal_only: ClassVar[str] = ""
+    #: Whether it places anything in a model, where the native positions were.
+    has_parts: ClassVar[bool] = True
     #: What it is instead, if it has no parts of its own and cannot be built; empty if it can.
     without_parts: ClassVar[str] = ""
+    #: Whether the native scheme of a model takes its place.
+    stands_for_native: ClassVar[bool] = False
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Records which options the caller passed, to distinguish them from defaults."""
@@ -146,6 +150,28 @@ class SchemeConfig:
         """The schemes that this config composes; for other configs, the config itself."""
         return (self,)
 
+    @property
+    def label(self) -> str:
+        """The name and the non-default options, such as `rope` or `rope(theta=500000, yarn x4)`."""
+        changed = []
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            if value != default:
+                text = _value_label(value)
+                changed.append(text if isinstance(value, SubConfig) else f"{field.name}={text}")
+        return self.name + (f"({', '.join(changed)})" if changed else "")
+
+    def for_part(self, part: str) -> SchemeConfig | None:
+        """The scheme of one part of a composite model; `None` if the part keeps its native positions."""
+        return self
+
+    @property
+    def part_names(self) -> tuple[str, ...] | None:
+        """The parts of a composite model that have a scheme; `None` if the config does not name parts."""
+        return None
+
     def within_and_across(self) -> tuple[SchemeConfig, SchemeConfig | None]:
         """The scheme of self-attention, and that of cross-attention or `None`."""
         return self, None
@@ -168,6 +194,8 @@ class SchemeConfig:
         """
         if self.without_parts:
             raise ValueError(f"The scheme {self.name!r} {self.without_parts}")
+        if not self.has_parts:
+            return SchemeParts()
         if self.merges_children:
             return self.merge([child.build(context) for child in self.children().values()])
         if self.part_class is None:
@@ -270,6 +298,11 @@ def walk(config: SchemeConfig) -> Iterator[SchemeConfig]:
         yield from walk(child)
 
 
+def names_native(config: SchemeConfig) -> bool:
+    """Whether the native scheme of a model takes the place of a config, or of any config inside it."""
+    return any(nested.stands_for_native for nested in walk(config))
+
+
 def nesting(config: SchemeConfig) -> int:
     """The nesting depth of a config: 1 if it contains no other scheme."""
     return 1 + max(map(nesting, config.children().values()), default=0)
@@ -311,6 +344,17 @@ def constructor_example(cls: builtins.type[Any]) -> str:
 
 def _options(config: SchemeConfig | SubConfig) -> dict[str, Any]:
     return {field.name: _encode(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def _value_label(value: Any) -> str:
+    if isinstance(value, SchemeConfig):
+        return value.label
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_value_label, value)) + "]"
+    if isinstance(value, SubConfig):
+        factor = getattr(value, "factor", None)
+        return f"{value.type} x{factor:g}" if isinstance(factor, int | float) else value.type
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _encode(value: Any) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
+from hf_posenc.schemes.scheme import SchemeConfig, register_scheme
 
 
 @register_scheme
@@ -17,7 +16,4 @@ class NoneConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "none"
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Returns empty parts."""
-        return SchemeParts()
+    has_parts: ClassVar[bool] = False

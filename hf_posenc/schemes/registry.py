@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.extensions import import_named_modules
+from hf_posenc.extensions import MODULES, import_named_modules
 from hf_posenc.other_names import hint_for
 from hf_posenc.schemes.config import SchemeConfig, nesting
 from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, shown
@@ -50,10 +51,16 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
     return config_class
 
 
+def _registered() -> dict[str, type[SchemeConfig]]:
+    """The config classes by name, including those of modules that the environment names."""
+    if MODULES in os.environ:
+        import_named_modules()
+    return _SCHEMES
+
+
 def list_schemes() -> list[str]:
     """Returns the sorted names of all registered schemes, without combinators."""
-    import_named_modules()
-    return sorted(name for name, config_class in _SCHEMES.items() if not config_class.combinator)
+    return sorted(name for name, config_class in _registered().items() if not config_class.combinator)
 
 
 def get_scheme(name: str) -> type[SchemeConfig]:
@@ -62,20 +69,19 @@ def get_scheme(name: str) -> type[SchemeConfig]:
     Raises:
         UnknownNameError: if no scheme has this name; the message suggests similar names.
     """
-    import_named_modules()
+    known = _registered()
     try:
-        return _SCHEMES[name]
+        return known[name]
     except KeyError:
         remedy = "For your own scheme, first import the module that registers it; on the command line: --import MODULE."
         raise UnknownNameError(
-            "scheme", str(name), _SCHEMES, hint=hint_for(str(name)), listing="`hf-posenc schemes`", remedy=remedy
+            "scheme", str(name), known, hint=hint_for(str(name)), listing="`hf-posenc schemes`", remedy=remedy
         ) from None
 
 
 def registered_configs() -> list[type[SchemeConfig]]:
     """Returns the config classes of all registered schemes by name, including combinators."""
-    import_named_modules()
-    return [_SCHEMES[name] for name in sorted(_SCHEMES)]
+    return [config_class for _, config_class in sorted(_registered().items())]
 
 
 def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:

@@ -25,7 +25,7 @@ from hf_posenc.checkpoint.agreement import NamedSchemes
 from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.inspection import engine_problem, patched_sites, unsupported_kind
+from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.parts import DistanceBias
@@ -67,7 +67,7 @@ def sites_for_engine(model: Any, engine: Environment) -> list[InterfaceAttention
     model.eval()
     if problem := engine_problem(model, engine):
         raise UnsupportedError(engine.message(problem, f"{encoding.label} of this {type(model).__name__}"))
-    return [site for site in patched_sites(encoding) if isinstance(site, InterfaceAttention)]
+    return encoding.record.placed(InterfaceAttention)
 
 
 def take_linear_bias(site: InterfaceAttention) -> DistanceBias | None:

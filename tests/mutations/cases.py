@@ -221,7 +221,7 @@ CASES = (
     ),
     Mutation(
         "layers: other biases share a bias",
-        "patching/call/logit_site.py",
+        "patching/place/encoding.py",
         "self.identity = (id(bias), ",
         "self.identity = (",
         ("tests/patching", "tests/attention", "-k", "layer or compos or own"),
@@ -263,7 +263,7 @@ CASES = (
     ),
     Mutation(
         "threads: one stack of states for all",
-        "patching/call/forward_state.py",
+        "patching/call/runtime.py",
         "        return self._others.setdefault(get_ident(), [])",
         "        return self._main",
         ("tests/patching", "-k", "thread"),

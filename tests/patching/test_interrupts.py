@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
-from hf_posenc.patching.call.forward_state import PerThread
+from hf_posenc.patching.call.runtime import PerThread
 from tests.models import tiny
 
 from ..matrix.architectures import ARCHITECTURES

@@ -28,7 +28,6 @@ from hf_posenc import (
 from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.recipes import SchemePhases, begin_blend, set_blend_strength
 from hf_posenc.schemes import scheme_from_dict
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.written import parse_scheme
 from tests.models import tiny
 
@@ -144,7 +143,7 @@ def test_it_is_written_as_other_schemes_are() -> None:
     text = 'native:scaling={"type":"yarn","factor":4.0,"original_max_positions":32}'
     assert parse_scheme(text) == NativeConfig(YARN)
     assert scheme_from_dict(NativeConfig(YARN).to_dict()) == NativeConfig(YARN)
-    assert scheme_label(NativeConfig(YARN)) == "native(yarn x4)"
+    assert NativeConfig(YARN).label == "native(yarn x4)"
     with pytest.raises(ValueError, match=r"NativeConfig\.scaling"):
         NativeConfig(scaling="yarn")  # type: ignore[arg-type]
 

@@ -42,7 +42,6 @@ from hf_posenc.schemes import (
     YarnScaling,
     get_scheme,
 )
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 torch.set_num_threads(1)
@@ -367,9 +366,9 @@ def test_files_are_small_images_and_text(tmp_path):
 
 
 def test_labels_name_the_options_that_differ_from_the_defaults():
-    assert scheme_label(RopeConfig()) == "rope"
-    assert scheme_label(RopeConfig(theta=5e5, scaling=LinearScaling(2.0))) == "rope(theta=500000, linear x2)"
-    assert scheme_label(ComposedConfig((RopeConfig(), AlibiConfig()))) == "composed(parts=[rope, alibi])"
+    assert RopeConfig().label == "rope"
+    assert RopeConfig(theta=5e5, scaling=LinearScaling(2.0)).label == "rope(theta=500000, linear x2)"
+    assert ComposedConfig((RopeConfig(), AlibiConfig())).label == "composed(parts=[rope, alibi])"
 
 
 def test_the_command_writes_the_files_it_prints(tmp_path, capsys):

@@ -13,7 +13,6 @@ from scipy.stats import t as student_t
 
 from hf_posenc.metrics.dog import PROBE_TOLERANCE
 from hf_posenc.report import Quantity, Record, Result, Subject, View
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import scheme_from_dict
 from training.report.results import MAIN, ResultsError, Run, Study, Task
 
@@ -64,7 +63,7 @@ def _result(study: Study, name: str) -> Result:
 def _subject(label: str, runs: list[Run], task: Task) -> Subject:
     """A scheme, with a note on how it differs from what its label and its task say."""
     first, finished = runs[0], [run for run in runs if run.finished]
-    scheme = "the unpatched model" if first.config is None else f"`{scheme_label(scheme_from_dict(first.config))}`"
+    scheme = "the unpatched model" if first.config is None else f"`{scheme_from_dict(first.config).label}`"
     about = [] if scheme == f"`{label}`" else [scheme]
     about += [f"from the trained `{first.start}` of the same seed"] if first.start else []
     steps = finished[0].steps if finished else None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.file import GgufForm, Metadata
-from hf_posenc.export.layers import STOPPED, ModelParts, Rotation
+from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rotations_of
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.schemes import LinearScaling, RopeConfig, YarnScaling
 from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
@@ -195,6 +195,23 @@ def geometric_entries(rotation: Rotation) -> Metadata:
         )
     scaling: Metadata = {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / first}
     return {"rope.freq_base": base, **(scaling if abs(first - 1) > EQUAL else {})}
+
+
+def stated_rotation(place: Callable[..., GgufForm], parts: ModelParts, *, scaled: bool) -> GgufForm:
+    """A rotation that options of llama.cpp state: linear scaling and YaRN, or frequencies by a constant factor.
+
+    Args:
+        place: `(parts, rotations, entries, words about them)` -> the form that has them.
+        parts: the model.
+        scaled: whether the options are those of a scaling.
+    """
+    rotations = rotations_of(parts)
+    if scaled:
+        entries, rotations = scaled_entries(parts, rotations)
+        return place(parts, rotations, entries, f" with rope.scaling.type {entries['rope.scaling.type']!r}")
+    entries = geometric_entries(rotations[0])
+    stopped = entries.get("rope.scaling.factor") == STOPPED
+    return place(parts, rotations, entries, " with stopped positions" if stopped else "")
 
 
 def rotate_halves(form: GgufForm, rotations: list[Rotation], entries: Metadata) -> None:

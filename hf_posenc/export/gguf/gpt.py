@@ -5,6 +5,7 @@ heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.carriers import Carrier, of_types
 from hf_posenc.export.gguf.blocks import (
-    geometric_entries,
     logit_factors,
     model_length,
     refuse_other_activations,
@@ -20,11 +20,11 @@ from hf_posenc.export.gguf.blocks import (
     refuse_without_logits,
     rotate_halves,
     scale_queries,
-    scaled_entries,
     sizes,
+    stated_rotation,
 )
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
-from hf_posenc.export.layers import STOPPED, ModelParts, Rotation, rotations_of, rows_of
+from hf_posenc.export.layers import ModelParts, Rotation, rows_of
 from hf_posenc.schemes.needs import BIASES, Need
 
 BLOCKS = "GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)"
@@ -87,18 +87,14 @@ def alibi_and_vectors(parts: ModelParts) -> GgufForm:
     return form
 
 
-def scaled_rotation(parts: ModelParts) -> GgufForm:
-    """RoPE with linear scaling or YaRN, with the options that llama.cpp reads."""
-    entries, rotations = scaled_entries(parts, rotations_of(parts))
-    return _rotated(parts, rotations, entries, f"'gptneox' with rope.scaling.type {entries['rope.scaling.type']!r}")
-
-
-def geometric_rotation(parts: ModelParts) -> GgufForm:
-    """A rotation whose frequencies decrease by a constant factor; pairs may also stand still."""
-    rotations = rotations_of(parts)
-    entries = geometric_entries(rotations[0])
-    stopped = entries.get("rope.scaling.factor") == STOPPED
-    return _rotated(parts, rotations, entries, "'gptneox' with stopped positions" if stopped else "'gptneox'")
+def _rotated(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
+    """GPT-NeoX's blocks."""
+    form = _form(parts, "gptneox", f"the architecture 'gptneox'{what}")
+    # Unlike the others, this architecture does not read its output from the embeddings.
+    form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
+    form.metadata["use_parallel_residual"] = bool(getattr(parts.stack.config, "use_parallel_residual", False))
+    rotate_halves(form, rotations, entries)
+    return form
 
 
 _is_gpt = of_types(*_SOURCES)
@@ -107,19 +103,9 @@ CARRIERS = (
     # BLOOM also normalises its embeddings.
     Carrier("bloom", alibi_after_norm, BIASES, of_types("bloom")),
     Carrier("mpt", alibi_and_vectors, (*BIASES, Need.VECTORS), _is_gpt),
-    Carrier("gptneox with rope.scaling", scaled_rotation, (Need.MAP,), _is_gpt),
-    Carrier("gptneox", geometric_rotation, (Need.MAP,), _is_gpt),
+    Carrier("gptneox with rope.scaling", partial(stated_rotation, _rotated, scaled=True), (Need.MAP,), _is_gpt),
+    Carrier("gptneox", partial(stated_rotation, _rotated, scaled=False), (Need.MAP,), _is_gpt),
 )
-
-
-def _rotated(parts: ModelParts, rotations: list[Rotation], entries: Metadata, name: str) -> GgufForm:
-    """GPT-NeoX's blocks."""
-    form = _form(parts, "gptneox", f"the architecture {name}")
-    # Unlike the others, this architecture does not read its output from the embeddings.
-    form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
-    form.metadata["use_parallel_residual"] = bool(getattr(parts.stack.config, "use_parallel_residual", False))
-    rotate_halves(form, rotations, entries)
-    return form
 
 
 def _sequential(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:

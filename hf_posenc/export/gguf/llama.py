@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from hf_posenc.export.carriers import Carrier, of_types
 from hf_posenc.export.gguf.blocks import (
     EQUAL,
     fold_rotations,
-    geometric_entries,
     logit_factors,
     refuse_missing,
     refuse_other_biases,
@@ -26,6 +26,7 @@ from hf_posenc.export.gguf.blocks import (
     scale_queries,
     scaled_entries,
     sizes,
+    stated_rotation,
 )
 from hf_posenc.export.gguf.experts import EXPERTS, expert_entries, refuse_dense_layers
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
@@ -141,25 +142,24 @@ def alibi(parts: ModelParts) -> GgufForm:
     return form
 
 
-def own_with_scaling(parts: ModelParts) -> GgufForm:
-    """Linear scaling and YaRN in an architecture for one type of models."""
-    entries, rotations = scaled_entries(parts, rotations_of(parts))
-    return _in_own(parts, rotations, entries, f" with rope.scaling.type {entries['rope.scaling.type']!r}")
-
-
-def own_without_scaling(parts: ModelParts) -> GgufForm:
-    """A rotation whose frequencies decrease by a constant factor, in an architecture for one type of models."""
-    rotations = rotations_of(parts)
-    entries = geometric_entries(rotations[0])
-    stopped = entries.get("rope.scaling.factor") == STOPPED
-    return _in_own(parts, rotations, entries, " with stopped positions" if stopped else "")
+def _in_own(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
+    own = _OWN[parts.model.config.model_type]
+    name = own.name
+    frequencies = rotations[0].all_frequencies
+    if frequencies.any() and not frequencies.all():
+        raise UnsupportedError(f"llama.cpp's {name!r} rotates all pairs of a head, and the scheme only some")
+    form = _form(parts, name, f"the architecture {name!r}{what}")
+    if not own.tied:
+        form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
+    rotate_halves(form, rotations, entries)
+    return form
 
 
 CARRIERS = (
     *(
-        Carrier(f"{architecture.name}{what}", form, (Need.MAP,), of_types(model_type))
-        for model_type, architecture in _OWN.items()
-        for what, form in ((" with rope.scaling", own_with_scaling), ("", own_without_scaling))
+        Carrier(f"{own.name}{what}", partial(stated_rotation, _in_own, scaled=bool(what)), (Need.MAP,), of_types(kind))
+        for kind, own in _OWN.items()
+        for what in (" with rope.scaling", "")
     ),
     Carrier("llama with rope.scaling", scaling_metadata, (Need.MAP,), is_llama),
     Carrier("llama", shared_spectrum, (Need.MAP,), is_llama),
@@ -178,19 +178,6 @@ def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufFor
         return form
     form.tensors["rope_freqs.weight"] = torch.where(frequencies == 0, STOPPED, rope / frequencies).float()
     return replace(form, carrier=f"{form.carrier} and rope_freqs.weight")
-
-
-def _in_own(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
-    own = _OWN[parts.model.config.model_type]
-    name = own.name
-    frequencies = rotations[0].all_frequencies
-    if frequencies.any() and not frequencies.all():
-        raise UnsupportedError(f"llama.cpp's {name!r} rotates all pairs of a head, and the scheme only some")
-    form = _form(parts, name, f"the architecture {name!r}{what}")
-    if not own.tied:
-        form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
-    rotate_halves(form, rotations, entries)
-    return form
 
 
 def _theta(scheme: SchemeConfig) -> float:

@@ -17,7 +17,7 @@ from hf_posenc.export.carriers import Carrier, of_types
 from hf_posenc.export.gguf.blocks import GELU_NAMES, refuse_missing
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import ModelParts
-from hf_posenc.patching.call.logit_site import LayerEncoding
+from hf_posenc.patching.place.encoding import LayerEncoding
 from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.needs import BIASES
 from hf_posenc.schemes.parts import DistanceBias

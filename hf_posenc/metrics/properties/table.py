@@ -31,7 +31,6 @@ from hf_posenc.metrics.properties.specimen import (
 )
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import list_schemes
 
 _ROUNDED = "share of the encodings of float32 that rounding leaves apart, or how far logits are off"
@@ -111,7 +110,7 @@ def _measured(scheme: str | SchemeConfig) -> Iterator[tuple[Subject, Sequence[Re
     subject = Subject(str(scheme), str(scheme), {"scheme": scheme})
     try:
         config = resolve_scheme(scheme)
-        subject = Subject(scheme_label(config), config.name, config.to_dict())
+        subject = Subject(config.label, config.name, config.to_dict())
         forms = specimen_forms(config)
     except MeasurementError as error:
         yield dataclasses.replace(subject, error=str(error)), ()

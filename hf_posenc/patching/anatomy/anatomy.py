@@ -176,7 +176,11 @@ def modules_by_stack(model: nn.Module) -> list[StackModules]:
         path, below, module, owner = pending.pop()
         if isinstance(module, AddedModule) or id(module) in stacks:
             continue
-        if isinstance(module, PreTrainedModel) and (owner is None or not _belongs_to(module, owner)):
+        if isinstance(module, PreTrainedModel) and not (
+            owner is not None
+            and type(module.config) is type(owner.module.config)
+            and owner.kind.includes(module, owner.module)
+        ):
             owner, below = StackModules(path, module), ""
             stacks[id(module)] = owner
         elif owner is not None:
@@ -184,10 +188,6 @@ def modules_by_stack(model: nn.Module) -> list[StackModules]:
         for name, child in reversed([*module.named_children()]):
             pending.append((f"{path}.{name}" if path else name, f"{below}.{name}" if below else name, child, owner))
     return list(stacks.values())
-
-
-def _belongs_to(child: PreTrainedModel, owner: StackModules) -> bool:
-    return type(child.config) is type(owner.module.config) and owner.kind.includes(child, owner.module)
 
 
 class Anatomy:

@@ -94,7 +94,15 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int, const
     """The arguments of a run where the module is, and of its dtype."""
     declared = architecture_of(module.config).example_inputs
     if declared is None:
-        given = layout_of(module).example(module, length, constant)
+        kind = layout_of(module)
+        given = kind.example(module, length, constant)
+        missing = [] if kind.takes_tokens else missing_arguments(module, given)
+        if missing:
+            parameters = list(forward_parameters(type(module)))
+            raise NotRunnableError(
+                f"{type(module).__name__} needs {' and '.join(missing)}, which is not known, so it cannot be run to "
+                f"find out how it uses positions (its arguments: {', '.join(parameters[1:8])})."
+            )
     else:
         given = declared(module, length)
         given = {name: torch.ones_like(one) if constant and _is_real(one) else one for name, one in given.items()}

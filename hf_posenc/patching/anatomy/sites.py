@@ -24,6 +24,7 @@ from hf_posenc.patching.anatomy.rotary_functions import (
     rotary_output,
     rotating_layer_types,
 )
+from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ class AttentionLayer:
     window: tuple[int, ...] | None = None
     relative: RelativeMechanism | None = None
     sparse: bool = False
+
+    @property
+    def reads_earlier_keys(self) -> bool:
+        """Whether it reads the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
+        return bool(getattr(self.module, "is_kv_shared_layer", False))
 
 
 @dataclass
@@ -188,8 +194,9 @@ def register_layouts(*kinds: type[Layout]) -> None:
 
 
 def layout_of(module: PreTrainedModel) -> type[Layout]:
-    """The kind of tokens of a stack, or of a part of a model."""
-    return next(kind for kind in _KINDS if kind.recognises(module))
+    """The kind of tokens of a stack, or of a part of a model. What reads ids of tokens has a kind that takes tokens."""
+    reads_ids = "input_ids" in forward_parameters(type(module))
+    return next(kind for kind in _KINDS if (kind.takes_tokens or not reads_ids) and kind.recognises(module))
 
 
 def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:

@@ -8,6 +8,7 @@ the model was patched, or was put together by someone else.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import needs_of
-from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import exporting, require, traced
+from hf_posenc.schemes.parts import AdditiveEncoding, Part
+from hf_posenc.schemes.positions import Positions, exporting, require, traced
 from hf_posenc.schemes.refusals import PACKED_ROWS
 
 #: The name of the note.
@@ -166,6 +167,25 @@ def check_cache(part: Part, state: ForwardState) -> None:
     cached = int(state.offset) + state.dropped
     if cached > 0:
         part.check_cache(cached, cached + state.query_length)
+
+
+def vectors(
+    additive: AdditiveEncoding, state: ForwardState, positions: Callable[[], Positions] | None = None
+) -> Tensor:
+    """`(batch or 1, length, hidden)`: the vectors of the tokens of a call.
+
+    Args:
+        additive: the part of the scheme.
+        state: the state of the call.
+        positions: returns those of the tokens, none of which may be before the first one. By default they are those of
+            the state, as they are.
+    """
+    check_cache(additive, state)
+    found = (positions or state.positions)()
+    if positions is not None:
+        refuse_negative(state, found.ids, additive.offset)
+    encoded: Tensor = state.own(additive)(found)
+    return encoded
 
 
 def negative_positions(state: ForwardState, ids: Tensor, first: int = 0) -> Tensor | None:

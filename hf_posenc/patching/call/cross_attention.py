@@ -6,26 +6,27 @@ Keys are mapped before they enter the cross-attention cache, which is filled in 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import attend_with_bias, reads_mask
+from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.forms import RowsForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import CacheUpdateHook
 from hf_posenc.patching.call.cache import counted_tokens, first_cache
-from hf_posenc.patching.call.forward_state import ForwardState, PerThread
-from hf_posenc.patching.call.interface_attention import EAGER_FUNCTION, POSITION_BIAS, InterfaceReplacement
-from hf_posenc.patching.call.logit_site import LayerEncoding, check_heads
-from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.forwards import INTERFACE, PlacedForward, in_decorators, rebind
+from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.interface_attention import POSITION_BIAS, Rebound
+from hf_posenc.patching.call.logit_site import check_heads
+from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.schemes.positions import Positions
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import LayerEncoding
 
 
 @dataclass
@@ -36,7 +37,7 @@ class CrossCall:
     attended: bool = False
 
 
-class CrossAttention(PlacedForward):
+class CrossAttention(Rebound):
     """Stands in for the `forward` of one cross-attention module that uses `ALL_ATTENTION_FUNCTIONS`.
 
     Args:
@@ -46,25 +47,9 @@ class CrossAttention(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
-        super().__init__(module, runtime)
-        self.encoding = encoding
+        super().__init__(module, runtime, encoding)
         self.calls: PerThread[CrossCall] = PerThread()
         self._rebind_forward()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_forward"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._rebind_forward()
-
-    def _rebind_forward(self) -> None:
-        decorated = type(self.module).forward
-        forward = inspect.unwrap(decorated)
-        if EAGER_FUNCTION in forward.__globals__:
-            reads_mask(forward.__globals__[EAGER_FUNCTION])
-        interface: Any = InterfaceReplacement(forward.__globals__[INTERFACE], self)
-        self._forward = in_decorators(decorated, rebind(forward, {INTERFACE: interface}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the scheme in place."""
@@ -110,7 +95,7 @@ class CrossAttention(PlacedForward):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Called in place of the attention function."""
+        """See `Rebound`."""
         call = self.calls.top
         assert call is not None
         call.attended = True

@@ -1,18 +1,15 @@
-"""The positions of the tokens in one forward call of a stack, for each thread, and which of them are padding."""
+"""The positions of the tokens in one forward call of a stack, and which of them are padding."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from hf_posenc.attention.forms import MOST_MATRICES, DistanceForm
 from hf_posenc.errors import UnsupportedError
@@ -20,57 +17,12 @@ from hf_posenc.patching.anatomy.rotary_functions import AXES
 from hf_posenc.patching.anatomy.weights import copied_to
 from hf_posenc.patching.call.cache import CachedPositions, counted_tokens, recorded
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import Positions, gradients_may_be_shared
+from hf_posenc.schemes.positions import Positions, exporting, gradients_may_be_shared
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.split_sequence import SplitSequence
 
 Value = TypeVar("Value")
-_MAIN_THREAD = threading.main_thread().ident
-
-
-class PerThread(Generic[Value]):
-    """Values of the calls in progress on each thread, the innermost on top.
-
-    A call pushes its value and removes it even if an error or an interrupt occurs::
-
-        own = values.own()
-        depth = len(own)
-        try:
-            own.append(value)
-            ...
-        finally:
-            del own[depth:]
-
-    The last line calls no function, so Python cannot deliver a signal before it completes. It also removes values that
-    inner calls have left behind.
-    """
-
-    def __init__(self) -> None:
-        self._main: list[Value] = []
-        self._others: dict[int, list[Value]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_main": [], "_others": {}}
-
-    def own(self) -> list[Value]:
-        """The calling thread's own stack."""
-        # The id of a thread cannot be traced, so compiled code always uses the stack of the main thread.
-        if is_compiling() or get_ident() == _MAIN_THREAD:
-            return self._main
-        return self._others.setdefault(get_ident(), [])
-
-    @property
-    def in_progress(self) -> bool:
-        """Whether a call is in progress on any thread."""
-        return bool(self._main) or any(self._others.values())
-
-    @property
-    def top(self) -> Value | None:
-        """The value on top, or `None`."""
-        # Inlined for speed, because every layer reads it.
-        own = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())
-        return own[-1] if own else None
 
 
 def padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Tensor | None:
@@ -227,10 +179,6 @@ class ForwardState:
     def end(self) -> int | None:
         """Number of slots after this call, if the host knows it."""
         return self.offset + self.query_length if isinstance(self.offset, int) and self.query_length >= 0 else None
-
-    def slot_offset(self, query_length: int, key_length: int) -> int | Tensor:
-        """Slot of the first query."""
-        return key_length - query_length if self.offset is None else self.offset
 
     def mask_positions(self) -> Tensor | None:
         """`(batch, query_len)` counted over real tokens only, -1 at padding; `None` without a usable mask."""
@@ -426,6 +374,19 @@ def one_axis(position_ids: Tensor) -> Tensor:
             )
         return position_ids[0]
     return position_ids if position_ids.dim() == 2 else position_ids.reshape(1, -1)
+
+
+def for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
+    """Position ids `(batch or 1, query_len)`. A single position is that of all tokens, as in stock models."""
+    if tokens is None or exporting():
+        return position_ids
+    rows, length = position_ids.shape
+    if rows in (1, tokens.shape[0]) and length in (1, tokens.shape[1]):
+        return position_ids.expand(-1, tokens.shape[1])
+    raise ValueError(
+        f"position_ids has the shape {tuple(position_ids.shape)}, but this call has {tokens.shape[1]} new tokens in "
+        f"each of {tokens.shape[0]} rows. Pass a position for each of them; those of cached tokens are known."
+    )
 
 
 def places_in_sequence(

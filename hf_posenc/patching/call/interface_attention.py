@@ -7,11 +7,13 @@ unaffected. `set_attn_implementation` keeps working because the backend is still
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,6 @@ from hf_posenc.attention.backends import (
     attend_with_bias,
     attention_with,
     attention_without_mask,
-    reads_mask,
 )
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.forms import without_later_keys
@@ -29,8 +30,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.forward_state import PerThread
-from hf_posenc.patching.call.logit_site import LayerEncoding
+from hf_posenc.patching.call.key_positions import all_positions_below
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
     PREFIX,
@@ -41,9 +41,10 @@ from hf_posenc.patching.call.paged_requests import (
     requests_of,
     without_requests,
 )
-from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import (
     INTERFACE,
+    PlacedForward,
     in_decorators,
     names_used,
     rebind,
@@ -53,14 +54,58 @@ from hf_posenc.patching.forwards import (
 )
 from hf_posenc.schemes.positions import exporting, gradients_may_be_shared, traced
 
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import LayerEncoding
+
 #: The argument through which models pass their own relative bias to the attention function.
 POSITION_BIAS = "position_bias"
 _EAGER = "eager"
-#: An architecture's own attention function.
-EAGER_FUNCTION = "eager_attention_forward"
 
 
-class InterfaceAttention(AttentionSite):
+class Rebound(PlacedForward):
+    """Base class of what runs the forward of an attention module with other globals, whose interface calls `attend`.
+
+    No copy takes the rebound forwards along. They are made in advance, so that torch.compile does not trace it.
+    """
+
+    #: The attributes that hold the forwards.
+    rebound: ClassVar[tuple[str, ...]] = ("_forward",)
+    _forward: Callable[..., Any]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self.rebound}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rebind_forward()
+
+    def _rebind_forward(self) -> None:
+        self._forward = self._with_globals({INTERFACE: InterfaceReplacement(self)})
+
+    @property
+    def _decorated(self) -> Any:
+        """The function that is rebound."""
+        return type(self.module).forward if self.inner is None else self.inner.__func__
+
+    def _with_globals(self, replaced: dict[str, Any]) -> types.FunctionType:
+        return in_decorators(self._decorated, rebind(inspect.unwrap(self._decorated), replaced))
+
+
+@dataclass
+class KernelCall:
+    """A call of the attention function `function` of a back-end, with mapped queries and keys."""
+
+    implementation: str | None
+    function: Callable[..., Any]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class InterfaceAttention(Rebound, AttentionSite):
     """An attention module that uses `ALL_ATTENTION_FUNCTIONS`.
 
     Args:
@@ -71,6 +116,8 @@ class InterfaceAttention(AttentionSite):
         native_bias: what happens to a bias that the model passes to the attention function: it is "dropped" if the
             scheme replaces it, "kept" if it is about something else, and refused if it is "unknown".
     """
+
+    rebound = ("_forward", "_rotary_only_forward")
 
     def __init__(
         self,
@@ -87,14 +134,6 @@ class InterfaceAttention(AttentionSite):
         self.calls: PerThread[LayerCall] = PerThread()
         #: Number of rotations so far in the rotary-only forward.
         self.rotations = 0
-        self._rebind_forward()
-
-    def __getstate__(self) -> dict[str, Any]:
-        rebound = ("_full_forward", "_rotary_only_forward")
-        return {name: value for name, value in self.__dict__.items() if name not in rebound}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._rebind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,9 +170,9 @@ class InterfaceAttention(AttentionSite):
             if self.encoding.has_keys and self.intercepts_cache_update:
                 cache = cache_of_call(args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
-                    output = self._full_forward(self.module, *args, **kwargs)
+                    output = self._forward(self.module, *args, **kwargs)
             else:
-                output = self._full_forward(self.module, *args, **kwargs)
+                output = self._forward(self.module, *args, **kwargs)
         finally:
             del calls[depth:]
         if not call.attended:
@@ -156,22 +195,17 @@ class InterfaceAttention(AttentionSite):
         self._rebind_forward()
 
     def _rebind_forward(self) -> None:
-        """Rebinds the module's forward to modified globals. Done in advance, so that torch.compile does not trace it.
+        """The rotary-only forward is used by schemes that change only the rotation.
 
-        The rotary-only forward is used by schemes that change only the rotation. It replaces just the rotary functions
-        and records nothing about the call.
+        It replaces just the rotary functions and records nothing about the call.
         """
-        decorated = type(self.module).forward if self.inner is None else self.inner.__func__
-        forward = inspect.unwrap(decorated)
-        if EAGER_FUNCTION in forward.__globals__:
-            reads_mask(forward.__globals__[EAGER_FUNCTION])
+        forward = inspect.unwrap(self._decorated)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
         replaced |= dict.fromkeys(relative_names(forward), _without_relative_bias)
-        interface = InterfaceReplacement(forward.__globals__[INTERFACE], self)
+        self._forward = self._with_globals(replaced | {INTERFACE: InterfaceReplacement(self)})
         fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
-        self._full_forward = in_decorators(decorated, rebind(forward, replaced | {INTERFACE: interface}))
-        self._rotary_only_forward = in_decorators(decorated, rebind(forward, fast))
+        self._rotary_only_forward = self._with_globals(fast)
 
     @property
     def call(self) -> LayerCall:
@@ -217,10 +251,10 @@ class InterfaceAttention(AttentionSite):
             query, key = self.map_before_kernel(call, query, key)
         call.writes_pages = paged
         attention_mask = self._complete(query, attention_mask, kwargs)
-        one_call = self._attend_pages if paged and self.encoding.reads_pages else self._attend
+        kernel = KernelCall(implementation, function, query, key, value, attention_mask, args, kwargs)
         if split:
-            one_call = self._attend_split
-        return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
+            return self._attend_split(call, kernel)
+        return (self._attend_pages if paged and self.encoding.reads_pages else self._attend)(call, kernel)
 
     def _shared_attention(
         self,
@@ -278,23 +312,13 @@ class InterfaceAttention(AttentionSite):
             return bias if mask is None else mask + bias
         return bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
 
-    def _attend(
-        self,
-        call: LayerCall,
-        implementation: str | None,
-        function: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _attend(self, call: LayerCall, kernel: KernelCall) -> Any:
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
-        attend = function
-        flash = "flash" in (implementation or "")
+        attend, query, key, kwargs = kernel.function, kernel.query, kernel.key, kernel.kwargs
+        flash = "flash" in (kernel.implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
-        zero = self.encoding.zero_below > 0 and self.bias_is_zero(call.state)
+        first = self.encoding.zero_below
+        zero = first > 0 and all_positions_below(call.state, first)
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self._scaling if scaling is None else scaling
@@ -303,74 +327,59 @@ class InterfaceAttention(AttentionSite):
                 query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self._factors_before(factor))
-                bias = self.bias(call, *heads, *factors, mask, flash, self.encoding.rotates_by_input)
-                attend = functools.partial(attend_with_bias, implementation, function, bias)
+                bias = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
+                attend = functools.partial(attend_with_bias, kernel.implementation, attend, bias)
         if self.encoding.logit_scale is not None:
             query = self.scaled(call.state, query)
-        arguments = (self.module, query, key, value, mask, *args)
-        if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
+        arguments = (self.module, query, key, kernel.value, kernel.mask, *kernel.args)
+        if self.encoding.widens_heads and kernel.implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)
 
-    def _attend_pages(
-        self,
-        call: LayerCall,
-        implementation: str | None,
-        function: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _attend_pages(self, call: LayerCall, kernel: KernelCall) -> Any:
         """Same as `_attend` for continuous batching: many requests in one row, with their keys in pages."""
-        features = call.key_features
+        features, (query, key, value) = call.key_features, (kernel.query, kernel.key, kernel.value)
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-        for requests in requests_of(call.state, key.shape[2], mask, kwargs):
+        for requests in requests_of(call.state, key.shape[2], kernel.mask, kernel.kwargs):
             own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
             own.key_features = None if features is None else cut_heads(features, requests.keys)
             if call.rotation is not None:
                 own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
-            heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (key, value)))
-            own_mask = requests.mask(implementation or _EAGER, mask, query.dtype)
-            attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))
-            put(output, requests.queries, attended[0])
+            own_kernel = dataclasses.replace(
+                kernel,
+                query=cut_heads(query, requests.queries),
+                key=cut_heads(key, requests.keys),
+                value=cut_heads(value, requests.keys),
+                mask=requests.mask(kernel.implementation or _EAGER, kernel.mask, query.dtype),
+                kwargs=without_requests(kernel.kwargs),
+            )
+            put(output, requests.queries, self._attend(own, own_kernel)[0])
         return output, None
 
-    def _attend_split(
-        self,
-        call: LayerCall,
-        implementation: str | None,
-        function: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _attend_split(self, call: LayerCall, kernel: KernelCall) -> Any:
         """Same as `_attend` for context parallelism: the queries of this process, with the keys of all."""
         sequence, encoding = call.state.sequence, self.encoding
         assert sequence is not None
-        sequence.check(call.state, mask, encoding.causal)
+        sequence.check(call.state, kernel.mask, encoding.causal)
         features = None
         if encoding.num_features:
             features = sequence.of_all(self.new_features(call) if call.key_features is None else call.key_features)
-        key, value = sequence.of_all(key), sequence.of_all(value)
-        scaling = kwargs.get("scaling")
+        key, value = sequence.of_all(kernel.key), sequence.of_all(kernel.value)
+        scaling = kernel.kwargs.get("scaling")
         factor = self._scaling if scaling is None else scaling
         outputs = []
         for run in sequence.runs:
             seen = run.stop if encoding.causal else key.shape[2]
             own = LayerCall(run.state, call.hidden_states[:, run.queries])
             own.key_features = None if features is None else features[:, :, :seen]
-            heads = query[:, :, run.queries], key[:, :, :seen]
+            heads = kernel.query[:, :, run.queries], key[:, :, :seen]
             form = self.bias(own, *heads, factor, *self._factors_before(factor))
             if encoding.causal:
                 form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
             scaled = heads[0] if encoding.logit_scale is None else self.scaled(run.state, heads[0])
-            attend = attention_without_mask(function, form, self.module, scaled, heads[1], args, kwargs)
+            attend = attention_without_mask(
+                kernel.function, form, self.module, scaled, heads[1], kernel.args, kernel.kwargs
+            )
             outputs.append(attend(self.module, scaled, heads[1], value[:, :, :seen])[0])
         return torch.cat(outputs, 1), None
 
@@ -407,10 +416,10 @@ class InterfaceAttention(AttentionSite):
 
 
 class InterfaceReplacement:
-    """Replaces the attention interface in the globals of one patched module, whose site has a method `attend`."""
+    """Replaces the attention interface in the globals of one patched module."""
 
-    def __init__(self, interface: Any, site: Any) -> None:
-        self.interface = interface
+    def __init__(self, site: Any) -> None:
+        self.interface = inspect.unwrap(site._decorated).__globals__[INTERFACE]
         self.site = site
 
     def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,12 @@
-"""The parts of a scheme at one attention layer, and their changes of its logits: bias and scale."""
+"""The changes that a scheme makes to the logits of one attention layer: bias and scale."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.divided import DividedForm
@@ -25,127 +24,27 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import (
-    all_positions_below,
     key_positions,
     positions_never_decrease,
     require_window,
     slot_distances_are_exact,
 )
-from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.forwards import PlacedForward
 from hf_posenc.schemes.features import pairs_of_parts
-from hf_posenc.schemes.needs import Need, needs_of
 from hf_posenc.schemes.parts import (
     DistanceBias,
     LogitBias,
-    LogitScale,
     PairwiseBias,
     Part,
-    QueryKeyMap,
     SeparableBias,
-    feature_counts,
 )
 from hf_posenc.schemes.positions import AttentionPairs, KeptValues, Positions, assert_in_graph, traced
 from hf_posenc.schemes.refusals import EVICTING_CACHE, POOLED_PATCHES, SLIDING_CACHE
-from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation
 
 if TYPE_CHECKING:
     from hf_posenc.patching.call.attention_site import LayerCall
-    from hf_posenc.patching.call.runtime import StackRuntime
-
-
-@dataclass
-class LayerEncoding:
-    """The parts of a scheme at one attention layer.
-
-    Args:
-        query_key_map: applied to queries and keys, or `None`.
-        logit_bias: added to the logits, or `None`.
-        logit_scale: multiplied with the logits, or `None`.
-        causal: whether the layer's queries see only keys at or before them.
-        num_heads: number of query heads.
-        num_key_value_heads: number of key heads.
-        head_dim: width of the heads the scores are computed from.
-        num_cached_heads: number of key heads that the layer caches; `None` for all of them.
-        shard: the heads of this process, if several processes share the layer (tensor parallelism).
-    """
-
-    query_key_map: QueryKeyMap | None
-    logit_bias: LogitBias | None
-    logit_scale: LogitScale | None
-    causal: bool
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_cached_heads: int | None = None
-    shard: HeadShard | None = None
-
-    def exchange(self, **parts: Part | None) -> None:
-        """Sets other parts, by the names of their fields."""
-        self.__dict__.update(parts)
-        self.__post_init__()
-
-    def __post_init__(self) -> None:
-        # Computed once, because every layer reads these in every call.
-        bias, parts = self.logit_bias, (self.query_key_map, self.logit_bias, self.logit_scale)
-        #: Those that are not `None`.
-        self.parts: list[Part] = [part for part in parts if part is not None]
-        pairwise = bias if isinstance(bias, PairwiseBias) else None
-        own, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
-        #: Number of heads for which the bias caches features next to the keys.
-        self.feature_heads = self.num_key_value_heads if shared else self.num_heads
-        #: Number of features of each of them per token.
-        self.num_features = own + shared
-        if shared:
-            self.num_features = self.num_heads // self.num_key_value_heads * own + shared
-        #: The bias of queries at positions below this is 0.
-        self.zero_below = 0 if pairwise is None else pairwise.zero_below
-        #: Whether the scheme changes keys, or caches something next to them.
-        self.has_keys = self.num_features > 0 or self.query_key_map is not None
-        #: Whether it combines features of neighbouring tokens.
-        self.needs_oldest_keys = pairwise is not None and pairwise.needs_oldest_keys
-        #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
-        summands = self.summands = () if bias is None else tuple(bias.summands())
-        kinds = [isinstance(one, ContextualRotation) for one in summands]
-        whole = self.num_cached_heads in (None, self.num_key_value_heads)
-        self.rotates_by_input = any(kinds)
-        #: Whether it consists of such rotations only.
-        self.only_rotates_by_input = any(kinds) and all(kinds)
-        #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
-        self.rotation_before_cache = rotation_before_cache(summands) if whole and any(kinds) else None
-        #: Whether the map makes queries and keys wider.
-        self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
-        #: Whether the logits change by the same bias in every layer with these parts.
-        self.repeats_bias = (
-            bool(summands)
-            and all(isinstance(one, DistanceBias) for one in summands)
-            and self.logit_scale is None
-            and not self.widens_heads
-            and not (self.query_key_map is not None and self.query_key_map.mapped_again)
-        )
-        #: The same for layers whose parts and heads are the same.
-        self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
-        #: Whether the scheme needs no other change than replacing the rotary function.
-        self.only_rotates = (
-            bias is None
-            and self.logit_scale is None
-            and (
-                self.query_key_map is None
-                or (self.query_key_map.width_factor == 1 and not self.query_key_map.mapped_again)
-            )
-        )
-        #: Whether paged keys (continuous batching) must be read before the attention function is called.
-        self.reads_pages = self.widens_heads or bias is not None
-
-    def needs(self) -> dict[Need, Part]:
-        """What the parts need."""
-        return needs_of(self.parts)
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether a part has parameters."""
-        return any(next(part.parameters(), None) is not None for part in self.parts)
 
 
 _UNEVEN = (
@@ -160,14 +59,12 @@ class LogitSite(PlacedForward):
     The module is an ordinary attribute, so that deep copies and pickles of a site refer to the copied module.
     """
 
-    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
-        super().__init__(module, runtime)
-        self.encoding = encoding
-
     def check_head_count(self, query: Tensor) -> None:
         """Checks the number of heads if the scheme has values for individual heads."""
         encoding = self.encoding
-        if query.shape[1] != encoding.num_heads and (encoding.shard is not None or encoding.has_parameters):
+        if query.shape[1] == encoding.num_heads:
+            return
+        if encoding.shard is not None or any(next(part.parameters(), None) is not None for part in encoding.parts):
             check_heads(encoding.num_heads, query.shape[1])
 
     def refuse_pooled_keys(self, queries: int, keys: int) -> None:
@@ -271,10 +168,6 @@ class LogitSite(PlacedForward):
             features = rotation.key_features(call.hidden_states)
             call.rotation = rotation.factors(features, call.state.positions(), key.dtype)
             return apply_rotation(key, call.rotation, rotation.layout)
-
-    def bias_is_zero(self, state: ForwardState) -> bool:
-        """Whether the bias of all pairs of a call is known to be 0."""
-        return self.encoding.zero_below > 0 and all_positions_below(state, self.encoding.zero_below)
 
     def _distance_form(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
@@ -407,7 +300,7 @@ class LogitSite(PlacedForward):
 
     def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
         """Slots of the first query and of the first key."""
-        offset = state.slot_offset(query_length, key_length)
+        offset = key_length - query_length if state.offset is None else state.offset
         first = first_key_slot(offset, query_length, key_length)
         if isinstance(first, int) and first > 0:
             require_window(state)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import modules_by_stack
 from hf_posenc.patching.anatomy.discovery import WEIGHT_NAMES, table_weight
-from hf_posenc.patching.call.cache_checks import check_cache, in_dtype, refuse_negative
+from hf_posenc.patching.call.cache_checks import in_dtype, vectors
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.grid_state import GridState, numbers_in
 from hf_posenc.patching.forwards import OfStack, PlacedForward, Viewed
@@ -73,10 +73,7 @@ class TableSite(PlacedForward):
             encoded = torch.zeros(1, 1, weight.shape[1], device=weight.device)
         else:
             state = self.runtime.state_for(rows.shape[-1], weight.device)
-            check_cache(self.additive, state)
-            positions = self._positions(state, rows)
-            refuse_negative(state, positions.ids, self.additive.offset)
-            encoded = state.own(self.additive)(positions)
+            encoded = vectors(self.additive, state, lambda: self._positions(state, rows))
         encoded = in_dtype(encoded, weight.dtype)
         return encoded if extras is None else (encoded, *extras)
 
@@ -216,8 +213,7 @@ class AddToHiddenStates(OfStack):
             state = state.of_module(tokens, grid)
             if state.numbered and phases is not None:
                 state = state.in_order(numbers_in(phases))
-        check_cache(self.additive, state)
-        encoded = state.own(self.additive)(state.positions()).to(hidden_states.dtype)
+        encoded = vectors(self.additive, state).to(hidden_states.dtype)
         return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
 
     def _add(self, hidden_states: Tensor, phases: Any) -> Tensor:
@@ -233,10 +229,7 @@ class AddToHiddenStates(OfStack):
             )
         if state.query_length != length:
             state = state.by_slots(length)
-        check_cache(self.additive, state)
-        positions = state.positions()
-        refuse_negative(state, positions.ids, self.additive.offset)
-        encoded = in_dtype(state.own(self.additive)(positions), hidden_states.dtype)
+        encoded = in_dtype(vectors(self.additive, state, state.positions), hidden_states.dtype)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)
 
 
@@ -369,7 +362,9 @@ class SlotBuffers:
                 module._buffers[name] = torch.cat([buffer, more])
             else:
                 rows = buffer.new_zeros(1, max(length, 2 * native))
-                module._buffers[name] = buffer[:, :1] + arange_like(rows) if name == "position_ids" else rows
+                if name == "position_ids":  # 0, 1, 2, ... after the first one.
+                    rows = buffer[:, :1] + rows.new_ones(rows.shape).cumsum(-1) - 1
+                module._buffers[name] = rows
         self.measure(stack)
 
     def measure(self, stack: nn.Module) -> None:
@@ -422,8 +417,3 @@ def _longer_mask(module: nn.Module, mask: Tensor, length: int) -> Tensor:
     if getattr(module, "attention_type", None) == "local":
         longer = longer ^ longer.tril(-config.window_size)
     return longer
-
-
-def arange_like(rows: Tensor) -> Tensor:
-    """`(1, length)`: 0, 1, 2, ... in the dtype and on the device of `rows`."""
-    return rows.new_ones(rows.shape).cumsum(-1) - 1

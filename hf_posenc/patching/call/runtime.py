@@ -10,12 +10,15 @@ checkpointing function of every layer is therefore wrapped to restore the state 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import types
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
@@ -41,8 +44,8 @@ from hf_posenc.patching.call.forward_state import (
     AXES,
     UNKNOWN,
     ForwardState,
-    PerThread,
     SeriesState,
+    for_every_token,
     one_axis,
     padding_mask,
     places_in_sequence,
@@ -53,14 +56,60 @@ from hf_posenc.patching.call.parallel import refuse_unsynchronised
 from hf_posenc.patching.call.split_sequence import gathers_keys, split_sequence
 from hf_posenc.patching.forwards import PlacedForward, Viewed, named_arguments
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.positions import KeptValues, exporting
+from hf_posenc.schemes.positions import KeptValues
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.generation import PagesCheck
+    from hf_posenc.patching.place.generation import CheckedContinuousBatching
     from hf_posenc.patching.place.stack_record import StackRecord
 
+Value = TypeVar("Value")
+_MAIN_THREAD = threading.main_thread().ident
 #: Attributes that hold the checkpointing function: in transformers' layers, and in FSDP's wrappers around them.
 _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+class PerThread(Generic[Value]):
+    """Values of the calls in progress on each thread, the innermost on top.
+
+    A call pushes its value and removes it even if an error or an interrupt occurs::
+
+        own = values.own()
+        depth = len(own)
+        try:
+            own.append(value)
+            ...
+        finally:
+            del own[depth:]
+
+    The last line calls no function, so Python cannot deliver a signal before it completes. It also removes values that
+    inner calls have left behind.
+    """
+
+    def __init__(self) -> None:
+        self._main: list[Value] = []
+        self._others: dict[int, list[Value]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_main": [], "_others": {}}
+
+    def own(self) -> list[Value]:
+        """The calling thread's own stack."""
+        # The id of a thread cannot be traced, so compiled code always uses the stack of the main thread.
+        if is_compiling() or get_ident() == _MAIN_THREAD:
+            return self._main
+        return self._others.setdefault(get_ident(), [])
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a call is in progress on any thread."""
+        return bool(self._main) or any(self._others.values())
+
+    @property
+    def top(self) -> Value | None:
+        """The value on top, or `None`."""
+        # Inlined for speed, because every layer reads it.
+        own = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())
+        return own[-1] if own else None
 
 
 class Recomputation:
@@ -201,7 +250,7 @@ class StackRuntime:
         #: The ids of patched attention modules that have not run since the stack was last searched.
         self.unattended: set[int] = set()
         #: Checks the pages of continuous batching; set while the scheme is in place.
-        self.pages: PagesCheck | None = None
+        self.pages: CheckedContinuousBatching | None = None
         #: The parts, if they have parameters that a wrapper around the model must have; set while they are in place.
         self.replicas: nn.Module | None = None
 
@@ -380,7 +429,7 @@ class StackForward(PlacedForward):
             sequence = split_sequence(self.runtime, stack, arguments, query_length if whole else 0)
         if cache is not None and states_positions(cache):
             given = arguments.get("position_ids")
-            given = None if given is None else _for_every_token(one_axis(given).long(), tokens)
+            given = None if given is None else for_every_token(one_axis(given).long(), tokens)
             if given is not None:
                 self.runtime.slots.reach_positions(stack, given)
             state, columns = evicting_state(cache, stack, tokens, given, arguments.get("attention_mask"))
@@ -391,7 +440,7 @@ class StackForward(PlacedForward):
         padding = None if mask is None else padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
         if position_ids is not None and features is None and not torch.compiler.is_compiling():
-            position_ids = _for_every_token(position_ids, tokens)
+            position_ids = for_every_token(position_ids, tokens)
         generation = None if torch.compiler.is_compiling() else GENERATION.get()
         shows_padding = offset is not None and (padding is not None or mask is None)
         counted = position_ids if generation is not None and coordinates is None and shows_padding else None
@@ -441,16 +490,3 @@ class StackForward(PlacedForward):
             return one_axis(position_ids), None
         coordinates = position_ids[-AXES:] if self.runtime.reads_coordinates else None
         return places_in_sequence(position_ids, cache, offset, padding), coordinates
-
-
-def _for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
-    """Position ids `(batch or 1, query_len)`. A single position is that of all tokens, as in stock models."""
-    if tokens is None or exporting():
-        return position_ids
-    rows, length = position_ids.shape
-    if rows in (1, tokens.shape[0]) and length in (1, tokens.shape[1]):
-        return position_ids.expand(-1, tokens.shape[1])
-    raise ValueError(
-        f"position_ids has the shape {tuple(position_ids.shape)}, but this call has {tokens.shape[1]} new tokens in "
-        f"each of {tokens.shape[0]} rows. Pass a position for each of them; those of cached tokens are known."
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,12 @@ from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
-from hf_posenc.patching.call.forward_state import PerThread
-from hf_posenc.patching.call.logit_site import LayerEncoding
-from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.runtime import PerThread, StackRuntime
 from hf_posenc.patching.forwards import in_decorators, rebind, rotary_names, unknown_seam, view_of
 from hf_posenc.schemes.parts import QueryKeyMap
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import LayerEncoding
 
 
 class ScoresAttention(AttentionSite):
@@ -131,11 +132,7 @@ class ScoresAttention(AttentionSite):
 
     def _rotary(self, function: Any, call: LayerCall) -> Any:
         rotary = rotary_call(function)
-
-        def rotate(*args: Any, **kwargs: Any) -> Any:
-            return self.rotate(call, rotary, args, kwargs)
-
-        return rotate
+        return lambda *args, **kwargs: self.rotate(call, rotary, args, kwargs)
 
     def rotate_pair(self, phases: Any, query: Tensor, key: Tensor) -> Any:
         """Stands in for the rotary method of the module. `query`, `key` are `(batch, heads, query_len, head_dim)`."""

@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
 from hf_posenc.patching.anatomy.architectures.declaration import numbers
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.native_scheme import Rotation
-from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
+from hf_posenc.patching.anatomy.short_runs import NotRunnableError
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, TemporaryChanges
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
@@ -128,12 +128,6 @@ class Grid(Layout):
     def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
         """One image, one video or one spectrogram of the size in the config."""
         given = _spectrogram(module) if _reads_spectrogram(module.config) else _pixels(module)
-        missing = missing_arguments(module, given)
-        if missing:
-            raise NotRunnableError(
-                f"{type(module).__name__} cannot be run to find out how it uses positions: the meaning of its "
-                f"arguments {', '.join(sorted(missing))} is unknown."
-            )
         return {
             name: torch.ones_like(value) if constant and value.is_floating_point() else value
             for name, value in given.items()

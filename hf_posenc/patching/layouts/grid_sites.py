@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.discovery import OwnedTable
-from hf_posenc.patching.call.cache_checks import check_cache
+from hf_posenc.patching.call.cache_checks import vectors
 from hf_posenc.patching.call.grid_state import GridState, pixels_among
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.forwards import PlacedForward, Viewed, forward_parameters, names_used
@@ -306,9 +306,7 @@ class GridTableSite(Viewed, PlacedForward):
         """`(batch or 1, length, hidden)`: the vectors of the scheme."""
         assert self.additive is not None
         tokens = self.runtime.state_for(length, device).by_slots(length)
-        check_cache(self.additive, tokens)
-        encoded: Tensor = tokens.own(self.additive)(tokens.positions())
-        return encoded
+        return vectors(self.additive, tokens)
 
     def native(self, name: str) -> Tensor:
         """The table of the stock model."""

@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
-        """Whether a stack, or a part of a model, has such tokens."""
+        """Whether a stack, or a part of a model, has such tokens. Text alone is asked if it reads ids of tokens."""
         raise NotImplementedError
 
     @classmethod
@@ -294,13 +294,8 @@ def _embeddings(model: PreTrainedModel, length: int, width: int | None = None) -
 def _encoded(module: PreTrainedModel, length: int) -> dict[str, Any]:
     """The output of an encoder, for a module that attends to it."""
     name = "encoder_hidden_states"
-    width = _cross_attention_width(module) if name in forward_parameters(type(module)) else None
-    return {} if width is None else {name: _embeddings(module, length, width)}
-
-
-def _cross_attention_width(model: PreTrainedModel) -> int | None:
-    """Width of the encoder's output that a decoder reads; `None` if it has no cross-attention."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _CROSS_KEYS.search(path):
-            return module.in_features
-    return None
+    reads = name in forward_parameters(type(module))
+    for path, projection in module.named_modules() if reads else ():
+        if isinstance(projection, nn.Linear) and _CROSS_KEYS.search(path):
+            return {name: _embeddings(module, length, projection.in_features)}
+    return {}

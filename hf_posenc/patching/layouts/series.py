@@ -16,9 +16,8 @@ from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.declaration import FRAMES, SAMPLES, numbers, undescribed
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, OwnedTable, first_int, table_origin
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
-from hf_posenc.patching.anatomy.short_runs import NotRunnableError, missing_arguments
 from hf_posenc.patching.anatomy.sites import NamedModule, Stack
-from hf_posenc.patching.call.cache_checks import check_cache
+from hf_posenc.patching.call.cache_checks import vectors
 from hf_posenc.patching.forwards import PlacedForward, Viewed, WithOverrides, forward_parameters, names_used, view_of
 from hf_posenc.patching.layouts.layout import Layout
 from hf_posenc.schemes import LearnedConfig
@@ -110,10 +109,8 @@ class Series(Layout):
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
-        """Whether the forward of a model has an argument for features, and none for token ids."""
+        """Whether the forward of a model has an argument for features."""
         parameters = forward_parameters(type(module))
-        if "input_ids" in parameters:
-            return False
         # The audio encoder of Phi-4 calls its frames `hidden_states`, of a width that its config states.
         frames = "hidden_states" in parameters and isinstance(getattr(module.config, "input_size", None), int)
         return frames or any(name in parameters for name in FEATURES)
@@ -149,12 +146,6 @@ class Series(Layout):
         for name, rule in _RULES.items():
             if name in parameters:
                 given[name] = rule(module, given)
-        missing = missing_arguments(module, given)
-        if missing:
-            raise NotRunnableError(
-                f"{type(module).__name__} needs {' and '.join(missing)}, which is not known, so it cannot be run to "
-                f"find out how it uses positions (its arguments: {', '.join(list(parameters)[1:8])})."
-            )
         if constant:
             axes = _time_axes(given, module)
             period = first_int(module.config, ("patch_length",), 1) if "past_values" in given else 1
@@ -432,9 +423,7 @@ class _Vectors(PlacedForward):
         if self.additive is None:
             return like.new_zeros(()).expand(1, length, like.shape[-1])
         state = self.runtime.state_for(length, like.device)
-        check_cache(self.additive, state)
-        encoded: Tensor = state.own(self.additive)(state.positions())
-        return encoded.to(like.dtype)
+        return vectors(self.additive, state).to(like.dtype)
 
 
 class ConvolutionSite(_Vectors):

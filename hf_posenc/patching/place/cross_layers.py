@@ -7,11 +7,9 @@ from collections.abc import Callable
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.discovery import cross_attentions
-from hf_posenc.patching.anatomy.sites import Stack, build_context, with_layout
-from hf_posenc.patching.call.logit_site import LayerEncoding
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context, with_layout
 from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import needs_of
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
@@ -21,10 +19,10 @@ from hf_posenc.schemes.refusals import CROSS_ATTENTION
 _STATES = "encoder_hidden_states"
 
 
-def cross_layers(
+def cross_parts(
     config: SchemeConfig, stack: Stack, build: Callable[[SchemeConfig, BuildContext, str], SchemeParts]
-) -> dict[str, LayerEncoding]:
-    """The parts of a scheme in each cross-attention layer of a stack, by the path of the module; empty without such.
+) -> list[tuple[AttentionLayer, SchemeParts]]:
+    """Each cross-attention layer of a stack, with the parts of a scheme; empty without such.
 
     Args:
         config: the scheme.
@@ -34,7 +32,7 @@ def cross_layers(
     Raises:
         UnsupportedError: for a scheme or a model that is not supported.
     """
-    found: dict[str, LayerEncoding] = {}
+    found = []
     for attention in cross_attentions(stack):
         name = f"{attention.path} ({type(attention.module).__name__})"
         tokens = stack.layout.takes_tokens and not stack.layout.has_axes
@@ -48,7 +46,7 @@ def cross_layers(
             parts = build(layer_config, build_context(stack, attention), attention.path)
         except UnsupportedError as error:
             raise UnsupportedError(f"In cross-attention, every query sees every key. {error}") from error
-        label = f"the scheme {scheme_label(layer_config)!r} in {name}"
+        label = f"the scheme {layer_config.label!r} in {name}"
         CROSS_ATTENTION.refuse(needs_of(parts), label)
         if any(isinstance(module, RandomizedMap) for part in parts for module in part.modules()):
             raise UnsupportedError(
@@ -59,15 +57,7 @@ def cross_layers(
         if other is not None:
             why = f"it adds a bias to the logits ({type(other).__name__}) that is more than a function of the distance"
             raise UnsupportedError(CROSS_ATTENTION.message(why, label))
-        found[attention.path] = LayerEncoding(
-            parts.query_key_map,
-            parts.logit_bias,
-            None,
-            causal=False,
-            num_heads=attention.num_heads,
-            num_key_value_heads=attention.num_key_value_heads,
-            head_dim=attention.head_dim,
-        )
+        found.append((attention, parts))
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +14,129 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy
 from hf_posenc.patching.anatomy.sites import AddedModule, AttentionLayer, Stack, build_context, with_layout
 from hf_posenc.patching.anatomy.weights import execution_device
-from hf_posenc.patching.call.logit_site import LayerEncoding
+from hf_posenc.patching.call.parallel import HeadShard
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.place.cross_layers import cross_layers
+from hf_posenc.patching.place.cross_layers import cross_parts
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.stack_record import is_attention_site
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes import LayeredConfig, refusals
-from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, check_parts
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.needs import Environment, Need, generation_problems, needs_of
-from hf_posenc.schemes.parts import AdditiveEncoding, Part, Reach, SchemeParts, shortest
+from hf_posenc.schemes.parts import (
+    AdditiveEncoding,
+    DistanceBias,
+    LogitBias,
+    LogitScale,
+    PairwiseBias,
+    Part,
+    QueryKeyMap,
+    Reach,
+    SchemeParts,
+    feature_counts,
+    shortest,
+)
+from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.install import PatchReport
+    from hf_posenc.patching.place.install import PatchReport, UnfilledTable
     from hf_posenc.patching.place.lengths import Lengths
 
 
-class UnfilledTable(NamedTuple):
-    """How many rows of a scheme's table stay random, of how many; rows of the native table; whether it was adopted."""
+@dataclass
+class LayerEncoding:
+    """The parts of a scheme at one attention layer.
 
-    random: int
-    rows: int
-    native_rows: int
-    taken: bool
+    Args:
+        query_key_map: applied to queries and keys, or `None`.
+        logit_bias: added to the logits, or `None`.
+        logit_scale: multiplied with the logits, or `None`.
+        causal: whether the layer's queries see only keys at or before them.
+        num_heads: number of query heads.
+        num_key_value_heads: number of key heads.
+        head_dim: width of the heads the scores are computed from.
+        num_cached_heads: number of key heads that the layer caches; `None` for all of them.
+        shard: the heads of this process, if several processes share the layer (tensor parallelism).
+    """
+
+    query_key_map: QueryKeyMap | None
+    logit_bias: LogitBias | None
+    logit_scale: LogitScale | None
+    causal: bool
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_cached_heads: int | None = None
+    shard: HeadShard | None = None
+
+    @classmethod
+    def of(cls, parts: SchemeParts, attention: AttentionLayer) -> LayerEncoding:
+        """The parts at a layer."""
+        shape = (attention.num_heads, attention.num_key_value_heads, attention.head_dim, attention.num_cached_heads)
+        return cls(parts.query_key_map, parts.logit_bias, parts.logit_scale, attention.causal, *shape)
+
+    def exchange(self, **parts: Part | None) -> None:
+        """Sets other parts, by the names of their fields."""
+        self.__dict__.update(parts)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        # Computed once, because every layer reads these in every call.
+        bias, parts = self.logit_bias, (self.query_key_map, self.logit_bias, self.logit_scale)
+        #: Those that are not `None`.
+        self.parts: list[Part] = [part for part in parts if part is not None]
+        pairwise = bias if isinstance(bias, PairwiseBias) else None
+        own, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
+        #: Number of heads for which the bias caches features next to the keys.
+        self.feature_heads = self.num_key_value_heads if shared else self.num_heads
+        #: Number of features of each of them per token.
+        self.num_features = own + shared
+        if shared:
+            self.num_features = self.num_heads // self.num_key_value_heads * own + shared
+        #: The bias of queries at positions below this is 0.
+        self.zero_below = 0 if pairwise is None else pairwise.zero_below
+        #: Whether the scheme changes keys, or caches something next to them.
+        self.has_keys = self.num_features > 0 or self.query_key_map is not None
+        #: Whether it combines features of neighbouring tokens.
+        self.needs_oldest_keys = pairwise is not None and pairwise.needs_oldest_keys
+        #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
+        summands = self.summands = () if bias is None else tuple(bias.summands())
+        kinds = [isinstance(one, ContextualRotation) for one in summands]
+        whole = self.num_cached_heads in (None, self.num_key_value_heads)
+        self.rotates_by_input = any(kinds)
+        #: Whether it consists of such rotations only.
+        self.only_rotates_by_input = any(kinds) and all(kinds)
+        #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
+        self.rotation_before_cache = rotation_before_cache(summands) if whole and any(kinds) else None
+        #: Whether the map makes queries and keys wider.
+        self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
+        #: Whether the logits change by the same bias in every layer with these parts.
+        self.repeats_bias = (
+            bool(summands)
+            and all(isinstance(one, DistanceBias) for one in summands)
+            and self.logit_scale is None
+            and not self.widens_heads
+            and not (self.query_key_map is not None and self.query_key_map.mapped_again)
+        )
+        #: The same for layers whose parts and heads are the same.
+        self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
+        #: Whether the scheme needs no other change than replacing the rotary function.
+        self.only_rotates = (
+            bias is None
+            and self.logit_scale is None
+            and (
+                self.query_key_map is None
+                or (self.query_key_map.width_factor == 1 and not self.query_key_map.mapped_again)
+            )
+        )
+        #: Whether paged keys (continuous batching) must be read before the attention function is called.
+        self.reads_pages = self.widens_heads or bias is not None
+
+    def needs(self) -> dict[Need, Part]:
+        """What the parts need."""
+        return needs_of(self.parts)
 
 
 class StackEncoding(nn.Module):
@@ -85,24 +180,14 @@ class StackEncoding(nn.Module):
             parts = self._parts(layer_config, context, attention.path)
             for environment in _environments(stack, attention):
                 layer = f"layer {attention.layer} ({type(attention.module).__name__})"
-                environment.refuse(needs_of(parts), f"the scheme {scheme_label(layer_config)!r} in {layer}")
+                environment.refuse(needs_of(parts), f"the scheme {layer_config.label!r} in {layer}")
             stack.layout.check_parts(layer_config, parts)
             additive_layers.setdefault(layer_config, parts.additive)
-            self.layers.append(
-                LayerEncoding(
-                    parts.query_key_map,
-                    parts.logit_bias,
-                    parts.logit_scale,
-                    attention.causal,
-                    attention.num_heads,
-                    attention.num_key_value_heads,
-                    attention.head_dim,
-                    attention.num_cached_heads,
-                )
-            )
+            self.layers.append(LayerEncoding.of(parts, attention))
         scheme = config.within_and_across()[1]
         if scheme is not None:
-            self.cross = cross_layers(scheme, stack, self._parts)
+            found = cross_parts(scheme, stack, self._parts)
+            self.cross = {attention.path: LayerEncoding.of(parts, attention) for attention, parts in found}
             self.runtime.reads_encoder = bool(self.cross)
         self._built.clear()
         self.additive = _one_additive(additive_layers)
@@ -157,7 +242,7 @@ class StackEncoding(nn.Module):
         owners: dict[str | None, tuple[int, Any]] = {}
         for attention, layer in zip(stack.attentions, self.layers, strict=True):
             mapped = (layer.query_key_map, layer.rotation_before_cache)
-            if not _reads_earlier_keys(attention.module):
+            if not attention.reads_earlier_keys:
                 owners[attention.layer_type] = (attention.layer, mapped)
                 continue
             source, found = owners.get(attention.layer_type, (None, mapped))
@@ -178,37 +263,6 @@ class StackEncoding(nn.Module):
             for part in layer.parts:
                 part.to(execution_device(stack.module.get_submodule(path)))
 
-    def adopt(self, stack: Stack) -> list[str]:
-        """Copies native weights into parts that can use them; returns what was adopted."""
-        adopted = []
-        vectors = None if self.additive is None else stack.layout.native_vectors(stack, self.additive)
-        if self.additive is not None and vectors is not None:
-            table, path = vectors
-            if table.device.type != "meta" and self._takes_over(self.additive, table):
-                adopted.append(f"additive: {path}")
-        for index, (attention, layer) in enumerate(zip(stack.attentions, self.layers, strict=True)):
-            native = stack.layout.native_bias(stack, attention)
-            if layer.logit_bias is None or native is None or native.device.type == "meta":
-                continue
-            # The other layers copy the same numbers into a part that they share.
-            first = all(layer.logit_bias is not other.logit_bias for other in self.layers[:index])
-            if self._takes_over(layer.logit_bias, native) if first else layer.logit_bias.adopt(native):
-                adopted.append(f"logit_bias: {attention.path}")
-        return adopted
-
-    def _takes_over(self, part: Part, native: Tensor) -> bool:
-        """Whether a part copies a native table; notes the rows that keep their random numbers."""
-        before = {name: weight.detach().clone() for name, weight in part.named_parameters()}
-        taken = bool(part.adopt(native))
-        for name, weight in part.named_parameters():
-            rows = (weight.detach() == before[name]).all(-1) if weight.ndim else weight.new_zeros(())
-            # Tables of another kind, such as that of DeBERTa for T5's buckets, are not expected to fit.
-            same_kind = weight.shape[-1:] == native.shape[-1:] and native.ndim - weight.ndim in (0, 1)
-            unfilled = UnfilledTable(int(rows.sum()), rows.numel(), math.prod(native.shape[:-1]), taken)
-            if same_kind and unfilled.random and type(part).adopt is not Part.adopt and unfilled not in self.unfilled:
-                self.unfilled.append(unfilled)
-        return taken
-
 
 def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
     if len(found) > 1 and any(part is not None for part in found.values()):
@@ -228,14 +282,9 @@ def _environments(stack: Stack, attention: AttentionLayer) -> Iterator[Environme
         (attention.sparse, refusals.SPARSE_ATTENTION),
         (hasattr(attention.module, "kv_lora_rank"), refusals.LATENT_ATTENTION),
         (getattr(attention.module, "attn_logit_softcapping", None), refusals.CAPPED_LOGITS),
-        (_reads_earlier_keys(attention.module), refusals.SHARED_KEYS),
+        (attention.reads_earlier_keys, refusals.SHARED_KEYS),
     )
     yield from (environment for applies, environment in found if applies)
-
-
-def _reads_earlier_keys(module: nn.Module) -> bool:
-    """Whether a layer reads the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
-    return bool(getattr(module, "is_kv_shared_layer", False))
 
 
 class PositionEncoding(AddedModule):
@@ -261,7 +310,7 @@ class PositionEncoding(AddedModule):
     @property
     def label(self) -> str:
         """The scheme in messages."""
-        return f"the scheme {scheme_label(self.config)!r}"
+        return f"the scheme {self.config.label!r}"
 
     @property
     def lengths(self) -> Lengths | None:
@@ -371,22 +420,11 @@ def build_encoding(
     """
     built = dict(kept or {})
     for stack in stacks:
-        if stack.name in built:
-            continue
-        scheme = scheme_of(config, stack.part)
-        assert scheme is not None
-        built[stack.name] = StackEncoding(scheme, stack, device)
+        if stack.name not in built:
+            scheme = config.for_part(stack.part)
+            assert scheme is not None
+            built[stack.name] = StackEncoding(scheme, stack, device)
     return PositionEncoding(config, {stack.name: built[stack.name] for stack in stacks})
-
-
-def scheme_of(config: SchemeConfig, part: str) -> SchemeConfig | None:
-    """The scheme of one part of a model; `None` for a part that keeps its native positions."""
-    return config.by_part().get(part) if isinstance(config, PartsConfig) else config
-
-
-def parts_named(config: SchemeConfig) -> tuple[str, ...] | None:
-    """The parts of a composite model that have a scheme; `None` if the config does not name parts."""
-    return config.names if isinstance(config, PartsConfig) else None
 
 
 def encodings(model: nn.Module) -> list[PositionEncoding]:
@@ -451,14 +489,9 @@ def refuse_changed(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"This {type(model).__name__} is not saved or exported: {problem}")
 
 
-def named_part(model: PreTrainedModel, part: str | None) -> str:
-    """The name of a part of a model; `None` stands for the one that `patch_model` patches by default."""
-    return Anatomy(model).part(part)
-
-
 def scheme_in_part(encoding: PositionEncoding | None, part: str) -> SchemeConfig | None:
     """The scheme in force in a part; `None` if the part has its native positions."""
-    return None if encoding is None else scheme_of(encoding.config, part)
+    return None if encoding is None else encoding.config.for_part(part)
 
 
 def stacks_in_part(encoding: PositionEncoding, part: str) -> dict[str, StackEncoding]:

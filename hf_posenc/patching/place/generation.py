@@ -9,6 +9,7 @@ Transformers runs `generate_batch` in a thread that logs its errors and returns 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -25,10 +26,9 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from hf_posenc.attention.key_channels import num_channels
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import GENERATION, Generation, cache_argument, note_of, set_note
-from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import WithOverrides
-from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, is_length_dependent
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.refusals import GROWING_CACHE, PAGES, PAGES_IN_GRAPHS, PAGES_OF_FLASH
 
@@ -219,9 +219,8 @@ class CheckedContinuousBatching(CheckedMethod):
         super().place(encoding, model)
         if hasattr(model, cls.method):
             encoding.record.journal.put_aside(model, KEPT_MANAGER)
-            check = PagesCheck(encoding, model)
             for stack in encoding.stacks.values():
-                stack.runtime.pages = check
+                stack.runtime.pages = model.__dict__[cls.method]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Starts continuous batching."""
@@ -239,7 +238,7 @@ class CheckedContinuousBatching(CheckedMethod):
         manager = self.__wrapped__(**given)
         width = _needed_width(self.encoding, self.model)
         if any(width > layer.head_dim for layer in layers) and manager.batch_processor is None:
-            manager._create_batch_processor = WidePages(manager, width)
+            manager._create_batch_processor = functools.partial(_with_wide_pages, manager, width)
         return manager
 
     def _settings(self, given: dict[str, Any]) -> ContinuousBatchingConfig:
@@ -257,16 +256,11 @@ class CheckedContinuousBatching(CheckedMethod):
         settings.auto_switch_to_flash = False
         return settings
 
-
-class PagesCheck:
-    """Checks the pages of a call once, for managers that were created before the scheme was placed."""
-
-    def __init__(self, encoding: PositionEncoding, model: Any) -> None:
-        self.encoding = encoding
-        self.model = model
-
     def check(self, cache: Any) -> None:
-        """Checks the cache of a call in the manager's thread, which passes errors to the caller of every request."""
+        """Checks the pages of a call once, for managers that were created before the scheme was placed.
+
+        It runs in the manager's thread, which passes errors to the caller of every request.
+        """
         if note_of(cache, _CHECKED_FOR) is self:
             return
         refuse_pages(self.encoding, self.model)
@@ -292,12 +286,11 @@ def _needed_width(encoding: PositionEncoding, model: Any) -> int:
 
 def refuse_pages(encoding: PositionEncoding, model: Any) -> None:
     """Refuses a scheme that cannot be computed from paged keys."""
-    for site in encoding.record.journal.forwards():
-        if isinstance(site, ScoresAttention):
-            raise UnsupportedError(
-                f"Continuous batching cannot run {encoding.label}: {type(site.module).__name__} computes its scores "
-                f"itself, without the attention interface that reads paged keys. {PAGES.remedy}"
-            )
+    for site in encoding.record.placed(ScoresAttention):
+        raise UnsupportedError(
+            f"Continuous batching cannot run {encoding.label}: {type(site.module).__name__} computes its scores "
+            f"itself, without the attention interface that reads paged keys. {PAGES.remedy}"
+        )
     if is_length_dependent(encoding):
         PAGES.refuse(encoding.needs(), encoding.label)
     if "flash" in (model.config._attn_implementation or ""):
@@ -357,27 +350,19 @@ def width_of_pages(cache: Any, head_dim: int) -> int | None:
     return head_dim if isinstance(cache, PagedAttentionCache) else None
 
 
-class WidePages:
-    """Replaces a manager's `_create_batch_processor` to create a cache with wide pages.
+def _with_wide_pages(manager: Any, width: int) -> Any:
+    """Replaces a manager's `_create_batch_processor`: makes the processor with wide pages, or resets it.
 
     Pages are as wide as the heads in the config. Keys are wider with some maps, and with cached features of a bias.
     """
-
-    def __init__(self, manager: Any, width: int) -> None:
-        self.manager = manager
-        self.width = width
-
-    def __call__(self) -> Any:
-        """Creates the batch processor, or resets the existing one."""
-        manager, model = self.manager, self.manager.model
-        text_config = WithOverrides(model.config.get_text_config(), head_dim=self.width)
-        # Transformers 5.16 reads the width from the config itself.
-        config = WithOverrides(model.config, get_text_config=lambda *_, **__: text_config, head_dim=self.width)
-        seen = WithOverrides(manager, model=WithOverrides(model, config=config))
-        processor = type(manager)._create_batch_processor(seen)
-        if "update" not in vars(processor.cache):
-            processor.cache.update = _PaddedUpdate(processor.cache, self.width)
-        return processor
+    text_config = WithOverrides(manager.model.config.get_text_config(), head_dim=width)
+    # Transformers 5.16 reads the width from the config itself.
+    config = WithOverrides(manager.model.config, get_text_config=lambda *_, **__: text_config, head_dim=width)
+    seen = WithOverrides(manager, model=WithOverrides(manager.model, config=config))
+    processor = type(manager)._create_batch_processor(seen)
+    if "update" not in vars(processor.cache):
+        processor.cache.update = _PaddedUpdate(processor.cache, width)
+    return processor
 
 
 class _PaddedUpdate:

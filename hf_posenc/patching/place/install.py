@@ -7,14 +7,15 @@ single process. Only the values computed from them are split, by the parts in `p
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
@@ -24,20 +25,16 @@ from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, RotaryModuleSite
 from hf_posenc.patching.call.parallel import HeadShard, refuse_replicas, split_part
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, unrotated
-from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
+from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, StackEncoding
 from hf_posenc.patching.place.record import Journal, SchemeRecord
 from hf_posenc.patching.place.stack_record import StackRecord
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -157,6 +154,48 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     return report
 
 
+class UnfilledTable(NamedTuple):
+    """How many rows of a scheme's table stay random, of how many; rows of the native table; whether it was adopted."""
+
+    random: int
+    rows: int
+    native_rows: int
+    taken: bool
+
+
+def adopt_native(encoding: StackEncoding, stack: Stack) -> list[str]:
+    """Copies native weights into parts that can use them; returns what was adopted."""
+    adopted = []
+    vectors = None if encoding.additive is None else stack.layout.native_vectors(stack, encoding.additive)
+    if encoding.additive is not None and vectors is not None:
+        table, path = vectors
+        if table.device.type != "meta" and _takes_over(encoding, encoding.additive, table):
+            adopted.append(f"additive: {path}")
+    for index, (attention, layer) in enumerate(zip(stack.attentions, encoding.layers, strict=True)):
+        native = stack.layout.native_bias(stack, attention)
+        if layer.logit_bias is None or native is None or native.device.type == "meta":
+            continue
+        # The other layers copy the same numbers into a part that they share.
+        first = all(layer.logit_bias is not other.logit_bias for other in encoding.layers[:index])
+        if _takes_over(encoding, layer.logit_bias, native) if first else layer.logit_bias.adopt(native):
+            adopted.append(f"logit_bias: {attention.path}")
+    return adopted
+
+
+def _takes_over(encoding: StackEncoding, part: Part, native: Tensor) -> bool:
+    """Whether a part copies a native table; notes the rows that keep their random numbers."""
+    before = {name: weight.detach().clone() for name, weight in part.named_parameters()}
+    taken = bool(part.adopt(native))
+    for name, weight in part.named_parameters():
+        rows = (weight.detach() == before[name]).all(-1) if weight.ndim else weight.new_zeros(())
+        # Tables of another kind, such as that of DeBERTa for T5's buckets, are not expected to fit.
+        same_kind = weight.shape[-1:] == native.shape[-1:] and native.ndim - weight.ndim in (0, 1)
+        unfilled = UnfilledTable(int(rows.sum()), rows.numel(), math.prod(native.shape[:-1]), taken)
+        if same_kind and unfilled.random and type(part).adopt is not Part.adopt and unfilled not in encoding.unfilled:
+            encoding.unfilled.append(unfilled)
+    return taken
+
+
 def _silence_relative(attention: AttentionLayer, journal: Journal) -> None:
     relative = attention.relative
     assert relative is not None
@@ -255,8 +294,7 @@ def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
         return
     plan = getattr(model, "tp_plan", None) or {}
     paths = {id(module): path for path, module in model.named_modules()}
-    placed = [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
-    sites = [site for site in placed if site.encoding.shard is None]
+    sites = [site for site in encoding.record.placed(AttentionSite) if site.encoding.shard is None]
     _refuse_split_sequences(plan, encoding)
     known: dict[int, Part] = {}
     for site in sites:
@@ -356,7 +394,7 @@ def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_nat
     Raises:
         UnsupportedError: if the scheme rotates queries in another way than the stock model.
     """
-    sites = [site for site in encoding.record.journal.forwards() if isinstance(site, RotaryModuleSite)]
+    sites = encoding.record.placed(RotaryModuleSite)
     if sites and not is_native:
         ADAPTION_PROMPTS.refuse(encoding.needs(), encoding.label)
     for site in sites:

@@ -18,7 +18,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import transformers
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.discovery import OwnedTable
     from hf_posenc.patching.place.lengths import Lengths
 
+Site = TypeVar("Site", bound=PlacedForward)
 #: Types whose values are compared, not their identity.
 _PLAIN = (int, float, str)
 
@@ -250,6 +251,10 @@ class SchemeRecord:
         """Takes over what belongs to the model and not to its scheme: lengths, weights and fields of the config."""
         self.lengths_by_part, self.stacks = dict(previous.lengths_by_part), dict(previous.stacks)
         self.base_weights = previous.base_weights
+
+    def placed(self, kind: type[Site]) -> list[Site]:
+        """The forwards of a kind that are in effect."""
+        return [forward for forward in self.journal.forwards() if isinstance(forward, kind)]
 
     def stacks_by_path(self) -> dict[str, StackRecord]:
         """The stacks by the name that their config has in the model's config; "" for the config itself."""

@@ -13,6 +13,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +26,12 @@ from hf_posenc.patching.anatomy.discovery import cross_attentions
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cross_attention import CrossAttention
-from hf_posenc.patching.call.logit_site import LayerEncoding
 from hf_posenc.patching.call.module_sites import AddToHiddenStates, TableSite
 from hf_posenc.patching.forwards import PlacedForward, forward_on_instance, leads_to, registered_function, remove_hook
 from hf_posenc.patching.place.config_entry import changed_fields, position_fields
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.encoding import StackEncoding
+    from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding
     from hf_posenc.patching.place.record import Journal
 
 #: The field of a config that names its attention function.
@@ -243,7 +243,7 @@ class StackRecord:
         if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in _KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
-        in_use = [*self._attentions_in_use(), *self._attentions_in_use(_is_cross_attention)]
+        in_use = [*self._attentions_in_use(), *self._attentions_in_use(partial(is_attention_site, kind=CrossAttention))]
         if same_depth and [*map(id, in_use)] == [*map(id, (*self.attentions, *self.across))]:
             return ""
         return (
@@ -466,13 +466,9 @@ def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     return list({id(module): module for module in (stack, *above)}.values())
 
 
-def _is_cross_attention(module: nn.Module) -> bool:
-    return isinstance(forward_on_instance(module), CrossAttention)
-
-
-def is_attention_site(module: nn.Module) -> bool:
+def is_attention_site(module: nn.Module, kind: type[PlacedForward] = AttentionSite) -> bool:
     """Whether a module is a patched attention layer, of this model or of one that shares it."""
-    return isinstance(forward_on_instance(module), AttentionSite)
+    return isinstance(forward_on_instance(module), kind)
 
 
 def _has_forward(module: nn.Module) -> bool:

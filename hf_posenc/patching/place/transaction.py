@@ -30,7 +30,6 @@ from hf_posenc.patching.place.encoding import (
     encodings,
     is_length_dependent,
     parameter_count,
-    parts_named,
 )
 from hf_posenc.patching.place.generation import (
     CheckedContinuousBatching,
@@ -42,6 +41,7 @@ from hf_posenc.patching.place.install import (
     PartParameters,
     PatchReport,
     StackReport,
+    adopt_native,
     install_stack,
     refuse_late_parameters,
     split_heads,
@@ -52,7 +52,6 @@ from hf_posenc.patching.place.stack_record import StacksInside
 from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import of_parts
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 
 
 class Transaction:
@@ -107,7 +106,7 @@ class Transaction:
                 exchanged since, new parts take over the parameters of the layers that are still there.
         """
         anatomy = self.anatomy
-        stacks = anatomy.stacks(parts_named(config)) if stacks is None else stacks
+        stacks = anatomy.stacks(config.part_names) if stacks is None else stacks
         found = {stack.name: stack for stack in stacks}
         before = {name: self.encoding.record.stacks[name] for name in kept or {}} if self.encoding is not None else {}
         moved = {name: placed for name, placed in before.items() if name in found and not placed.holds(found[name])}
@@ -247,7 +246,7 @@ class Transaction:
 
     def _holds(self, encoding: PositionEncoding) -> bool:
         """Whether the layers in which an encoding was placed are still those of the model."""
-        stacks = self.anatomy.stacks(parts_named(encoding.config))
+        stacks = self.anatomy.stacks(encoding.config.part_names)
         return all(encoding.record.stacks[stack.name].holds(stack) for stack in stacks)
 
     def change(self) -> str:
@@ -263,7 +262,7 @@ class Transaction:
 
     def _refuse_foreign_forwards(self, encoding: PositionEncoding | None) -> None:
         """Refuses a model in which another library has replaced a forward that an encoding has to replace."""
-        for stack in [] if encoding is None else self.anatomy.stacks(parts_named(encoding.config)):
+        for stack in [] if encoding is None else self.anatomy.stacks(encoding.config.part_names):
             for site in (*stack.attentions, *stack.rotaries, *stack.layout.vector_sites(stack)):
                 refuse_foreign_forward(site.module, f"{stack.path}.{site.path}".lstrip("."))
             for path in [] if encoding is None else encoding.stacks[stack.name].cross:
@@ -286,7 +285,7 @@ class Transaction:
         The model is marked as patched before the first change takes effect.
         """
         model, record, journal, anatomy = self.model, encoding.record, encoding.record.journal, self.anatomy
-        stacks, base = anatomy.stacks(parts_named(encoding.config)), model.base_model
+        stacks, base = anatomy.stacks(encoding.config.part_names), model.base_model
         _mark_as_patched(base, encoding)
         if record.own is None or not record.own.belongs_to(model):
             record.own = OwnConfig(model)
@@ -298,7 +297,7 @@ class Transaction:
         if any(stack.module is not model for stack in stacks):
             journal.add_forward_pre_hook(model, StacksInside(model, [stack.module for stack in stacks]))
         untouched = [part for part in anatomy.parts if part not in {stack.part for stack in stacks}]
-        label, kind = scheme_label(encoding.config), type(model).__name__
+        label, kind = encoding.config.label, type(model).__name__
         encoding.report = PatchReport(label, kind, parameter_count(encoding), reports, untouched)
         with_parameters = {
             id(stack.module): encoding.stacks[stack.name]
@@ -330,7 +329,7 @@ class Transaction:
         for stack in stacks:
             placed = encoding.stacks[stack.name]
             if placed.adopted is None:
-                placed.adopted = placed.adopt(stack)
+                placed.adopted = adopt_native(placed, stack)
             placed.runtime.recomputation.removed = False
             report = install_stack(stack, placed, encoding.record)
             report.adopted = placed.adopted

@@ -12,7 +12,6 @@ from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject, shortened
 from hf_posenc.plots.style import palette
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import PositionMap
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
@@ -101,7 +100,7 @@ def layers(subject: Subject) -> Figure:
     assert isinstance(config, LayeredConfig)
     count = len(config.layers) if isinstance(config, ScheduleConfig) else _LAYERS
     types = ["full_attention" if (layer + 1) % _PERIOD == 0 else "sliding_attention" for layer in range(count)]
-    schemes = [scheme_label(config.for_layer(layer, kind)) for layer, kind in enumerate(types)]
+    schemes = [config.for_layer(layer, kind).label for layer, kind in enumerate(types)]
     names = list(dict.fromkeys(schemes))
     figure, (axes,) = panels(config.name, 1, 1, 0.9 + 0.42 * len(names))
     rows = [names.index(scheme) for scheme in schemes]

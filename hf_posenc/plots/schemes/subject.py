@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_posenc.metrics.properties.specimen import build_parts
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.positions import Positions, integer_range
@@ -51,7 +50,7 @@ class Subject:
     @property
     def title(self) -> str:
         """The name with the options that differ from their defaults, and whether parameters were drawn larger."""
-        label = scheme_label(self.config)
+        label = self.config.label
         if not self.enlarged:
             return shortened(label, 75)
         return shortened(label, 45) + ", with random untrained values"

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy
 from hf_posenc.patching.call.attention_site import AttentionSite
-from hf_posenc.patching.call.logit_site import LayerEncoding
-from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
+from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, stacks_in_part
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias

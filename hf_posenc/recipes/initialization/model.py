@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_posenc.patching.anatomy.anatomy import Anatomy
-from hf_posenc.patching.call.logit_site import LayerEncoding
-from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
+from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import places_of_parts
 from hf_posenc.recipes.initialization.logits import layers_of, mean_logits, readers_of, recorded_heads

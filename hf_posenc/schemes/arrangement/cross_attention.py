@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from hf_posenc.schemes.arrangement.native import names_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, nested_scheme
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, names_native
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.registry import SchemeLike, as_scheme, register_scheme
 from hf_posenc.schemes.scheme import option

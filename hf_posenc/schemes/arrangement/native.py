@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
-from hf_posenc.schemes.config import walk
+from hf_posenc.schemes.config import names_native, walk
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
 from hf_posenc.schemes.scheme import SchemeConfig, option, register_scheme
@@ -39,17 +39,13 @@ class NativeConfig(SchemeConfig):
 
     name: ClassVar[str] = "native"
     combinator: ClassVar[bool] = True
+    stands_for_native: ClassVar[bool] = True
     without_parts: ClassVar[str] = (
         "stands for the native scheme of a model, which only patch_model(model, ...) can determine. Name the scheme, "
         "or pass native_scheme(model)."
     )
 
     scaling: RopeScaling | None = option(None, check_scaling)
-
-
-def names_native(config: SchemeConfig) -> bool:
-    """Whether a config, or any config inside it, is `NativeConfig`."""
-    return any(isinstance(nested, NativeConfig) for nested in walk(config))
 
 
 def asked_scalings(config: SchemeConfig) -> list[RopeScaling]:

@@ -7,6 +7,7 @@ generator of the caller is not used.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.extensions import import_named_modules
+from hf_posenc.extensions import MODULES, import_named_modules
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.needs import Environment
 
@@ -148,7 +149,8 @@ def register_architecture(*model_types: str, architecture: Architecture) -> None
 
 def architecture_of(config: Any) -> Architecture:
     """The declaration for a config; an empty one if its architecture needs none."""
-    import_named_modules()
+    if MODULES in os.environ:
+        import_named_modules()
     return _ARCHITECTURES.get(getattr(config, "model_type", ""), _ORDINARY)
 
 
