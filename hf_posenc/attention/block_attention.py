@@ -7,12 +7,11 @@ the logits is the gradient of the bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.errors import UnsupportedError
@@ -43,33 +42,6 @@ def block_attention(
     else:
         output = _forward(query, key, value, bias, scaling)
     return output.transpose(1, 2)
-
-
-def attention_with_matrix(
-    rows: Callable[[Tensor], Tensor], is_shared: Callable[[], bool], scaling: float, may_be_empty: bool
-) -> Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, None]]:
-    """Attention with all rows of a bias at once.
-
-    Args:
-        rows: computes the bias for a query.
-        is_shared: whether layers may share it.
-        scaling: as in `block_attention`.
-        may_be_empty: as in `block_attention`.
-
-    Returns:
-        A function `(module, query, key, value)`. Its results are `(batch, query_len, heads, value_dim)`, and `None` for
-        the probabilities.
-    """
-    known: list[Tensor] = []
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        query, key, value = autocast_inputs(query, key, value)
-        bias = known[0] if known else rows(query)
-        if not known and is_shared():
-            known.append(bias)
-        return block_attention(query, key, value, bias, scaling, may_be_empty), None
-
-    return attention
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
@@ -108,7 +80,7 @@ class _BlockAttention(torch.autograd.Function):
             of_query = torch.baddbmm(queries, of_scores, keys, beta=0, alpha=ctx.scaling)
             of_key = torch.baddbmm(keys, of_scores.transpose(1, 2), queries, beta=0, alpha=ctx.scaling)
         of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype)
-        if bias.shape[0] == 1:
+        if bias.shape[0] != query.shape[0]:
             of_bias = of_bias.sum(0, keepdim=True)
         heads_first = (
             found.reshape(like.shape).to(like.dtype)
