@@ -291,12 +291,7 @@ class AttentionPairs:
     @property
     def uncounted(self) -> Tensor:
         """`(batch or 1, 1, query_len, key_len)` bool: keys after the query, and padding."""
-
-        def compute() -> Tensor:
-            later = (self.slot_distance > 0)[None, None]
-            return later | self.keys.padding.unsqueeze(2) if self.keys.may_hold_padding else later
-
-        return self.remembered("uncounted", compute)
+        return self.remembered("uncounted", lambda: (self.slot_distance > 0) | self.keys.padding.unsqueeze(2))
 
     @property
     def is_small(self) -> bool:

@@ -382,10 +382,6 @@ class ForwardState:
         self.scratch["count", kind] = count + 1
         return count
 
-    def known(self, key: Hashable) -> Any:
-        """The value that `shared` has stored for this key, or `None`."""
-        return self.scratch.get((key, self.device, torch.is_grad_enabled()))
-
 
 @dataclass
 class SeriesState(ForwardState):

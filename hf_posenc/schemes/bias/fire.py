@@ -54,13 +54,10 @@ class FireBias(PairwiseBias):
 
     def normalized_distance(self, pairs: AttentionPairs) -> Tensor:
         """Returns the network's input, `(batch or 1, query_len, key_len)` float32; 0 on the diagonal."""
-
-        def farthest() -> Tensor:
-            return (pairs.query_positions if self.causal else pairs.keys.lengths - 1).float()
-
+        farthest = pairs.query_positions if self.causal else pairs.keys.lengths - 1
         # A padding query has a negative position. The threshold replaces it, as for every early query.
         c, threshold = pairs.keys.kept(self, "scale", lambda: (self.c.float().abs(), self.threshold))
-        normalizer = torch.maximum(pairs.remembered(f"farthest {self.causal}", farthest), threshold)
+        normalizer = torch.maximum(farthest.float(), threshold)
         longest = torch.log1p(c * normalizer) + self.config.epsilon
         return torch.log1p(c * pairs.steps) / longest.unsqueeze(-1)
 

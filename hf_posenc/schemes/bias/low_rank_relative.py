@@ -53,11 +53,8 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
         _, last = pairs.occurring(0, window - 1)
         products = (mixture @ self.profiles[:, : last + 1].float()).transpose(1, 2)
         bias = select_rows(products, clipped_rows(pairs, 0, last, back=True))
-
-        def outside() -> Tensor:
-            return ((pairs.distance > 0) | (pairs.distance <= -window)).unsqueeze(1)
-
-        return bias.masked_fill(pairs.remembered(f"outside of {window}", outside), 0.0)
+        outside = pairs.remembered(f"outside {window}", lambda: (pairs.distance > 0) | (pairs.distance <= -window))
+        return bias.masked_fill(outside.unsqueeze(1), 0.0)
 
 
 @register_scheme

@@ -79,12 +79,7 @@ class SelectiveRotation(ContextualRotation):
         return _along_tokens(self._sums(_along_tokens(features, order), neighbours), back)
 
     def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
-        """`angles` for tokens without padding between them.
-
-        Args:
-            features: as in `angles`.
-            neighbours: of `_neighbours`.
-        """
+        """`angles` for tokens without padding between them, and the `_neighbours` of these."""
         count, length = self.kernel.shape[1], features.shape[-2]
         current = features if self.gate_weight is None else features[..., :count]
         *kernel, own = self.kernel.float().unsqueeze(-3).unbind(-1)
