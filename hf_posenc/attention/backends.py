@@ -24,6 +24,7 @@ support training a learned bias: see `hf_posenc.attention.fused_attention`.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_posenc.attention.block_attention import autocast_inputs
+from hf_posenc.attention.block_attention import attention_with_matrix, autocast_inputs, for_kernel
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.by_blocks import attention_by_blocks
@@ -44,6 +45,8 @@ from hf_posenc.attention.forms import (
     FusedForm,
     RowsForm,
     SeparableForm,
+    has_shared_rows,
+    masked_rows,
 )
 from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.errors import UnsupportedError
@@ -150,7 +153,7 @@ def attention_with(
     if stock_sdpa and not exporting() and isinstance(form, DistanceForm):
         return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
     if stock_sdpa and not exporting() and mask is None:
-        return _with_mask(function, _as_mask(form.rows(), query), args, kwargs)
+        return _with_mask(function, for_kernel(form.rows(), query), args, kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return _with_given(_attend_dense, name, function, form, mask, args, kwargs)
 
@@ -279,9 +282,12 @@ def _sdpa_with(
     if compiling:
         return _with_given(_attend_dense, "sdpa", function, form, mask, args, kwargs)
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
-    whole = shared or (short and numbers <= sizes.kept_numbers)
-    by_blocks = attention_by_blocks(None, form, causal, query, key, mask, args, kwargs, whole)
-    if whole or not isinstance(form, DividedForm) or not causal:
+    if shared or (short and numbers <= sizes.kept_numbers):
+        rows = functools.partial(masked_rows, form, mask, causal, 0, query.shape[2], key.shape[2])
+        may_be_empty = mask is not None and mask.dtype != torch.bool
+        return attention_with_matrix(rows, lambda: has_shared_rows(form), scaling, may_be_empty)
+    by_blocks = attention_by_blocks(None, form, causal, query, key, mask, args, kwargs)
+    if not isinstance(form, DividedForm) or not causal:
         return by_blocks
 
     def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
@@ -403,7 +409,8 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
             'model.set_attn_implementation("sdpa"), which computes the bias in blocks unless the mask is learned, or '
             "increase hf_posenc.attention.backends.DENSE_LIMIT."
         )
-    bias = _as_mask(form.rows(), query)
+    bias = form.rows().to(query.dtype)
+    bias = bias if query.is_cpu or bias.stride(-1) == 1 else bias.contiguous()  # As in `for_kernel`.
     if name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)
@@ -414,11 +421,6 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
         rows = torch.arange(query.shape[2], device=bias.device).unsqueeze(-1)
         bias = bias.masked_fill(rows < rows.transpose(0, 1), torch.finfo(bias.dtype).min)
     return function(module, query, key, value, bias, *args, **kwargs)
-
-
-def _as_mask(bias: Tensor, query: Tensor) -> Tensor:
-    bias = bias.to(query.dtype)
-    return bias if query.is_cpu or bias.stride(-1) == 1 else bias.contiguous()  # As in `for_kernel`.
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

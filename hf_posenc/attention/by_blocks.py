@@ -25,7 +25,6 @@ def attention_by_blocks(
     mask: Tensor | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    whole: bool = False,
 ) -> Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, None]]:
     """Attention for one block of query rows at a time, each with its rows of the bias.
 
@@ -43,7 +42,6 @@ def attention_by_blocks(
         mask: the mask.
         args: further arguments of the function.
         kwargs: its further arguments by name.
-        whole: whether all queries are one block, whose bias is kept for the backward pass.
 
     Returns:
         A function `(module, query, key, value)`. Its results are `(batch, query_len, heads, value_dim)`, and `None` for
@@ -81,11 +79,10 @@ def attention_by_blocks(
     sizes = SIZES[query.is_cpu]
     # Four blocks skip most of the invisible pairs.
     most = query_length / 4 if causal and query_length >= sizes.divided_length else query_length
-    pairs = sizes.bias_numbers / (batch * heads)
-    bounds = [(0, query_length)] if whole else [*_bounds(query_length, key_length, causal, most, pairs)]
+    bounds = [*_bounds(query_length, key_length, causal, most, sizes.bias_numbers / (batch * heads))]
     kept = sizes.bias_numbers if function is None and not isinstance(form, RowsForm) else sizes.kept_numbers
     run: Callable[..., Tensor] = block
-    if not whole and torch.is_grad_enabled() and batch * heads * query_length * key_length > kept:
+    if torch.is_grad_enabled() and batch * heads * query_length * key_length > kept:
         preserve = bool(kwargs.get("dropout"))
         run = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve)
 

@@ -371,16 +371,11 @@ class ForwardState:
             self.scratch[learned] = value
         return value
 
-    def keep(self, name: tuple[Any, ...], value: Any) -> None:
-        """Keeps what one layer made for others, unless there is much of this kind: every layer may have its own."""
-        if self.count_before(name[0]) < MOST_MATRICES:
-            self.scratch[name] = value
-
-    def count_before(self, kind: str) -> int:
-        """How many values of a kind there were before in this call."""
+    def may_be_of_layers(self, kind: str) -> bool:
+        """Whether layers may share one more value: not if there are many of this kind, as if each layer had its own."""
         count: int = self.scratch.get(("count", kind), 0)
         self.scratch["count", kind] = count + 1
-        return count
+        return count < MOST_MATRICES
 
 
 @dataclass

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.divided import DividedForm
 from hf_posenc.attention.forms import (
-    MOST_MATRICES,
     BiasForm,
     DistanceForm,
     RowsForm,
@@ -296,7 +295,7 @@ class LogitSite(PlacedForward):
             row = _cached_row(bias, state, key_length) if query_length == 1 else None
             form = row or distance_form(state.own(bias), offset, query_length, key_length, device)
             if row is None and not torch.compiler.is_compiling():
-                form = dataclasses.replace(form, of_layers=state.count_before("distance forms") < MOST_MATRICES)
+                form = dataclasses.replace(form, of_layers=state.may_be_of_layers("form"))
             return form
 
         return state.shared(("bias", id(bias)), compute, query_length, key_length)
@@ -450,7 +449,6 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
 
     key_length = pairs.key.shape[-2]
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
-    # Many rows would be stored until the call ends, of every layer.
     repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:

@@ -93,8 +93,7 @@ class FireBias(PairwiseBias):
             acts = torch.where(beyond, (weight > 0).unsqueeze(-1), (weight < 0).unsqueeze(-1))
             acts = (acts | ((weight == 0) & (bias > 0)).unsqueeze(-1)).to(weight.dtype)
         values = self.output_weight.float() * torch.stack((weight, bias)).unsqueeze(1)
-        output_bias = self.output_bias.float()
-        constants = torch.stack((torch.zeros_like(output_bias), output_bias)).unsqueeze(-1)
+        constants = nn.functional.pad(self.output_bias.float().unsqueeze(0), (0, 0, 1, 0)).unsqueeze(-1)
         return torch.baddbmm(constants, values, acts.expand(2, -1, -1)), corners
 
 

@@ -35,10 +35,7 @@ def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
 
 
 def clipped_rows(pairs: AttentionPairs, first: int, last: int, back: bool = False) -> Tensor:
-    """The row of each pair, as `select_rows` takes it, in a table of the distances `first` to `last`.
-
-    With `back`, they count from the key to the query.
-    """
+    """Rows for `select_rows`, in a table of the distances `first` to `last`; with `back`, from key to query."""
     sign = -1 if back else 1
     return pairs.remembered(f"rows {first} {last} {sign}", lambda: (sign * pairs.distance).clamp(first, last) - first)
 
@@ -86,10 +83,8 @@ def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
     if before:
         pieces.append(_of_one_row(key[..., :before, :], table, rows[..., :before]))
     for start, stop in _pieces(before, near, key.shape[0] * table.shape[0] * table.shape[1]):
-        whole = stop - start == length
-        products = (key if whole else key[..., start:stop, :]) @ table.transpose(-1, -2)
-        index = (rows if whole else rows[..., start:stop]).transpose(-1, -2)
-        index = index.unsqueeze(1).expand(*products.shape[:2], -1, -1)
+        products = key[..., start:stop, :] @ table.transpose(-1, -2)
+        index = rows[..., start:stop].transpose(-1, -2).unsqueeze(1).expand(*products.shape[:2], -1, -1)
         pieces.append(products.gather(-1, index).transpose(-1, -2))
     if near < length:
         pieces.append(_of_one_row(key[..., near:, :], table, rows[..., near:]))

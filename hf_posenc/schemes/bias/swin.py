@@ -48,10 +48,8 @@ class SwinBias(NativeTable, PairwiseBias):
             ValueError: for a grid that the table cannot be resized to, coordinates of another number of axes, or
                 coordinates that are not integers.
         """
-        where = pairs.remembered(
-            f"places of {self._name}",
-            lambda: places(pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens),
-        )
+        given = pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens
+        where = pairs.remembered(f"places of {self._name}", lambda: places(*given))
         whole_positions(where.coordinates, SwinConfig.name)
         rows, entries = self._rows_and_table(pairs, where)
         if where.placed is not None:
