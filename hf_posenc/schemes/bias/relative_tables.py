@@ -185,5 +185,5 @@ def plus(first: Tensor, second: Tensor, factor: float | Tensor) -> Tensor:
 def ricker_wavelets(distance: Tensor, scales: Tensor, shifts: Tensor) -> Tensor:
     """`(1 - u**2) * exp(-u**2 / 2)` with `u = (distance - shift) / scale`, `(*distance.shape, len(scales))` float32."""
     squares = ((distance.unsqueeze(-1).float() - shifts) / scales).square()
-    # Below 1e-19 they are 0: some processors take many times as long for subnormal numbers.
+    # Beyond u = 10 they are 0 instead of below 1e-19: some processors are slow with subnormal numbers.
     return ((1.0 - squares) * torch.exp(-0.5 * squares)).masked_fill(squares > 100.0, 0.0)
