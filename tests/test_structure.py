@@ -18,10 +18,10 @@ PACKAGE = Path(hf_posenc.__file__).parent
 #: The most files, calls and changes of file.
 BOUNDS = {
     "patch": (31, 1093, 510),
-    "patch and first forward": (38, 1277, 600),
-    "forward": (13, 113, 55),
+    "patch and first forward": (38, 1276, 600),
+    "forward": (13, 112, 55),
     "further layer": (13, 23, 11),
-    "decoding": (11, 136, 67),
+    "decoding": (11, 129, 66),
     "save": (14, 580, 60),
     "from_pretrained": (40, 1182, 530),
 }
@@ -100,7 +100,7 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 54_241
+    assert sum(lines) <= 54_257
     assert max(lines) <= 500
     assert len(lines) <= 298
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_posenc.attention.block_attention import attention_with_matrix, autocast_inputs
+from hf_posenc.attention.block_attention import attention_with_matrix, autocast_inputs, for_kernel
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.by_blocks import attention_by_blocks
@@ -150,8 +150,10 @@ def attention_with(
         return _with_given(_attend_in_math, name, function, form, mask, args, kwargs)
     if stock_sdpa and query.shape[2] > 1:
         return _sdpa_with(function, form, module, query, key, mask, args, kwargs)
-    if stock_sdpa and isinstance(form, DistanceForm) and not exporting():
+    if stock_sdpa and not exporting() and isinstance(form, DistanceForm):
         return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
+    if stock_sdpa and not exporting() and mask is None:
+        return _with_mask(function, for_kernel(form.rows(), query), args, kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return _with_given(_attend_dense, name, function, form, mask, args, kwargs)
 
@@ -409,7 +411,7 @@ def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[An
     if name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)
-    if name != "sdpa" or mask is not None or exporting() or not (compiling or query.shape[2] == 1):
+    if name != "sdpa" or mask is not None or exporting() or not compiling:
         return function(*given, position_bias=bias, **kwargs)
     # Without a mask, transformers asks for grouped heads. With a bias, some versions of torch then have only "math".
     if query.shape[2] > 1 and _is_causal(module, kwargs):

@@ -37,7 +37,8 @@ def block_attention(
     Returns:
         `(batch, query_len, heads, value_dim)` in the dtype of the query.
     """
-    key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
+    if key.shape[1] != query.shape[1]:
+        key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
     if bias.requires_grad and torch.is_grad_enabled():
         output: Tensor = _BlockAttention.apply(query, key, value, bias, scaling, may_be_empty)
     else:
@@ -48,18 +49,7 @@ def block_attention(
 def attention_with_matrix(
     rows: Callable[[Tensor], Tensor], is_shared: Callable[[], bool], scaling: float, may_be_empty: bool
 ) -> Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, None]]:
-    """Attention with all rows of a bias at once.
-
-    Args:
-        rows: computes the bias for a query.
-        is_shared: whether layers may share it.
-        scaling: as in `block_attention`.
-        may_be_empty: as in `block_attention`.
-
-    Returns:
-        A function `(module, query, key, value)`. Its results are `(batch, query_len, heads, value_dim)`, and `None` for
-        the probabilities.
-    """
+    """Attention with all rows of a bias at once: `rows` computes them for a query, and layers may share them."""
     known: list[Tensor] = []
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
@@ -108,7 +98,7 @@ class _BlockAttention(torch.autograd.Function):
             of_query = torch.baddbmm(queries, of_scores, keys, beta=0, alpha=ctx.scaling)
             of_key = torch.baddbmm(keys, of_scores.transpose(1, 2), queries, beta=0, alpha=ctx.scaling)
         of_bias = of_scores.unflatten(0, (-1, heads)).to(bias.dtype)
-        if bias.shape[0] == 1:
+        if bias.shape[0] != query.shape[0]:
             of_bias = of_bias.sum(0, keepdim=True)
         heads_first = (
             found.reshape(like.shape).to(like.dtype)

@@ -18,7 +18,7 @@ from hf_posenc.schemes.parts import HIDDEN, OtherHeads
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DividedForm(RowsForm):
     """A bias that replaces the logits of each query with its first keys by those of other heads.
 

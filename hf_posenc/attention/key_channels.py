@@ -40,7 +40,9 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
     batch, heads, length, _ = features.shape
     if heads < key.shape[1]:
         features = features.repeat_interleave(key.shape[1] // heads, dim=1)
-    if length == 1:
+    if features.shape[1] == key.shape[1]:
+        grouped = features
+    elif length == 1:
         grouped = features.reshape(batch, key.shape[1], 1, -1)
     else:
         grouped = features.unflatten(1, (key.shape[1], -1)).transpose(2, 3).flatten(3)
@@ -73,6 +75,8 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
     plain, channels, _ = torch.split_with_sizes(key, sizes, dim=-1)
     if count > 1:
         channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
+    if num_heads == key.shape[1]:
+        return plain, in_float32(channels)
     if num_heads < key.shape[1]:
         channels = channels[:, :: key.shape[1] // num_heads]
     if num_features > 1:

@@ -31,7 +31,7 @@ STOPPED = 1e30
 #: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
 QUERY_FACTOR = "llama_4_scaling_beta"
 #: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
-_ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
+_ROTATION = ("angles", "phases", "prepared", "map_query", "map_key")
 
 
 @dataclass(frozen=True)

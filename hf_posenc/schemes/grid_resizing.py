@@ -141,7 +141,9 @@ def tables_of_call(
     """
     grids, index = _grids_of_call(positions, where)
     if not grids:
-        return table.flatten(0, -2), integers_on(table.device, *table.shape[:-1]).view(-1, 1, 1), None
+        shape = table.shape[:-1]
+        sizes = positions.remembered(f"sizes {shape}", lambda: integers_on(table.device, *shape), positions.ids)
+        return table.flatten(0, -2), sizes.view(-1, 1, 1), None
     if resizing.interpolation == "none":
         _check_fit(grids, grid, scheme)
         tables, index = [table], None

@@ -298,6 +298,8 @@ class PairwiseBias(LogitBias):
     num_shared_features: int = 0
     #: Whether `forward` reads `pairs.query` or `pairs.key`. Such a bias requires heads of their original width.
     reads_heads: bool = False
+    #: False if the bias depends on positions and weights only, so that layers with the same part have the same bias.
+    reads_content: bool = True
     #: Whether the bias corrects the logits that the layer computes, which must therefore not be modified before the
     #: bias is added. Models that cap their logits before adding biases are refused.
     replaces_logits: bool = False
@@ -356,6 +358,9 @@ class SeparableBias(PairwiseBias):
 
 class LogitScale(Part):
     """A factor of all logits of a query: a temperature that depends on its position."""
+
+    #: The factor, if it is the same for every query, or `None`.
+    constant: float | None = None
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads or 1, length)` in float32."""

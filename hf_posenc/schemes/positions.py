@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import SequenceLengthError
 
 Value = TypeVar("Value")
+#: Up to this many keys, layers share what follows from the positions of all pairs.
+_FEW_KEYS = 128
 
 
 def traced() -> bool:
@@ -197,7 +199,7 @@ class Positions:
         return dataclasses.replace(self, **kept)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class AttentionPairs:
     """The queries and keys whose logits one attention layer computes.
 
@@ -286,12 +288,22 @@ class AttentionPairs:
 
         return self.remembered("slot distance", compute)
 
-    def remembered(self, name: str, compute: Callable[[], Value]) -> Value:
-        """`compute()`, evaluated once for all layers if there is a single query. It may only use positions and slots.
+    @property
+    def uncounted(self) -> Tensor:
+        """`(batch or 1, 1, query_len, key_len)` bool: keys after the query, and padding."""
+        return self.remembered("uncounted", lambda: (self.slot_distance > 0) | self.keys.padding.unsqueeze(2))
 
-        For many queries the value would be a tensor of all pairs, stored until the forward call ends.
+    @property
+    def is_small(self) -> bool:
+        """Whether layers may share numbers of all pairs. A graph must not depend on the number of keys."""
+        return self.query_slots.shape[0] == 1 or (not traced() and self.key.shape[-2] <= _FEW_KEYS)
+
+    def remembered(self, name: str, compute: Callable[[], Value]) -> Value:
+        """`compute()`, evaluated once for all layers if queries or keys are few. It may only use positions and slots.
+
+        Otherwise the value would be a large tensor of all pairs, stored until the forward call ends.
         """
-        if self.query_slots.shape[0] != 1:
+        if not self.is_small:
             return compute()
         return self.keys.remembered(name, compute, self.keys.ids, self.query_slots)
 

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from hf_posenc.schemes.bias.t5 import T5Bias
+from hf_posenc.schemes.bias.tupe import UntiedPositionBias
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.pairwise import FarRotation
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
@@ -195,6 +196,32 @@ def test_what_was_remembered_without_gradients_is_not_used_with_them() -> None:
     (table,) = model.position_encoding.parameters()
     assert table.grad is not None
     assert table.grad.abs().sum() > 0
+
+
+def test_layers_share_a_bias_that_reads_no_content(counted: Counted) -> None:
+    model, ids = patched("llama_gqa", "tupe", attn_implementation="sdpa"), tokens()
+    queries = counted(UntiedPositionBias, lambda pairs: pairs.query.shape[-2])
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model.train()(ids, labels=ids, use_cache=False).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    assert queries == [ids.shape[1]]
+    model.gradient_checkpointing_enable()
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert len(queries) > 2
+    model.eval()
+    queries.clear()
+    cache = prefilled(model, ids, 6)
+    before = copy.deepcopy(cache)
+    first = decoded(model, ids, cache, 6, 7)
+    assert queries == [6, 1]
+    with torch.no_grad():
+        next(model.position_encoding.parameters()).mul_(-2)
+    assert not torch.equal(decoded(model, ids, before, 6, 7), first)
 
 
 WINDOW = 6

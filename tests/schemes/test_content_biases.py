@@ -112,7 +112,10 @@ def test_wavelets_at_any_distance_equal_their_formula() -> None:
     pairs = AttentionPairs(query, query[:, :, : keys.ids.shape[1]], torch.full((128,), 13), keys, 1.0)
     u = torch.stack([(-keys.ids[0].double() - shift) / 2.0**scale for scale in range(8) for shift in range(16)])
     expected = ((1 - u.square()) * (-0.5 * u.square()).exp()).float()
-    torch.testing.assert_close(bias(pairs)[0, 0], expected, rtol=0, atol=1e-6)
+    found = bias(pairs)[0, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    # Some processors compute many times as slowly with subnormal numbers.
+    assert (found[found != 0].abs() > torch.finfo().tiny).all()
 
 
 # --- sinusoids of the distance

@@ -114,7 +114,7 @@ class Declares(PairwiseBias):
 
     length_dependent = needs_whole_sequence = reads_coordinates = whole_positions = finds_documents = True
     reads_heads = replaces_logits = needs_oldest_keys = sums_tokens = True
-    reads_positions = False
+    reads_positions = reads_content = False
     num_features = 3
     num_shared_features = 1
     zero_below = 4

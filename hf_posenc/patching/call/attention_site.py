@@ -279,12 +279,11 @@ class AttentionSite(LogitSite):
         """The map's inputs for the new tokens in the dtype of `heads`, computed once per forward."""
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
-        key = ("prepared", id(query_key_map), heads.dtype)
-        known: tuple[Any, ...] | None = state.known(key)
-        if known is not None:
-            return known
-        prepared = state.own(query_key_map).prepared(self.phases(state), heads.dtype)
-        return state.shared(key, lambda: prepared)
+
+        def compute() -> tuple[Any, ...]:
+            return state.own(query_key_map).prepared(self.phases(state), heads.dtype)
+
+        return state.shared(("prepared", id(query_key_map), heads.dtype), compute)
 
     def key_phases(self, state: ForwardState, query_length: int, key_length: int) -> Phases:
         """Phases of all keys, cached ones included, for layers whose keys are mapped after the cache."""

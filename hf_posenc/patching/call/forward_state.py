@@ -171,7 +171,7 @@ class ForwardState:
             # Most parts have no submodules, and every layer asks.
             owners = part.modules() if part._modules else (part,)
             weights = [weight for one in owners for weight in (*one._parameters.values(), *one._buffers.values())]
-            moves = any(weight is not None and device not in (None, weight.device) for weight in weights)
+            moves = device is not None and {weight.device for weight in weights if weight is not None} - {device}
             found = self.scratch[key] = copied_to(part, device) if moves and device is not None else part
         return found
 
@@ -313,20 +313,17 @@ class ForwardState:
         if learned in self.scratch and gradients_may_be_shared():
             return self.scratch[learned]
         value = compute()
-        if not _requires_grad(value):
+        if not torch.is_grad_enabled() or not _requires_grad(value):
             self.scratch[key] = value
         elif gradients_may_be_shared():
             self.scratch[learned] = value
         return value
 
-    def keep(self, name: tuple[Any, ...], value: Any) -> None:
-        """Keeps what one layer made for others, unless there is much of this kind: every layer may have its own."""
-        if sum(type(known) is tuple and known[0] == name[0] for known in self.scratch) < MOST_MATRICES:
-            self.scratch[name] = value
-
-    def known(self, key: Hashable) -> Any:
-        """The value that `shared` has stored for this key, or `None`."""
-        return self.scratch.get((key, self.device, torch.is_grad_enabled()))
+    def may_be_of_layers(self, kind: str) -> bool:
+        """Whether layers may share one more value: not if there are many of this kind, as if each layer had its own."""
+        count: int = self.scratch.get(("count", kind), 0)
+        self.scratch["count", kind] = count + 1
+        return count < MOST_MATRICES
 
 
 @dataclass

@@ -291,8 +291,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
         weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        if name is not None and (not learned or gradients_may_be_shared()):
-            state.keep(name, (attention, learned, (query.shape, key.shape)))
+        if name is not None and (not learned or gradients_may_be_shared()) and state.may_be_of_layers("attention"):
+            state.scratch[name] = attention, learned, (query.shape, key.shape)
         return attention
 
     def _complete(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:

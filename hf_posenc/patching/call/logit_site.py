@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_posenc.attention.block_attention import without_autocast
 from hf_posenc.attention.divided import DividedForm
 from hf_posenc.attention.forms import (
-    MOST_MATRICES,
     BiasForm,
     DistanceForm,
     RowsForm,
@@ -124,7 +123,7 @@ class LogitSite(PlacedForward):
                 check_cache(bias, state)
                 whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
                 pairs = pairs_of_parts(summands, whole)
-            forms.append(_pairwise_form(state.own(summand), pairs[index]))
+            forms.append(_pairwise_form(summand, state, pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
         form = sum_of_forms(forms, *lengths, self.encoding.causal)
         check_heads(form.heads, query.shape[1])
@@ -149,8 +148,10 @@ class LogitSite(PlacedForward):
         summands = self.encoding.summands
         for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
             if isinstance(summand, ContextualRotation):
+                if own.query is not query:
+                    own = dataclasses.replace(own, query=query, key=key)
                 with without_autocast(query.device):
-                    query, key = call.state.own(summand).rotated(dataclasses.replace(own, query=query, key=key))
+                    query, key = call.state.own(summand).rotated(own)
         return query, key
 
     def rotates_before_cache(self, key: Tensor) -> bool:
@@ -187,8 +188,7 @@ class LogitSite(PlacedForward):
             row = _cached_row(bias, state, key_length) if query_length == 1 else None
             form = row or distance_form(state.own(bias), offset, query_length, key_length, device)
             if row is None and not torch.compiler.is_compiling():
-                others = sum(isinstance(one, DistanceForm) for one in state.scratch.values())
-                form = dataclasses.replace(form, of_layers=others < MOST_MATRICES)
+                form = dataclasses.replace(form, of_layers=state.may_be_of_layers("form"))
             return form
 
         return state.shared(("bias", id(bias)), compute, query_length, key_length)
@@ -224,7 +224,8 @@ class LogitSite(PlacedForward):
         scale = self.scale(state)
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
-            return form.rows(start, stop, key_count) * scale[..., start:stop].unsqueeze(-1)
+            of_rows = scale[..., start:stop].unsqueeze(-1) if isinstance(scale, Tensor) else scale
+            return form.rows(start, stop, key_count) * of_rows
 
         return RowsForm(compute, query.shape[-2], key_length, form.heads)
 
@@ -273,16 +274,19 @@ class LogitSite(PlacedForward):
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
         """Refuses a cache that has dropped its oldest keys."""
+        if isinstance(key_start, int) and key_start == 0:
+            return
         message = SLIDING_CACHE.refusal(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
-        if isinstance(key_start, Tensor):
-            assert_in_graph(key_start == 0, message)
-        elif key_start != 0:
+        if isinstance(key_start, int):
             raise UnsupportedError(message)
+        assert_in_graph(key_start == 0, message)
 
-    def scale(self, state: ForwardState) -> Tensor:
-        """`(batch or 1, heads or 1, query_len)` float32."""
+    def scale(self, state: ForwardState) -> Tensor | float:
+        """`(batch or 1, heads or 1, query_len)` float32, or a number for all queries."""
         logit_scale = self.encoding.logit_scale
         assert logit_scale is not None
+        if logit_scale.constant is not None:
+            return logit_scale.constant
 
         def compute() -> Tensor:
             check_cache(logit_scale, state)
@@ -294,6 +298,8 @@ class LogitSite(PlacedForward):
     def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
         """The query times its scale, `(batch, heads, query_len, width)`."""
         factor = self.scale(state)
+        if not isinstance(factor, Tensor):
+            return query * factor
         if factor.shape[1] != 1:
             check_heads(factor.shape[1], query.shape[1])
         return query * factor.unsqueeze(-1).to(query.dtype)
@@ -328,15 +334,22 @@ def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dis
     return DistanceForm(values[:, values.shape[-1] - key_length :], 1, key_length, slopes)
 
 
-def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
+def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) -> BiasForm:
+    bias = state.own(part)
     if isinstance(bias, SeparableBias):
         with without_autocast(pairs.query.device):
             return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
 
     key_length = pairs.key.shape[-2]
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
+    repeats = isinstance(bias, PairwiseBias) and not bias.reads_content and pairs.is_small
 
     def compute(start: int, stop: int, key_count: int) -> Tensor:
+        if repeats:
+            return state.shared(("rows", id(part), start), lambda: evaluated(start, stop, key_count), stop, key_count)
+        return evaluated(start, stop, key_count)
+
+    def evaluated(start: int, stop: int, key_count: int) -> Tensor:
         own = pairs.of_queries(start, stop)
         if crops and key_count < key_length:
             own = own.of_first_keys(key_count)
@@ -344,7 +357,7 @@ def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
         with without_autocast(own.query.device):
             result: Tensor = bias(own)
         check_heads(result.shape[1], pairs.query.shape[1])
-        return result[..., :key_count]
+        return result if result.shape[-1] == key_count else result[..., :key_count]
 
     form = RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
     if pairs.query.shape[-2] == 1 or torch.is_grad_enabled() or traced() or not isinstance(bias, PairwiseBias):

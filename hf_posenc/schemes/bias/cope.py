@@ -47,13 +47,11 @@ class CopeBias(NormalWeights, PairwiseBias):
 
     def _positions(self, pairs: AttentionPairs, first: int) -> Tensor:
         """`(batch, heads, query_len, key_len - first)`: what the queries count up to each key from `first` on."""
-        key = pairs.expanded_key[..., first:, :].float()
-        gates = torch.sigmoid(pairs.query.float() @ key.transpose(-1, -2) * pairs.scaling)
         # The slots determine which tokens are between two tokens. Later keys and padding must not be counted.
-        uncounted = pairs.remembered(
-            f"uncounted from {first}",
-            lambda: (pairs.slot_distance[:, first:] > 0) | pairs.keys.padding[:, None, :, first:],
-        )
+        key, uncounted = pairs.expanded_key.float(), pairs.uncounted
+        if first:
+            key, uncounted = key[..., first:, :], uncounted[..., first:]
+        gates = torch.sigmoid(pairs.query.float() @ key.transpose(-1, -2) * pairs.scaling)
         gates = gates.masked_fill(uncounted, 0.0)
         return gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
 

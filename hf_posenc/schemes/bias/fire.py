@@ -20,6 +20,7 @@ class FireBias(PairwiseBias):
     """A small network applied to the distance relative to the longest possible distance."""
 
     reads_later_keys = False
+    reads_content = False
 
     def __init__(self, config: FireConfig, context: BuildContext) -> None:
         super().__init__()
@@ -55,18 +56,18 @@ class FireBias(PairwiseBias):
         """Returns the network's input, `(batch or 1, query_len, key_len)` float32; 0 on the diagonal."""
         farthest = pairs.query_positions if self.causal else pairs.keys.lengths - 1
         # A padding query has a negative position. The threshold replaces it, as for every early query.
-        normalizer = torch.maximum(farthest.float(), self.threshold)
-        return self._compressed(pairs.steps) / (self._compressed(normalizer) + self.config.epsilon).unsqueeze(-1)
+        c, threshold = pairs.keys.kept(self, "scale", lambda: (self.c.float().abs(), self.threshold))
+        normalizer = torch.maximum(farthest.float(), threshold)
+        longest = torch.log1p(c * normalizer) + self.config.epsilon
+        return torch.log1p(c * pairs.steps) / longest.unsqueeze(-1)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         inputs = self.normalized_distance(pairs)
-        slopes, offsets, corners = pairs.keys.kept(self, "pieces", self.pieces)
+        lines, corners = pairs.keys.kept(self, "pieces", self.pieces)
         piece = torch.bucketize(inputs.detach(), corners)
         # One table row for all pairs of a linear piece, with heads first.
-        slope, offset = (
-            values.index_select(1, piece.flatten()).unflatten(1, piece.shape) for values in (slopes, offsets)
-        )
+        slope, offset = lines.index_select(2, piece.flatten()).unflatten(2, piece.shape).unbind(0)
         return torch.addcmul(offset, slope, inputs).transpose(0, 1)
 
     def network(self, inputs: Tensor) -> Tensor:
@@ -74,33 +75,26 @@ class FireBias(PairwiseBias):
         hidden = torch.relu(inputs.unsqueeze(-1) * self.hidden_weight.float() + self.hidden_bias.float())
         return nn.functional.linear(hidden, self.output_weight.float(), self.output_bias.float())
 
-    def pieces(self) -> tuple[Tensor, Tensor, Tensor]:
+    def pieces(self) -> tuple[Tensor, Tensor]:
         """Returns the linear pieces of `f`. A network with one input and one hidden layer is piecewise linear.
 
         A corner is a point at which a hidden unit becomes active or inactive. Between two corners the same units are
         active, and `f` is linear. A pair therefore needs one look-up, regardless of the width.
 
         Returns:
-            Slopes and offsets, each `(heads, width + 1)`, and the corners between them, `(width,)` in rising order.
+            Slopes and offsets, `(2, heads, width + 1)`, and the corners between them, `(width,)` in rising order.
         """
         weight, bias = self.hidden_weight.float(), self.hidden_bias.float()
-        corners = (-bias / weight).detach()
-        # A unit with weight 0 is constant and has no corner.
-        corners = corners.where(weight.detach() != 0, torch.inf)
-        order = corners.argsort()
-        corners = corners[order]
-        number = torch.arange(len(corners) + 1, device=corners.device).unsqueeze(-1)
-        beyond = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)) < number
-        rising, falling = weight > 0, weight < 0
-        constant = ~rising & ~falling & (bias > 0)
-        acts = ((rising & beyond) | (falling & ~beyond) | constant).to(weight.dtype)
-        output = self.output_weight.float()
-        slopes = (output * weight) @ acts.transpose(0, 1)
-        offsets = (output * bias) @ acts.transpose(0, 1) + self.output_bias.float().unsqueeze(-1)
-        return slopes, offsets, corners
-
-    def _compressed(self, steps: Tensor) -> Tensor:
-        return torch.log1p(self.c.float().abs() * steps)
+        with torch.no_grad():
+            # A unit with weight 0 is constant and has no corner.
+            corners, order = (-bias / weight).masked_fill(weight == 0, torch.inf).sort()
+            number = torch.arange(len(corners) + 1, device=corners.device)
+            beyond = order.argsort().unsqueeze(-1) < number
+            acts = torch.where(beyond, (weight > 0).unsqueeze(-1), (weight < 0).unsqueeze(-1))
+            acts = (acts | ((weight == 0) & (bias > 0)).unsqueeze(-1)).to(weight.dtype)
+        values = self.output_weight.float() * torch.stack((weight, bias)).unsqueeze(1)
+        constants = nn.functional.pad(self.output_bias.float().unsqueeze(0), (0, 0, 1, 0)).unsqueeze(-1)
+        return torch.baddbmm(constants, values, acts.expand(2, -1, -1)), corners
 
 
 @register_scheme

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
-from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH
 from hf_posenc.schemes.weights import NormalWeights
@@ -48,14 +48,16 @@ class GrapeApBias(NormalWeights, PairwiseBias):
                 "Use a scheme that reads queries and keys, such as 'grape'."
             )
         query = self._projected(pairs.hidden_states)
-        angles = pairs.keys.ids.unsqueeze(-1).float().expand(-1, -1, self.num_features)
-        factors = rotation_factors(angles.cos(), angles.sin(), _LAYOUT, torch.float32)
+        keys = pairs.keys
+
+        def turns() -> RotationFactors:
+            angles = keys.ids[:, None, :, None].float().expand(-1, -1, -1, self.num_features // 2)
+            return factors_of_angles(angles, _LAYOUT, torch.float32)
+
+        factors = keys.remembered(f"turns of {self.num_features} by position", turns, keys.ids)
         key = apply_rotation(pairs.key_features, factors, _LAYOUT)
         penalties = nn.functional.logsigmoid(query @ key.transpose(-1, -2) / self.num_features)
-        unseen = pairs.slot_distance > 0
-        if pairs.keys.may_hold_padding:
-            unseen = unseen | pairs.keys.padding.unsqueeze(2)
-        sums = penalties.masked_fill(unseen, 0.0).cumsum(dim=-1)
+        sums = penalties.masked_fill(pairs.uncounted, 0.0).cumsum(dim=-1)
         slopes = self._slopes.on(sums.device).view(-1, 1, 1)
         return slopes * (sums[..., -1:] - sums)
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows
+from hf_posenc.schemes.bias.relative_tables import check_whole_distances, clipped_rows, select_rows
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, MOST_DISTANCES
@@ -46,14 +46,14 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
                 "low_rank_relative mixes its profiles with the layer's hidden states, but this layer does not "
                 "provide them. Use a scheme that reads queries, such as 'shaw'."
             )
-        steps_back = -pairs.distance
-        check_whole_distances(steps_back, "low_rank_relative", "Use integer positions.")
+        check_whole_distances(pairs.distance, "low_rank_relative", "Use integer positions.")
         mixture = nn.functional.linear(pairs.hidden_states.float(), self.projection.float())
-        mixture = mixture.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        mixture = mixture.unflatten(-1, (self.num_heads, -1))
         window = self.profiles.shape[-1]
         _, last = pairs.occurring(0, window - 1)
-        bias = select_rows(mixture @ self.profiles[:, : last + 1].float(), steps_back.clamp(0, last))
-        outside = (steps_back < 0) | (steps_back >= window)
+        products = (mixture @ self.profiles[:, : last + 1].float()).transpose(1, 2)
+        bias = select_rows(products, clipped_rows(pairs, 0, last, back=True))
+        outside = pairs.remembered(f"outside {window}", lambda: (pairs.distance > 0) | (pairs.distance <= -window))
         return bias.masked_fill(outside.unsqueeze(1), 0.0)
 
 

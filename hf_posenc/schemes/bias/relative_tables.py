@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.positions import Positions, traced
+from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
 
 #: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 compared with its peak of
 #: 1.
@@ -34,6 +34,12 @@ def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
         )
 
 
+def clipped_rows(pairs: AttentionPairs, first: int, last: int, back: bool = False) -> Tensor:
+    """Rows for `select_rows`, in a table of the distances `first` to `last`; with `back`, from key to query."""
+    sign = -1 if back else 1
+    return pairs.remembered(f"rows {first} {last} {sign}", lambda: (sign * pairs.distance).clamp(first, last) - first)
+
+
 def select_rows(products: Tensor, rows: Tensor) -> Tensor:
     """Selects, for every pair, the product of the query with the vector of the pair's distance.
 
@@ -45,8 +51,8 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
         `(batch, heads, query_len, key_len)`.
     """
     same = leading_keys_of_one_row(rows)
-    index = rows[..., same:].unsqueeze(1).expand(*products.shape[:2], -1, -1)
-    selected = products.gather(-1, index)
+    near = rows if same == 0 else rows[..., same:]
+    selected = products.gather(-1, near.unsqueeze(1).expand(*products.shape[:2], -1, -1))
     if same == 0:
         return selected
     row = int(rows[0, 0, 0])
@@ -72,7 +78,7 @@ def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
         return (key * vectors).sum(-1).unsqueeze(-2)
     length = key.shape[-2]
     before = leading_keys_of_one_row(rows)
-    near = length - (leading_keys_of_one_row(rows.flip(-1)) if before < length else 0)
+    near = length - (leading_keys_of_one_row(rows.flip(-1)) if _MANY_KEYS <= length > before else 0)
     pieces = []
     if before:
         pieces.append(_of_one_row(key[..., :before, :], table, rows[..., :before]))
@@ -179,4 +185,5 @@ def plus(first: Tensor, second: Tensor, factor: float | Tensor) -> Tensor:
 def ricker_wavelets(distance: Tensor, scales: Tensor, shifts: Tensor) -> Tensor:
     """`(1 - u**2) * exp(-u**2 / 2)` with `u = (distance - shift) / scale`, `(*distance.shape, len(scales))` float32."""
     squares = ((distance.unsqueeze(-1).float() - shifts) / scales).square()
-    return (1.0 - squares) * torch.exp(-0.5 * squares)
+    # Beyond u = 10 they are 0 instead of below 1e-19: some processors are slow with subnormal numbers.
+    return ((1.0 - squares) * torch.exp(-0.5 * squares)).masked_fill(squares > 100.0, 0.0)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_distances,
+    clipped_rows,
     select_rows,
     sinusoidal_products,
     turn_frequencies,
@@ -46,14 +47,13 @@ class ShawBias(NativeTable, PairwiseBias):
         Raises:
             ValueError: for positions that are not integers.
         """
-        distance = pairs.distance
         check_whole_distances(
-            distance, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
+            pairs.distance, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
         )
         first, last = pairs.occurring(-self.behind, self.ahead)
         table = self.weight[..., first + self.behind : last + self.behind + 1, :]
         products = pairs.query.float() @ table.float().transpose(-1, -2)
-        return select_rows(products, distance.clamp(first, last) - first) * pairs.query_scaling
+        return select_rows(products, clipped_rows(pairs, first, last)) * pairs.query_scaling
 
 
 class SinusoidalShawBias(PairwiseBias):

@@ -25,10 +25,13 @@ class SwinBias(NativeTable, PairwiseBias):
     reads_coordinates = True
     reads_later_keys = False
     whole_positions = True
+    reads_content = False
 
     def __init__(self, config: SwinConfig, context: BuildContext) -> None:
         super().__init__()
         self.axes = len(config.grid)
+        #: Layers with equal names have equal rows for the same positions.
+        self._name = repr(config)
         self.grid = config.grid
         self.num_prefix_tokens = config.num_prefix_tokens
         self.class_entries = config.class_entries
@@ -45,7 +48,8 @@ class SwinBias(NativeTable, PairwiseBias):
             ValueError: for a grid that the table cannot be resized to, coordinates of another number of axes, or
                 coordinates that are not integers.
         """
-        where = places(pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens)
+        given = pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens
+        where = pairs.remembered(f"places of {self._name}", lambda: places(*given))
         whole_positions(where.coordinates, SwinConfig.name)
         rows, entries = self._rows_and_table(pairs, where)
         if where.placed is not None:
@@ -62,19 +66,21 @@ class SwinBias(NativeTable, PairwiseBias):
     def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:
         """The row of each pair, `(batch or 1, query_len, key_len)`, and the rows, `(rows, heads)` in float32."""
         table = self.weight[: displacements(self.grid)].float().view(*table_size(self.grid), -1)
-        back = -distances_by_axis(where, pairs)
         entries, sizes, start = tables_of_call(
             table, pairs.keys, where, self.resizing, table_size, self.grid, SwinConfig.name
         )
-        sizes = sizes.index_select(-1, pairs.query_slots) if start is not None else sizes
-        row = torch.zeros_like(back[0])
-        for axis, steps in enumerate(back):
-            size = sizes[axis].unsqueeze(-1)
-            # Beyond the table only without a known grid, between grids, and for tokens without a place.
-            row = row * size + (steps + (size - 1) // 2).clamp(min=0).minimum(size - 1)
-        if start is not None:
-            row = row + start.index_select(-1, pairs.query_slots).unsqueeze(-1)
-        return row, entries
+
+        def rows() -> Tensor:
+            back = -distances_by_axis(where, pairs)
+            of_queries = sizes.index_select(-1, pairs.query_slots) if start is not None else sizes
+            row = torch.zeros_like(back[0])
+            for axis, steps in enumerate(back):
+                size = of_queries[axis].unsqueeze(-1)
+                # Beyond the table only without a known grid, between grids, and for tokens without a place.
+                row = row * size + (steps + (size - 1) // 2).clamp(min=0).minimum(size - 1)
+            return row if start is None else row + start.index_select(-1, pairs.query_slots).unsqueeze(-1)
+
+        return pairs.remembered(f"rows of {self._name}", rows), entries
 
 
 @register_scheme

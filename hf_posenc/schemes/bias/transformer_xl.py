@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_distances,
+    clipped_rows,
     plus,
     select_rows,
     sinusoidal_products,
@@ -78,13 +79,12 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
     def _by_clamped_distance(
         self, query: Tensor, projection: Tensor, pairs: AttentionPairs, clamp_length: int
     ) -> Tensor:
-        distance = -pairs.distance
         check_whole_distances(
-            distance, "transformer_xl with a clamp_length", "Use integer positions, or clamp_length=None."
+            pairs.distance, "transformer_xl with a clamp_length", "Use integer positions, or clamp_length=None."
         )
         rows = torch.arange(-clamp_length, clamp_length + 1, device=query.device)
         table = projection @ sinusoidal_vectors(rows, self._frequencies).transpose(0, 1)
-        return select_rows(query @ table, distance.clamp(-clamp_length, clamp_length) + clamp_length)
+        return select_rows(query @ table, clipped_rows(pairs, -clamp_length, clamp_length, back=True))
 
 
 @register_scheme

@@ -21,6 +21,7 @@ class UntiedPositionBias(PairwiseBias):
     """Products of learned positions, with projections of their own."""
 
     whole_positions = True
+    reads_content = False
 
     def __init__(self, config: TupeConfig, context: BuildContext) -> None:
         super().__init__()

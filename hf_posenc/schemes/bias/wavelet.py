@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, ricker_wavelets, select_rows
+from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, clipped_rows, ricker_wavelets, select_rows
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
@@ -46,14 +46,13 @@ class WaveletBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        distance = -pairs.distance
         query = pairs.query.float()
-        if distance.is_floating_point():
-            return self._at_real_distances(query, distance) * pairs.query_scaling
+        if pairs.distance.is_floating_point():
+            return self._at_real_distances(query, -pairs.distance) * pairs.query_scaling
         first, last = pairs.occurring(self.first, self.last)
         table = self._table.on(query.device)[first - self.first : last - self.first + 1]
         # The factor may have the shape of the logits, so it is not one of the query.
-        return select_rows(query @ table.T, distance.clamp(first, last) - first) * pairs.query_scaling
+        return select_rows(query @ table.T, clipped_rows(pairs, first, last, back=True)) * pairs.query_scaling
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
         """Evaluates one wavelet at a time, to avoid storing a vector per pair."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class FarRotation(PairwiseBias):
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
         query, key = pairs.query.float(), pairs.key.float()
         of_query, of_key = pairs.remembered(f"far positions {id(self)}", lambda: self._far_positions(pairs))
-        far_query, far_key = self.rotation.rotate(query, *of_query), self.rotation.rotate(key, *of_key)
+        far_query, far_key = self.rotation.map_query(query, of_query), self.rotation.map_key(key, of_key)
         far = dataclasses.replace(pairs, query=far_query, key=far_key)
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
         are_far = pairs.remembered(f"far pairs {id(self)}", lambda: self._are_far(pairs))
@@ -57,8 +57,8 @@ class FarRotation(PairwiseBias):
         if key_counts is None:
             return None
         of_query, of_key = pairs.keys.remembered(f"far text {id(self)}", lambda: self._far_positions(pairs), *sources)
-        rotate = self.rotation.rotate
-        return OtherHeads(rotate(pairs.query.float(), *of_query), rotate(pairs.key.float(), *of_key), key_counts)
+        far_query = self.rotation.map_query(pairs.query.float(), of_query)
+        return OtherHeads(far_query, self.rotation.map_key(pairs.key.float(), of_key), key_counts)
 
     def _far_keys(self, pairs: AttentionPairs) -> Tensor | None:
         query_ids, key_ids = pairs.query_positions, pairs.keys.ids
@@ -69,20 +69,21 @@ class FarRotation(PairwiseBias):
     def _are_far(self, pairs: AttentionPairs) -> Tensor:
         return self.far.are_far(pairs.query_positions, pairs.keys.ids).unsqueeze(1)
 
-    def _far_positions(self, pairs: AttentionPairs) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _far_positions(self, pairs: AttentionPairs) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The rotations from own to far positions of queries and of keys."""
         query_ids, key_ids = pairs.query_positions, pairs.keys.ids
         far_query, far_key = self.far.query(query_ids) - query_ids, self.far.key(key_ids) - key_ids
-        return self._phases(far_query, pairs), self._phases(far_key, pairs)
+        return self._prepared(far_query, pairs), self._prepared(far_key, pairs)
 
-    def _phases(self, steps: Tensor, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of a rotation by additional positions, `(batch or 1, length)`."""
+    def _prepared(self, steps: Tensor, pairs: AttentionPairs) -> tuple[Any, ...]:
+        """The factors of a rotation by additional positions, `(batch or 1, length)`."""
         positions = dataclasses.replace(pairs.keys, ids=steps, coordinates=None)
         cosine, sine = self.rotation.phases(positions)
         # Queries and keys already include this factor.
         factor = self.rotation.attention_factor(positions.lengths)
         unscaled = not isinstance(factor, Tensor) and factor == 1.0
-        return (cosine, sine) if unscaled else (cosine / factor, sine / factor)
+        phases = (cosine, sine) if unscaled else (cosine / factor, sine / factor)
+        return self.rotation.prepared(phases, torch.float32)
 
 
 class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):

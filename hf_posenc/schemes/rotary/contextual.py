@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.parts import AttentionPairs, LogitBias, PairwiseBias, Positions
+from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 
 
 class ContextualRotation(PairwiseBias):
@@ -82,15 +83,15 @@ class ContextualRotation(PairwiseBias):
                 f"{type(self).__name__} computes angles from hidden states, but this layer does not provide them."
             )
         factors = self.factors(pairs.key_features, pairs.keys, pairs.key.dtype)
-        query = apply_rotation(
-            pairs.query, factors.each(lambda factor: factor.index_select(-2, pairs.query_slots)), self.layout
-        )
+        # As many queries as keys are the same tokens. A graph must not depend on these numbers.
+        same = not traced() and pairs.query.shape[-2] == pairs.key.shape[-2]
+        of_queries = factors if same else factors.each(lambda factor: factor.index_select(-2, pairs.query_slots))
+        query = apply_rotation(pairs.query, of_queries, self.layout)
         return query, apply_rotation(pairs.key, factors, self.layout)
 
     def factors(self, features: Tensor, positions: Positions, dtype: torch.dtype) -> RotationFactors:
         """The factors of a rotation of heads of a dtype, from what `angles` takes."""
-        both = for_both_of_pair(self.angles(features, positions).transpose(1, 2), self.layout)
-        return rotation_factors(both.cos(), both.sin(), self.layout, dtype)
+        return factors_of_angles(self.angles(features, positions), self.layout, dtype)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32: rotated logits minus those before the rotation."""

@@ -89,43 +89,19 @@ class RotaryMap(QueryKeyMap):
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns the factors of queries and of keys, in the dtype of the heads."""
-        (query_cosine, query_sine), (key_cosine, key_sine) = self.query_phases(phases), self.key_phases(phases)
-        factors = rotation_factors(query_cosine, query_sine, self.layout, dtype)
-        if self.symmetric:
-            return factors, factors
-        return factors, rotation_factors(key_cosine, key_sine, self.layout, dtype)
-
-    def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Selects cosine and sine of queries from the output of `phases`."""
-        return phases
-
-    def key_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Selects cosine and sine of keys from the output of `phases`."""
-        return phases
+        factors = rotation_factors(phases[0], phases[1], self.layout, dtype)
+        return factors, factors if self.symmetric else rotation_factors(phases[2], phases[3], self.layout, dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
-        """Rotates queries `(batch, heads, query_len, head_dim)`; same shape and dtype. Also accepts the output of
-        `prepared`.
-        """
-        if isinstance(phases[0], RotationFactors):
-            return apply_rotation(query, phases[0], self.layout)
-        return self.rotate(query, *self.query_phases(phases))
+        """Rotates queries `(batch, heads, query_len, head_dim)`, by phases or the output of `prepared`."""
+        return apply_rotation(query, self._factors(phases, query)[0], self.layout)
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
-        """Rotates keys `(batch, key_value_heads, query_len, head_dim)`; same shape and dtype, like `map_query`."""
-        if isinstance(phases[1], RotationFactors):
-            return apply_rotation(key, phases[1], self.layout)
-        return self.rotate(key, *self.key_phases(phases))
+        """Rotates keys `(batch, key_value_heads, query_len, head_dim)`, as `map_query`."""
+        return apply_rotation(key, self._factors(phases, key)[1], self.layout)
 
-    def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Rotates the pairs of `x` `(batch, heads or key_value_heads, query_len, head_dim)`.
-
-        Args:
-            x: queries or keys.
-            cosine: as `phases` returns it.
-            sine: as `phases` returns it.
-        """
-        return apply_rotation(x, rotation_factors(cosine, sine, self.layout, x.dtype), self.layout)
+    def _factors(self, phases: tuple[Any, ...], heads: Tensor) -> tuple[Any, ...]:
+        return phases if isinstance(phases[0], RotationFactors) else self.prepared(phases, heads.dtype)
 
 
 class LengthDependentRotaryMap(RotaryMap):

@@ -79,6 +79,15 @@ def rotation_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dty
     return RotationFactors(cosine, torch.cat((-first, second) if layout == "half" else (first, -second), dim=-1))
 
 
+def factors_of_angles(angles: Tensor, layout: str, dtype: torch.dtype) -> RotationFactors:
+    """The same from the angle of each pair, `(batch or 1, heads or 1, length, rotary_dim / 2)`."""
+    if layout == "interleaved":
+        both = for_both_of_pair(angles.transpose(1, 2), layout)
+        return rotation_factors(both.cos(), both.sin(), layout, dtype)
+    signed = torch.cat((-angles, angles) if layout == "half" else (angles, -angles), dim=-1)
+    return RotationFactors(signed.cos().to(dtype), signed.sin().to(dtype))
+
+
 def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
     """Rotates the first dimensions of `x` `(batch, heads, length, head_dim)`; the rest are not changed.
 
@@ -115,8 +124,11 @@ def _rotated_without_kernel(x: Tensor, factors: RotationFactors, layout: str) ->
     rotated = x if width == x.shape[-1] else x[..., :width]
     if other is None:
         rotated = torch.view_as_real(_as_complex(rotated) * direct).flatten(-2)
-    else:
+    elif direct.shape[1] == 1:
         rotated = rotated * direct + _partner(rotated, layout) * other
+    else:
+        # Factors of heads are those of no model in transformers, so bits need not be equal.
+        rotated = torch.addcmul(rotated * direct, _partner(rotated, layout), other)
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.positions import Positions, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
@@ -70,27 +70,24 @@ class SelectiveRotation(ContextualRotation):
         """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
         steps = self.kernel.shape[-1]
         if not keys.may_hold_padding:
-            return self._sums(features, _neighbours(keys.ids, steps))
+            neighbours = keys.remembered(f"neighbours {steps}", lambda: _neighbours(keys.ids, steps), keys.ids)
+            return self._sums(features, neighbours)
         # Tokens on both sides of padding are neighbours, so the padding is moved behind them, and back. Layers share
         # the order.
         compute = functools.partial(_without_padding, keys, steps)
-        order, back, neighbours = keys.remembered(f"neighbours {steps}", compute, keys.ids)
+        order, back, neighbours = keys.remembered(f"order and neighbours {steps}", compute, keys.ids)
         return _along_tokens(self._sums(_along_tokens(features, order), neighbours), back)
 
-    def _sums(self, features: Tensor, neighbours: Tensor) -> Tensor:
-        """`angles` for tokens without padding between them.
-
-        Args:
-            features: as in `angles`.
-            neighbours: of `_neighbours`.
-        """
+    def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
+        """`angles` for tokens without padding between them, and the `_neighbours` of these."""
         count, length = self.kernel.shape[1], features.shape[-2]
-        current, kernel = features[..., :count], self.kernel.float().unsqueeze(-3)
-        combined = current * kernel[..., -1]
-        earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if len(neighbours) else current
-        for steps, same in enumerate(neighbours.unbind(0), start=1):
-            shifted = earlier.narrow(-2, len(neighbours) - steps, length)
-            combined = torch.addcmul(combined, shifted * same, kernel[..., -1 - steps])
+        current = features if self.gate_weight is None else features[..., :count]
+        *kernel, own = self.kernel.float().unsqueeze(-3).unbind(-1)
+        combined = current * own
+        earlier = nn.functional.pad(current, (0, 0, len(neighbours), 0)) if neighbours else current
+        for start, (same, weight) in enumerate(zip(reversed(neighbours), kernel, strict=True)):
+            shifted = earlier.narrow(-2, start, length)
+            combined = torch.addcmul(combined, shifted if same is None else shifted * same, weight)
         if self.gate_weight is not None:
             combined = combined * features[..., count:]
         return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
@@ -104,24 +101,26 @@ def _along_tokens(values: Tensor, order: Tensor) -> Tensor:
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[-1]))
 
 
-def _without_padding(keys: Positions, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def _without_padding(keys: Positions, steps: int) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The order of tokens with padding last, the order back, each `(batch or 1, key_len)`, and `_neighbours` in it."""
     order = keys.padding.squeeze(1).to(torch.uint8).argsort(dim=-1, stable=True)
     return order, order.argsort(dim=-1), _neighbours(keys.ids.gather(-1, order), steps)
 
 
-def _neighbours(ids: Tensor, steps: int) -> Tensor:
+def _neighbours(ids: Tensor, steps: int) -> tuple[Tensor | None, ...]:
     """1 where the token 1, 2, ... before a token is of the same packed document, else 0.
 
     Returns:
-        `(steps - 1, batch or 1, 1, key_len, 1)` float32.
+        `steps - 1` of `(batch or 1, 1, key_len, 1)` float32, or of `None` if it is known that there is one document.
     """
     # A document begins where positions do not increase.
     begins = nn.functional.pad(ids[:, 1:] <= ids[:, :-1], (1, 0))
+    if ids.is_cpu and not traced() and not bool(begins.any()):
+        return (None,) * (steps - 1)
     documents = nn.functional.pad(begins.cumsum(dim=-1), (steps - 1, 0), value=-1)
     windows = documents.unfold(-1, steps, 1)
     same = windows[..., :-1] == windows[..., -1:]
-    return same.flip(-1).float().movedim(-1, 0).unsqueeze(2).unsqueeze(-1)
+    return same.flip(-1).float().movedim(-1, 0).unsqueeze(2).unsqueeze(-1).unbind(0)
 
 
 @register_scheme

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +40,24 @@ class RotationInBasis(QueryKeyMap):
         """Returns cosine and sine of the rotation, and the basis."""
         return *self.rotation.phases(positions), positions.kept(self, "basis", self.basis)
 
-    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Returns the factors of the rotation, and the basis, in the dtype of the heads."""
+        *phases_in_basis, basis = phases
+        return *self.rotation.prepared(tuple(phases_in_basis), dtype), basis.to(dtype)
+
+    def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
         *phases_in_basis, basis = phases
         basis = basis.to(query.dtype)
-        if basis.shape[0] > 1:
+        if basis.shape[0] not in (1, query.shape[1]):
             basis = basis.repeat_interleave(query.shape[1] // basis.shape[0], dim=0)
-        changed = query[..., : self.rotary_dim] @ basis.transpose(-1, -2)
-        if self.rotary_dim < query.shape[-1]:
+        whole = self.rotary_dim == query.shape[-1]
+        changed = (query if whole else query[..., : self.rotary_dim]) @ basis.transpose(-1, -2)
+        if not whole:
             changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
-        return self.rotation.rotate(changed.to(query.dtype), *phases_in_basis)
+        return self.rotation.map_query(changed.to(query.dtype), tuple(phases_in_basis))
 
-    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+    def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
         return self.map_query(key, phases)
 

@@ -55,11 +55,6 @@ class XposMap(RotaryMap):
         self._check_fit(phases[2:], dtype)
         return super().prepared(phases, dtype)
 
-    def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """As in `RotaryMap`. Raises SequenceLengthError for positions whose magnitude does not fit the dtype of `x`."""
-        self._check_fit((cosine, sine), x.dtype)
-        return super().rotate(x, cosine, sine)
-
     def _check_fit(self, phases: tuple[Tensor, ...], dtype: torch.dtype) -> None:
         if dtype != torch.float16 or torch.jit.is_tracing() or phases[0].is_meta or not phases[0].numel():
             return
@@ -71,14 +66,6 @@ class XposMap(RotaryMap):
             f"and keys fit it up to position {limit}. Use bfloat16 or float32, give a larger scale_base or gamma, "
             "or move the origin.",
         )
-
-    def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns the first two."""
-        return phases[:2]
-
-    def key_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns the last two."""
-        return phases[2:]
 
 
 @register_scheme
