@@ -26,7 +26,7 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
 
     Raises:
         ValueError: if the class has no lower-case name, the name is taken by another class, or an option is called
-            "scheme" or "type", which are reserved in the JSON form.
+            "scheme" or "type", which are reserved in the JSON form, or as an attribute of every config.
     """
     if "__dataclass_fields__" not in vars(config_class):
         dataclasses.dataclass(frozen=True)(config_class)
@@ -35,11 +35,17 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
         raise ValueError(
             f"{config_class.__name__}.name is {name!r}: a scheme needs a lower-case identifier as its name."
         )
-    reserved = {"scheme", "type"} & set(getattr(config_class, "__dataclass_fields__", ()))
-    if reserved:
+    options = {field.name for field in dataclasses.fields(config_class)}
+    if options & {"scheme", "type"}:
         raise ValueError(
-            f"{config_class.__name__} has an option called {reserved.pop()!r}, a key that names the config itself in "
-            "its JSON form. Call it something else, for example 'inner' or 'kind'."
+            f"{config_class.__name__} has an option called {min(options & {'scheme', 'type'})!r}, a key that names the "
+            "config itself in its JSON form. Call it something else, for example 'inner' or 'kind'."
+        )
+    hiding = options.intersection(dir(SchemeConfig))
+    if hiding:
+        raise ValueError(
+            f"{config_class.__name__} has an option called {min(hiding)!r}, which would hide the attribute of this "
+            "name that every SchemeConfig has. Call it something else."
         )
     taken = _SCHEMES.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (
