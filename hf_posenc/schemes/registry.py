@@ -36,16 +36,11 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
             f"{config_class.__name__}.name is {name!r}: a scheme needs a lower-case identifier as its name."
         )
     options = {field.name for field in dataclasses.fields(config_class)}
-    if options & {"scheme", "type"}:
+    reserved = options.intersection({"scheme", "type"}.union(dir(SchemeConfig)))
+    if reserved:
         raise ValueError(
-            f"{config_class.__name__} has an option called {min(options & {'scheme', 'type'})!r}, a key that names the "
-            "config itself in its JSON form. Call it something else, for example 'inner' or 'kind'."
-        )
-    hiding = options.intersection(dir(SchemeConfig))
-    if hiding:
-        raise ValueError(
-            f"{config_class.__name__} has an option called {min(hiding)!r}, which would hide the attribute of this "
-            "name that every SchemeConfig has. Call it something else."
+            f"{config_class.__name__} has an option called {min(reserved)!r}, a key of the JSON form or an attribute "
+            "of every config. Call it something else, for example 'inner' or 'kind'."
         )
     taken = _SCHEMES.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (
