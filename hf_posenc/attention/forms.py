@@ -344,11 +344,9 @@ def masked_rows(
         # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
         form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
-    own = mask_of_rows(mask, causal and converts, start, stop, seen, bias.device)
-    if own is None and causal:
-        # The probability of a hidden pair is exactly 0, so a sum has the right gradient, and its backward pass is free.
-        bias = bias + bias.new_full((stop - start, seen), torch.finfo(bias.dtype).min).triu_(start + 1)
-    elif own is not None:
+    own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
+    if own is not None:
+        # Not a sum: what a scheme computes for hidden pairs may be anything.
         bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
     return for_kernel(bias, query) if converts else bias
 

@@ -360,7 +360,7 @@ class LogitScale(Part):
     """A factor of all logits of a query: a temperature that depends on its position."""
 
     #: The factor, if it is the same for every query, or `None`.
-    constant: float | None = None
+    factor_of_all: float | None = None
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads or 1, length)` in float32."""

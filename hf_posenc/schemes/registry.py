@@ -26,7 +26,7 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
 
     Raises:
         ValueError: if the class has no lower-case name, the name is taken by another class, or an option is called
-            "scheme" or "type", which are reserved in the JSON form.
+            "scheme" or "type", which are reserved in the JSON form, or as an attribute of every config.
     """
     if "__dataclass_fields__" not in vars(config_class):
         dataclasses.dataclass(frozen=True)(config_class)
@@ -35,11 +35,12 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
         raise ValueError(
             f"{config_class.__name__}.name is {name!r}: a scheme needs a lower-case identifier as its name."
         )
-    reserved = {"scheme", "type"} & set(getattr(config_class, "__dataclass_fields__", ()))
+    options = {field.name for field in dataclasses.fields(config_class)}
+    reserved = options.intersection({"scheme", "type"}.union(dir(SchemeConfig)))
     if reserved:
         raise ValueError(
-            f"{config_class.__name__} has an option called {reserved.pop()!r}, a key that names the config itself in "
-            "its JSON form. Call it something else, for example 'inner' or 'kind'."
+            f"{config_class.__name__} has an option called {min(reserved)!r}, a key of the JSON form or an attribute "
+            "of every config. Call it something else, for example 'inner' or 'kind'."
         )
     taken = _SCHEMES.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (

@@ -32,6 +32,17 @@ class Doubling(LogitScale):
         return torch.full((1, 1, positions.ids.shape[-1]), 2.0)
 
 
+class Raised(LogitScale):
+    """Has names of its own for its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant, self.factor = 3.0, -1.0
+
+    def forward(self, positions: Positions) -> Tensor:
+        return torch.full((1, 1, positions.ids.shape[-1]), self.constant + self.factor)
+
+
 class Factors(PairwiseBias):
     """Notes the width of a head and what scores, queries and keys are multiplied with, and adds nothing."""
 
@@ -62,15 +73,17 @@ class DoubledLogits(PairwiseBias):
 @dataclass(frozen=True)
 class DoubledConfig(SchemeConfig):
     name: ClassVar[str] = "doubled_for_tests"
-    as_bias: bool = False
+    part: str = "scale"
 
     def build(self, context: BuildContext) -> SchemeParts:
-        return SchemeParts(logit_bias=DoubledLogits()) if self.as_bias else SchemeParts(logit_scale=Doubling())
+        if self.part == "bias":
+            return SchemeParts(logit_bias=DoubledLogits())
+        return SchemeParts(logit_scale=Raised() if self.part == "raised" else Doubling())
 
 
-def doubled(pair: Pair, as_bias: bool) -> Tensor:
+def doubled(pair: Pair, part: str) -> Tensor:
     caller = Caller(pair)
-    patch_model(caller.model, DoubledConfig(as_bias))
+    patch_model(caller.model, DoubledConfig(part))
     with torch.no_grad():
         return caller.outputs()
 
@@ -78,12 +91,17 @@ def doubled(pair: Pair, as_bias: bool) -> Tensor:
 @pytest.mark.parametrize("name", mostly_slow(PAIRS, lambda name: name in PAIRS[:9]))
 def test_a_bias_of_the_logits_themselves_doubles_them(name: str) -> None:
     pair = pair_named(name)
-    expected, found = doubled(pair, as_bias=False), doubled(pair, as_bias=True)
+    expected, found = doubled(pair, "scale"), doubled(pair, "bias")
     # Doubling is exact in floating point; sums behind it may be taken in another order.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     plain = Caller(pair)
     patch_model(plain.model, "none")
     assert (plain.outputs() - expected).abs().max() > 1e-2
+
+
+def test_a_scale_may_call_its_numbers_anything() -> None:
+    pair = pair_named("causal-llama")
+    assert torch.equal(doubled(pair, "raised"), doubled(pair, "scale"))
 
 
 def factors_in(name: str) -> list[tuple[int, list[float]]]:

@@ -156,3 +156,17 @@ def test_features_of_stock_attention_are_left_to_it(feature: dict[str, Any]) -> 
     attend_with_bias("sdpa", stock, form, nn.Module(), heads, heads, heads, None, is_causal=True, **feature)
     assert asked
     assert all(options.items() >= feature.items() for options in asked)
+
+
+@pytest.mark.parametrize("later", [torch.nan, torch.inf])
+def test_numbers_at_hidden_keys_have_no_effect(later: float) -> None:
+    """A scheme of one's own may compute the logarithm of a negative distance there."""
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+
+    def output(number: float) -> Tensor:
+        rows = torch.linspace(-1.0, 1.0, 36).view(1, 1, 6, 6).masked_fill(hidden, number)
+        form = RowsForm(lambda start, stop, count: rows[:, :, start:stop, :count], 6, 6, 1)
+        found: Tensor = attend(form, torch.float32)
+        return found
+
+    assert torch.equal(output(later), output(0.0))

@@ -285,8 +285,8 @@ class LogitSite(PlacedForward):
         """`(batch or 1, heads or 1, query_len)` float32, or a number for all queries."""
         logit_scale = self.encoding.logit_scale
         assert logit_scale is not None
-        if logit_scale.constant is not None:
-            return logit_scale.constant
+        if logit_scale.factor_of_all is not None:
+            return logit_scale.factor_of_all
 
         def compute() -> Tensor:
             check_cache(logit_scale, state)

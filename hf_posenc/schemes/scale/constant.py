@@ -19,9 +19,9 @@ class ConstantScale(LogitScale):
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.constant: float = factor
+        self.factor_of_all: float = factor
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, 1, length)` in float32."""
         ids = positions.ids
-        return torch.full(ids.shape, self.constant, dtype=torch.float32, device=ids.device).unsqueeze(1)
+        return torch.full(ids.shape, self.factor_of_all, dtype=torch.float32, device=ids.device).unsqueeze(1)
