@@ -5,6 +5,7 @@ Differences are paired: two schemes with the same seed have the same data order,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from training.errors import SettingsError
 #: Two sides of 2.5 %.
 _LEVEL = 0.95
 #: Points on each axis of the posterior of a share.
-_GRID = 400
+_CENTRES = (np.arange(400) + 0.5) / 400
 
 
 @dataclass(frozen=True)
@@ -174,17 +175,23 @@ def share(successes: Sequence[int], trials: Sequence[int]) -> Interval:
         successes: right answers of each training.
         trials: questions of each training.
     """
-    from scipy import stats
-
-    centres = (np.arange(_GRID) + 0.5) / _GRID
-    mean, correlation = np.meshgrid(centres, centres, indexing="ij")
-    strength = 1 / correlation - 1
-    likelihood = np.zeros_like(mean)
+    likelihood = np.zeros((len(_CENTRES), len(_CENTRES)))
     for right, count in zip(successes, trials, strict=True):
-        likelihood += stats.betabinom.logpmf(right, count, mean * strength, (1 - mean) * strength)
+        likelihood += _log_likelihood(right, count)
     posterior = np.exp(likelihood - likelihood.max()).sum(axis=1)
     cumulative = np.cumsum(posterior) / posterior.sum()
     tail = (1 - _LEVEL) / 2
-    low, high = (float(centres[np.searchsorted(cumulative, level)]) for level in (tail, 1 - tail))
+    low, high = (float(_CENTRES[np.searchsorted(cumulative, level)]) for level in (tail, 1 - tail))
     right_share = sum(successes) / sum(trials)
     return Interval(right_share, min(low, right_share), max(high, right_share))
+
+
+@functools.cache
+def _log_likelihood(successes: int, trials: int) -> NDArray[np.float64]:
+    """`(means, correlations)`. Many trainings have the same number of right answers, such as none or all."""
+    from scipy import stats
+
+    mean, correlation = np.meshgrid(_CENTRES, _CENTRES, indexing="ij")
+    strength = 1 / correlation - 1
+    values: NDArray[np.float64] = stats.betabinom.logpmf(successes, trials, mean * strength, (1 - mean) * strength)
+    return values
