@@ -35,7 +35,8 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
         raise ValueError(
             f"{config_class.__name__}.name is {name!r}: a scheme needs a lower-case identifier as its name."
         )
-    options = {field.name for field in dataclasses.fields(config_class)}
+    # Where annotations are text and the module cannot be found, dataclasses take class variables for fields.
+    options = {field.name for field in dataclasses.fields(config_class) if "ClassVar" not in str(field.type)}
     reserved = options.intersection({"scheme", "type"}.union(dir(SchemeConfig)))
     if reserved:
         raise ValueError(
