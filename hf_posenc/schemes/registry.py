@@ -25,8 +25,8 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
     """Class decorator that registers a `SchemeConfig` subclass under its `name`, as a frozen dataclass.
 
     Raises:
-        ValueError: if the class has no lower-case name, the name is taken by another class, or an option is called
-            "scheme" or "type", which are reserved in the JSON form, or as an attribute of every config.
+        ValueError: if the class has no lower-case name, if another class has the name, or if an option is called
+            "scheme" or "type" (keys of the JSON form) or has the name of an attribute of every config.
     """
     if "__dataclass_fields__" not in vars(config_class):
         dataclasses.dataclass(frozen=True)(config_class)

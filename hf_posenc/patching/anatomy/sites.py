@@ -194,7 +194,7 @@ def register_layouts(*kinds: type[Layout]) -> None:
 
 
 def layout_of(module: PreTrainedModel) -> type[Layout]:
-    """The kind of tokens of a stack, or of a part of a model. What reads ids of tokens has a kind that takes tokens."""
+    """The kind of tokens of a stack, or of a part of a model. With `input_ids`, it is a kind that takes tokens."""
     reads_ids = "input_ids" in forward_parameters(type(module))
     return next(kind for kind in _KINDS if (kind.takes_tokens or not reads_ids) and kind.recognises(module))
 
