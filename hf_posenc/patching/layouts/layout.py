@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
-        """Whether a stack, or a part of a model, has such tokens. A module with `input_ids` is not asked, unless it is text."""
+        """Whether a stack, or a part of a model, has such tokens. Only text is asked about one with `input_ids`."""
         raise NotImplementedError
 
     @classmethod
