@@ -383,6 +383,9 @@ def test_where_it_cannot_work() -> None:
     with pytest.raises(UnsupportedError, match="Use it with a patched model only"):
         patched("llama_gqa", None)(ids, past_key_values=SinkCache(SINKS, WINDOW))
     model = patched("llama_gqa", sinks_with("rope"))
+    for smaller in ((SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1)):
+        with pytest.raises(UnsupportedError, match=rf"Use SinkCache\({SINKS}, {WINDOW}\)"):
+            decoded(model, ids, SinkCache(*smaller), SINGLY)
     cache = SinkCache(SINKS, WINDOW)
     decoded(model, ids, cache, (9,))
     unpatch_model(model)

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import CachedPositions, self_attention_cache
 from hf_posenc.patching.call.forward_state import ForwardState, padding_mask
+from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
 
 #: Names of layers, in a config, that see all earlier tokens.
 _SEES_ALL = ("full_attention", "global")
@@ -225,8 +226,9 @@ class SinkCache(Cache):
     The tokens that stay keep their positions, for rotations and for biases:
 
     - With the scheme `attention_sinks` of the same `sinks` and `window`, results equal those of the whole text, and the
-      sinks are seen from the end of the window. Angles of rotations are computed in float32 from positions that go on
-      growing, so rounding makes them wrong by up to 0.004 radians after 100,000 tokens, and 0.03 after a million.
+      sinks are seen from the end of the window. A cache that keeps less than the scheme sees is refused. Angles of
+      rotations are computed in float32 from positions that go on growing, so rounding makes them wrong by up to 0.004
+      radians after 100,000 tokens, and 0.03 after a million.
     - With another scheme, every query sees the keys that are in the cache at their own distance. The new tokens of one
       call see each other, so long prompts are read in pieces (`prefill_chunk_size`) if memory must stay bounded.
 
@@ -269,6 +271,22 @@ class SinkCache(Cache):
         rank = (order + slots).where(sinks, order.where(position_ids >= 0, -1))
         kept = rank.topk(size, dim=-1).indices.sort(-1).values
         self._next.kept, self._next.positions = kept, position_ids.gather(1, kept)
+
+
+def refuse_smaller_cache(state: ForwardState, bias: nn.Module | None) -> None:
+    """Refuses the scheme `attention_sinks` with a `SinkCache` that has dropped tokens which the scheme sees."""
+    cache = self_attention_cache(state.cache_object)
+    if not isinstance(cache, SinkCache) or bias is None:
+        return
+    for part in bias.modules():
+        if isinstance(part, HiddenPairs):
+            sinks, window = part.config.sinks, part.config.window
+            if cache.sinks < sinks or cache.window < window:
+                raise UnsupportedError(
+                    f"The scheme sees the first {sinks} and the last {window} tokens, but this SinkCache keeps the "
+                    f"first {cache.sinks} and the last {cache.window}. Use SinkCache({sinks}, {window}), or patch the "
+                    f"model with sinks={cache.sinks}, window={cache.window}."
+                )
 
 
 def _rows(states: Tensor, kept: Tensor | None) -> Tensor:

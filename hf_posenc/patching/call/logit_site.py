@@ -21,6 +21,7 @@ from hf_posenc.attention.forms import (
 )
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_checks import check_cache
+from hf_posenc.patching.call.evicting_cache import refuse_smaller_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import (
     key_positions,
@@ -255,6 +256,7 @@ class LogitSite(PlacedForward):
 
         if state.dropped:
             EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
+            refuse_smaller_cache(state, self.encoding.logit_bias)
         if self.encoding.needs_oldest_keys:
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
         keys, query_slots = state.shared("pairs", places, query_length, key_length)
