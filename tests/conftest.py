@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from tests.devices import spreading
-from tests.schedule import longest_first, whole_files
+from tests.schedule import leaves_long_tests_out, longest_first, whole_files
 
 
 class DeviceGenerator(torch.Generator):
@@ -28,6 +28,7 @@ class DeviceGenerator(torch.Generator):
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device cuda` makes every tensor and module that a test creates one of the GPU; the GPU kit asks for it."""
     parser.addoption("--device", default="cpu", help="where tests create their tensors and modules: cpu, cuda, strict")
+    parser.addoption("--long", action="store_true", help="run the tests marked long in a run of the whole suite, too")
     parser.addoption("--placement", default="one", help="where the layers of models are: one device, split, cpu, disk")
 
 
@@ -50,12 +51,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files come first, and what is about the CPU is skipped elsewhere."""
+    """Long files come first, tests marked long are left out of the whole suite, and those of the CPU elsewhere."""
     longest_first(items)
+    if leaves_long_tests_out(config):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if config.getoption("--device") != "cpu":
         for item in items:
             for marker in item.iter_markers("on_cpu"):
                 item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says that tests were left out, and how they are run."""
+    if leaves_long_tests_out(config):
+        terminalreporter.write_line("Tests marked long were left out. Run them: pytest -n auto -m 'long and not slow'")
 
 
 @pytest.hookimpl(optionalhook=True)

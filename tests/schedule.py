@@ -1,4 +1,4 @@
-"""How the workers of pytest-xdist share the tests: whole files or folders, the longest first."""
+"""Which tests a run has, and how the workers of pytest-xdist share them: whole files or folders, longest first."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ LONGEST = (
     "tests/architectures/test_architectures.py",
 )
 _RANK = {path: rank for rank, path in enumerate(LONGEST)}
+
+
+def leaves_long_tests_out(config: pytest.Config) -> bool:
+    """Whether a run is of the whole suite without `-m` and `--long`. What is named is run, also if it is long."""
+    root = config.rootpath
+    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
+    chosen = config.getoption("markexpr") != "not slow" or config.getoption("--long")
+    return not chosen and bool(named & {root, root / "tests"})
 
 
 def whole(nodeid: str) -> str:

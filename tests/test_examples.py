@@ -83,6 +83,7 @@ def test_there_are_tests_of_all_examples_and_they_are_short() -> None:
         assert f"]({path.name})" in readme
 
 
+@pytest.mark.long
 @pytest.mark.assets
 def test_only_positions_tell_the_dogs_apart(tmp_path: Path) -> None:
     printed = output("dog_test", tmp_path)
@@ -92,6 +93,7 @@ def test_only_positions_tell_the_dogs_apart(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.assets
 def test_the_longer_encoder_notices_what_stands_behind_token_512(tmp_path: Path) -> None:
     printed = output("long_encoder", tmp_path)
@@ -101,6 +103,7 @@ def test_the_longer_encoder_notices_what_stands_behind_token_512(tmp_path: Path)
     assert printed.endswith("as before: True\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BRIEF)
 def test_an_example_with_brief_trainings(name: str, tmp_path: Path) -> None:
     skip_without_packages(name)
@@ -149,6 +152,7 @@ def test_a_scheme_of_ones_own_reads_past_its_training_length(tmp_path: Path) -> 
     assert table["rope"][3] > table["rope"][0] + 0.1
 
 
+@pytest.mark.long
 @pytest.mark.assets
 def test_adapters_and_encoding_are_trained_and_loaded_together(tmp_path: Path) -> None:
     printed = output("lora_with_another_encoding", tmp_path)

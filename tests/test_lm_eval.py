@@ -107,6 +107,7 @@ def samples(output):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 @needs_lm_eval
 def test_the_task_of_the_page_reads_its_text(folder, tmp_path, monkeypatch):
     from lm_eval.__main__ import cli_evaluate
@@ -128,6 +129,7 @@ def test_the_task_of_the_page_reads_its_text(folder, tmp_path, monkeypatch):
     assert 0 < results(tmp_path / "out")["speech"]["bits_per_byte,none"] < 20
 
 
+@pytest.mark.long
 @needs_lm_eval
 def test_log_likelihoods_are_those_of_the_patched_model(folder, local_task, tmp_path, tokenizer, monkeypatch):
     from lm_eval.__main__ import cli_evaluate
@@ -176,6 +178,7 @@ def test_the_synthetic_task_counts_as_the_library_does(folder, tmp_path, tokeniz
     assert reported["exact_match,none"] == pytest.approx(mean)
 
 
+@pytest.mark.long
 @needs_lm_eval
 def test_without_the_plugin_lm_eval_stops_and_names_it(folder, local_task, tmp_path):
     program = "import runpy; runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"

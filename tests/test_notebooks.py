@@ -120,6 +120,7 @@ def assert_prints_what_is_stored(stored: list[Any], fresh: list[Any], compared: 
             assert numbers[0] == pytest.approx(numbers[1], rel=RELATIVE, abs=ABSOLUTE), before.source
 
 
+@pytest.mark.long
 @pytest.mark.assets
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name in ("patch_train_save", "your_own_scheme")))

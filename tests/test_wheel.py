@@ -52,6 +52,7 @@ def test_links_of_the_description_lead_to_the_repository(wheel: Path) -> None:
     assert not [link for link in ("](docs/", '="docs/', "](examples/") if link in text]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

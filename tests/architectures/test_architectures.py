@@ -109,6 +109,7 @@ def test_a_model_without_attention_is_told_apart() -> None:
     assert record.without == "convolution"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["native", "alibi"])
 @pytest.mark.parametrize("model_type", mostly_slow(known_model_types(), ANY_CLASS.__contains__))
 def test_every_class_of_a_model_type_is_patched_or_none(model_type: str, scheme: str) -> None:

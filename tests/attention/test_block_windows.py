@@ -87,6 +87,7 @@ def test_blocks_that_are_left_out_weigh_nothing(rule: Any, make: Any, attacked: 
         assert after[0, 1, -1, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", [pytest.param("alibi", marks=pytest.mark.slow), "forget_gate"])
 @torch.no_grad()
 def test_a_model_with_flex_attention_equals_eager(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ def test_what_stock_needs(architecture: str) -> None:
     assert graphs(architecture, None) == STOCK_GRAPHS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "scheme"),
     mostly_slow(
@@ -59,12 +60,14 @@ def test_no_more_graphs_than_stock(architecture: str, scheme: str) -> None:
     assert graphs(architecture, scheme) <= STOCK_GRAPHS
 
 
+@pytest.mark.long
 def test_long_inputs_add_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones get a matrix, and long ones the kernel for distances."""
     set_sizes(monkeypatch, short_pairs=50**2)
     assert graphs("llama_gqa", "alibi") == STOCK_GRAPHS + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"t5", "forget_gate", "pope", "string"}.__contains__))
 def test_training_steps_too(scheme: str) -> None:
     steps = trained(SCHEMES[scheme])
@@ -77,6 +80,7 @@ def test_training_steps_too(scheme: str) -> None:
     assert not steps.spoilers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, {"alibi", "rope"}.__contains__))
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 def test_gradient_checkpointing_breaks_no_graph_where_side_effects_are_allowed(scheme: str) -> None:

@@ -122,6 +122,7 @@ def test_a_grown_cache_is_what_the_model_writes_for_repeated_tokens():
     torch.testing.assert_close(grown.layers[0].keys, whole.layers[0].keys, **_ROUNDING)
 
 
+@pytest.mark.long
 def test_every_scheme_is_measured_or_refused_with_the_reason():
     for level in ("attention", "model", "encoder"):
         subjects, left_out = build_lineup(level, [*REFERENCES, *list_schemes()], (), 32, TINY)

@@ -179,6 +179,7 @@ SAVES: dict[str, tuple[tuple[str | None, dict[str, Any]] | None, tuple[str | Non
 CHOSEN = ("new folder", "stock, to shards", "same scheme, shards", "other scheme, from shards", "to stock, from shards")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", mostly_slow(SAVES, (*CHOSEN, "to stock", "other variant").__contains__))
 def test_old_or_new_or_refused_and_never_mixed(tmp_path: Path, case: str, others: Others) -> None:
     before, (scheme, options) = SAVES[case]
@@ -221,6 +222,7 @@ def loaded_as(expected: dict[str, torch.Tensor], folder: Path, variant: str | No
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"), [(None, "alibi"), ("alibi", "kerple"), ("t5", "t5"), ("alibi", None)], ids=str
 )

@@ -80,6 +80,7 @@ class TestProcess:
         assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.long
 def test_a_script_of_eval_runs_from_a_clone(tmp_path):
     script = Path(__file__).resolve().parents[2] / "eval" / "loss.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

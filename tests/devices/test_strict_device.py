@@ -14,6 +14,8 @@ import pytest
 
 from tests.devices import strict_device
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 INSIDE, ON_ONE = "tests/devices/inside", "tests/devices/inside/test_waits.py tests/devices/inside/test_kernels.py"
 MATRIX = "tests/matrix/test_behaviour.py"

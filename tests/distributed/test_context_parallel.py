@@ -34,6 +34,7 @@ def check(found: Found, way: str, schemes: tuple[str, ...]) -> None:
         assert all(max(step.values()) <= CLOSE for step in steps.values()), steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", QUICK)
 def test_losses_and_gradients_of_a_bias_are_those_of_one_process(found: Found, way: str) -> None:
     """Gradients are summed over both processes, of the parameters of the bias too."""

@@ -36,6 +36,7 @@ def check_steps(found: Found, steps: Mapping[str, Iterable[str]]) -> None:
                 assert close == ROUNDED or step["parameters"] <= CLOSE, (way, scheme, step)
 
 
+@pytest.mark.long
 def test_a_training_step_of_two_processes_is_that_of_one(found: Found) -> None:
     check_steps(found, QUICK)
 

@@ -24,6 +24,8 @@ from tests.distributed.tensor_parallel_worker import (
 from tests.matrix.running import patched, tokens
 from tests.schemes.table import TABLE, VARIANTS
 
+pytestmark = pytest.mark.long
+
 #: Sums in another order: 1e-6, beside differences of 1 between schemes.
 CLOSE = 1e-5
 #: The same for gradients, as a share of each. A process that kept its own heads' would be off by half.

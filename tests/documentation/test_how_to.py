@@ -89,6 +89,7 @@ def small_llama() -> Any:
     return tiny("LlamaForCausalLM", vocab_size=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
 
 
+@pytest.mark.long
 def test_a_scheme_of_ones_own_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     save_files("compare_your_scheme")
     Path("my_text").mkdir()
@@ -112,6 +113,7 @@ def test_a_scheme_of_ones_own_is_compared(capsys: pytest.CaptureFixture[str]) ->
     assert Path("root/report.html").is_file()
 
 
+@pytest.mark.long
 def test_minilm_reads_1024_tokens_and_is_exported(
     minilm_folder: Path,  # noqa: F811
     tmp_path: Path,
@@ -195,6 +197,7 @@ def training_commands(page: str, script: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.long
 def test_a_vit_with_two_dimensional_rope_is_trained_and_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     own, tuned, _ = training_commands("rope_in_a_vit", "run_image_classification.py")
     small = ["--max_steps=1", "--warmup_steps=0", "--use_cpu=true", "--disable_tqdm=true", "--max_eval_samples=20"]

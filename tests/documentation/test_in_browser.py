@@ -10,6 +10,8 @@ import pytest
 
 from tests.browser import served, started_chromium
 
+pytestmark = pytest.mark.long
+
 PAGES = (
     "index",
     "reference/schemes/index",

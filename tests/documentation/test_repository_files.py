@@ -63,6 +63,7 @@ def test_with_an_address_links_lead_there(tmp_path: Path) -> None:
     assert not (site / "_files").exists()
 
 
+@pytest.mark.long
 def test_links_to_files_that_are_not_there_fail_the_build(tmp_path: Path) -> None:
     built(tmp_path, "")
     links = ["../../code/gone.py", "../../GONE.md", "../folder/gone.md", "../explorer/gone.html"]

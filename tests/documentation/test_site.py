@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.documentation.built import page
 from tests.documentation.conftest import ROOT
+
+pytestmark = pytest.mark.long
 
 
 def pages(site: Path) -> list[Path]:

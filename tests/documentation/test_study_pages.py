@@ -21,6 +21,7 @@ def study() -> ModuleType:
     return make_pages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["results.md", "leaderboard.md"])
 def test_the_tables_of_a_page_are_up_to_date(study: ModuleType, name: str) -> None:
     assert name in study.PAGES

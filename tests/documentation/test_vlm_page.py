@@ -47,6 +47,7 @@ def smaller(text: str) -> str:
     return re.sub(r"STEPS = \d+", "STEPS = 4", names).replace("lr=1e-4", "lr=1e-2")
 
 
+@pytest.mark.long
 def test_the_files_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_models()
     for name, text in saved_files(PAGE).items():

@@ -14,6 +14,8 @@ from tests.explorer.conftest import DOCS
 from tests.explorer.library import data
 from tests.explorer.test_page import CLIPPED, CONTRAST, NAMELESS, NO_OVERFLOW, SCHEMES, content, settle
 
+pytestmark = pytest.mark.long
+
 #: The texts of an axis of every chart of a panel, by column.
 TICKS = """([panel, axis]) => [...document.querySelectorAll(`${panel} .column`)].map((column) =>
   [...column.querySelectorAll("svg text.tick")]

@@ -13,6 +13,8 @@ from tests.explorer.conftest import DOCS
 from tests.explorer.library import data
 from tests.thinning import mostly_slow
 
+pytestmark = pytest.mark.long
+
 ENTRIES = data("options")["schemes"]
 SCHEMES = list(ENTRIES)
 #: What a change can move: the pictures that depend on a scheme's options.

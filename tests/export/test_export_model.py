@@ -130,6 +130,7 @@ def test_an_export_replaces_the_files_of_the_one_before(tmp_path: Path) -> None:
     assert len(report.files) < len(shards)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="ends child processes by signal")
 @pytest.mark.parametrize("before", [None, 500.0])
 def test_a_killed_export_leaves_the_old_one_or_the_new_one_or_no_model(before: float | None, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def card(place: Place, name: str, revision: str = "main") -> ModelCard:
     return ModelCard(found.files["README.md"].decode(), ignore_metadata_errors=False)
 
 
+@pytest.mark.long
 def test_each_form_is_pushed_whole_and_in_one_commit(place: Place, pushed: dict[str, Any]) -> None:
     assert set(place.hub.repositories) == {"someone/patched", "someone/saved", "someone/stock"}
     main, other = (repository(place, "patched").at(name) for name in ("main", "other"))
@@ -211,6 +212,7 @@ print(json.dumps({"differences": differences, "absent": absent, "push": push}))
 """
 
 
+@pytest.mark.long
 def test_offline_they_come_from_the_cache(
     place: Place, home: Path, pushed: dict[str, Any], loaded: dict[str, Any]
 ) -> None:
@@ -307,6 +309,7 @@ print(json.dumps({"tensors": [tensor.name for tensor in GGUFReader(path).tensors
 """
 
 
+@pytest.mark.long
 def test_a_file_for_another_program_is_downloaded_whole(place: Place, online: Clients, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("xllamacpp")

@@ -82,6 +82,7 @@ def test_text_past_the_table_of_a_model_that_compares_it_with_images(
             assert torch.allclose(loaded(input_ids=ids, **inputs).logits_per_image, expected, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_class", [CLIPTextModel, SiglipTextModel])
 def test_a_text_model_past_its_table_in_onnx_runtime(model_class: Any, tmp_path: Path) -> None:
     model = model_class(dual_encoder(*DUAL_ENCODERS[model_class]).config.text_config).eval()

@@ -54,6 +54,7 @@ def alibi(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model, folder, to_onnx(model, folder, quantize=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("scheme", "name"), [("forget_gate", LLAMA), ("string", BERT)])
 def test_a_graph_has_standard_operators_only(scheme: str, name: str, tmp_path: Path) -> None:
     """`test_runtimes` exports every scheme."""
@@ -63,6 +64,7 @@ def test_a_graph_has_standard_operators_only(scheme: str, name: str, tmp_path: P
     assert operators <= {"", "ai.onnx"}
 
 
+@pytest.mark.long
 def test_the_names_and_open_axes_are_those_of_optimum(alibi: Any) -> None:
     _, folder, _ = alibi
     session = Session(folder / "model.onnx")
@@ -93,6 +95,7 @@ def test_int8_weights_report_their_difference(alibi: Any) -> None:
     assert all(TOLERANCE < check.difference < 1 for check in report.checks[2:])
 
 
+@pytest.mark.long
 def test_outliers_in_a_matrix_do_not_round_its_other_int8_weights(tmp_path: Path) -> None:
     """Trained matrices have outliers. With one scale for a whole matrix, MiniLM with ALiBi was lost in int8.
 
@@ -118,6 +121,7 @@ def test_the_check_finds_a_lost_bias(alibi: Any) -> None:
         assert "The logits differ" in found
 
 
+@pytest.mark.long
 def test_an_encoder_beyond_its_native_length(tmp_path: Path) -> None:
     model = visible(BERT, "alibi")
     to_onnx(model, tmp_path / "alibi")

@@ -60,6 +60,7 @@ def problem(result: dict[str, Any], same: bool) -> str | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damaged_file_is_read_as_written_or_refused_by_name(results: dict[str, Any], kind: str) -> None:
     found = results[kind]

@@ -41,6 +41,7 @@ def mean_pooled(encoder: Any, ids: torch.Tensor) -> np.ndarray:
     return torch.nn.functional.normalize(mean, dim=-1)[0].numpy()
 
 
+@pytest.mark.long
 def test_texts_past_the_native_length_are_read_whole(minilm_folder: Path, tmp_path: Path) -> None:  # noqa: F811
     encoder = SentenceTransformer(str(minilm_folder), device="cpu")
     ids = encoder.tokenizer(TEXT, return_tensors="pt", truncation=False)["input_ids"]

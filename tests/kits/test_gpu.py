@@ -56,6 +56,7 @@ def request(folder, part: str, **changes):
     return asked | {"cell_seconds": 60.0, "seconds": 60.0} | changes
 
 
+@pytest.mark.long
 def test_a_smoke_run_goes_through_every_part(smoke):
     status, folder = smoke
     names = files(folder)

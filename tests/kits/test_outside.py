@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SUITE = """
@@ -28,6 +30,7 @@ def test_it_rotates(tmp_path):
 """
 
 
+@pytest.mark.long
 def test_differences_from_the_stock_models_are_listed(tmp_path: Path) -> None:
     (tmp_path / "checkout" / "tests").mkdir(parents=True)
     (tmp_path / "checkout" / "tests" / "test_of_others.py").write_text(SUITE)

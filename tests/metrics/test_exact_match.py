@@ -60,6 +60,7 @@ def matches(model, lengths=range(1, 11), **options):
     return [row.exact_match for row in exact_match(model, TOKENIZER, "repeated_copy", lengths, **options).rows]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "batch_size"), [("llama", 64), ("llama", 5), ("marian", 64)])
 def test_teacher_forcing_is_greedy_decoding(request, name, batch_size):
     options = {"samples": 26, "batch_size": batch_size}

@@ -143,6 +143,7 @@ def test_notes_end_with_their_cache() -> None:
     assert len(_table) == before
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_transformers_exports_prefill_and_decoding() -> None:
     exporters = pytest.importorskip("transformers.exporters")

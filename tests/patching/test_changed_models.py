@@ -296,6 +296,7 @@ def test_a_model_that_bypasses_its_attention_is_not_patched(name: str) -> None:
         patch_model(model, "alibi")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "compiled_before"),
     [

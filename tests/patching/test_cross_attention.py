@@ -141,6 +141,7 @@ def test_decoding_is_the_full_forward(name: str, cross: Any) -> None:
         assert torch.allclose(step_by_step(model, EncoderDecoderCache(*static)), full, atol=TOLERANCE)
 
 
+@pytest.mark.long
 def test_every_scheme_is_computed_or_refused() -> None:
     computed, padding = set(), torch.ones(1, 3, dtype=torch.int64)
     mask = torch.cat((torch.zeros_like(padding), torch.ones_like(SOURCE)), 1)
@@ -204,6 +205,7 @@ def test_generate_with_padding_in_both_sequences(cross: str, options: dict[str, 
     assert torch.equal(without, alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("cross", ["rope", "alibi", BOTH], ids=str)
 def test_backends_agree(backend: str, cross: Any) -> None:
@@ -223,6 +225,7 @@ def test_many_keys() -> None:
     assert torch.allclose(found, logits_of(model, **options), atol=TOLERANCE)
 
 
+@pytest.mark.long
 def test_gradient_checkpointing_and_compilation() -> None:
     model = patch_model(model_of(), "rope", cross_attention=["rope", "kerple"]).train()
     calls = {"input_ids": SOURCE, "decoder_input_ids": TARGET, "labels": TARGET, "use_cache": False}

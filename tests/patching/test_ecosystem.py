@@ -82,6 +82,7 @@ def test_flex_attention_equals_eager(scheme: str, stance: str) -> None:
         assert distance(outputs(model, row, tokens()), expected) <= 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, lambda scheme: scheme == "t5"), ids=_name)
 @torch.no_grad()
 def test_compiled_scores_outside_the_interface_and_compiled_layers(scheme: str) -> None:

@@ -184,6 +184,7 @@ _BOUNDS: dict[str, tuple[Any, bool, int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", _BOUNDS)
 @torch.no_grad()
 def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
@@ -200,6 +201,7 @@ def test_a_graph_refuses_the_positions_that_a_call_refuses(name: str) -> None:
                 run(ids, position_ids=position_ids, use_cache=False)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
     torch_since("2.13", "graphs compute the bias of gaps by position")
@@ -220,6 +222,7 @@ def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
     assert distance(compiled(ids, **packed).logits, model(ids, **packed).logits) <= CLOSE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["t5", pytest.param("alibi", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
@@ -258,6 +261,7 @@ def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(sch
         torch.compile(model, backend="eager", fullgraph=True)(ids[:, 6:], past_key_values=filled(), **given)
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("own_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: bool) -> None:

@@ -40,6 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in schemes}
 
 
+@pytest.mark.long
 def test_the_printed_line_serves_an_export_without_the_plugin(tmp_path: Path) -> None:
     model = llama("p_rope")
     report = export_model(model, tmp_path / "an export", tokenizer=tokenizer())

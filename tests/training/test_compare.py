@@ -62,6 +62,7 @@ def never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "run_cell", lambda *_: pytest.fail("a training that has ended was started again"))
 
 
+@pytest.mark.long
 def test_results_hold_settings_versions_and_every_training(finished: Path, runs: dict[str, dict[str, Any]]) -> None:
     text = (finished / "results.json").read_text()
     results = json.loads(text)
@@ -108,6 +109,7 @@ def test_schemes_and_seeds_differ_and_the_unpatched_model_is_the_control(runs: d
     assert runs["masked-rope-0"]["dog"]["layers"][-1] > 1e-4
 
 
+@pytest.mark.long
 def test_saved_models_come_back_and_are_compared(finished: Path, capsys: Any) -> None:
     folder = finished / "models" / "masked-rope-seed1"
     done = run_fresh(
@@ -122,6 +124,7 @@ def test_saved_models_come_back_and_are_compared(finished: Path, capsys: Any) ->
     assert (finished / "models" / "masked-native-seed1" / "tokenizer_config.json").exists()
 
 
+@pytest.mark.long
 def test_a_finished_study_is_not_trained_again(
     finished: Path, text_folder: Path, never_trained: None, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +184,7 @@ def test_what_is_no_archive_is_refused(finished: Path, tmp_path: Path, capsys: A
     assert [path.name for path in model.iterdir()] == ["config.json"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", mostly_slow(["causal", "masked", "repeated_copy"], lambda task: task == "causal"))
 def test_interrupted_and_resumed_equals_uninterrupted(
     tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
@@ -244,6 +248,7 @@ def begun(small: Path, tmp_path: Path) -> Path:
     return shutil.copytree(small, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_schemes_and_seeds_can_be_added(begun: Path, tiny: Words) -> None:
     before = study_figures(begun)
     assert compare.main(tiny(seeds="0,1")) == 0

@@ -25,6 +25,7 @@ def study_of(folder: Path, model_type: str, **changes: Any) -> StudySettings:
     return validated(StudySettings, given | changes, "The study")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model_type", "name"), [("marian", "MarianMTModel"), ("t5", "T5ForConditionalGeneration")])
 def test_an_encoder_decoder_learns_a_synthetic_task(model_type: str, name: str, tmp_path: Path) -> None:
     results = compare(study_of(tmp_path, model_type), [])

@@ -78,6 +78,7 @@ def training_process(folder: Path, coordinator: subprocess.Popen[str]) -> int:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path, straight: dict[str, Any]) -> None:
     installed(executor)
@@ -90,6 +91,7 @@ def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path,
     assert study_figures(tmp_path / "out").items() >= straight.items()
 
 
+@pytest.mark.long
 def test_a_dask_cluster_that_runs_already_is_used(tiny: Words, tmp_path: Path, straight: dict[str, Any]) -> None:
     installed("dask")
     from distributed import LocalCluster
@@ -145,6 +147,7 @@ def test_two_studies_in_one_folder_share_the_trainings(tmp_path: Path, monkeypat
     assert {int(process) for _, process in begun} == {os.getpid(), other.pid}
 
 
+@pytest.mark.long
 def test_only_a_silent_worker_loses_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this = os.getpid()
 

@@ -89,6 +89,7 @@ SCHEMES = {
 }
 
 
+@pytest.mark.long
 def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_path, capsys):
     words = of_pretrained(llama, text_folder, tmp_path / "out", SCHEMES)
     assert compare.main(words) == 0, capsys.readouterr().err
@@ -126,6 +127,7 @@ def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_pat
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("result.json")} == stamps
 
 
+@pytest.mark.long
 def test_an_interrupted_cell_goes_on_where_it_was(llama, text_folder, tmp_path, monkeypatch):
     schemes = {"t5-gradual": {"scheme": "t5", "swap": {"gradual_steps": 3}}}
     whole, cut = (
@@ -172,6 +174,7 @@ def test_a_teacher_of_limited_length_reads_longer_text_in_pieces(bert, text_fold
     assert torch.equal(states[:, 23:45], second[:, 1:-1])
 
 
+@pytest.mark.long
 def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
     within = {"train_lengths": [16, 24]}
     schemes = {

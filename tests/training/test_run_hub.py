@@ -54,6 +54,7 @@ def push() -> Iterator[Pushes]:
         pushes.process.communicate(timeout=600)
 
 
+@pytest.mark.long
 def test_a_model_is_pushed_with_its_card(push: Pushes, texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "alibi"
     hub = Hub()
@@ -118,6 +119,7 @@ def test_a_hub_that_refuses_leaves_the_model(push: Pushes, texts: Path, tmp_path
     assert "generated_from_trainer" in hub.files["README.md"].decode()
 
 
+@pytest.mark.long
 def test_a_hub_that_is_not_there_is_found_out_before_training(
     texts: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from tests.training.run_cases import (
 from tests.versions import since
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.slow), False], ids=["clm", "mlm"])
 def test_a_killed_run_resumes_to_the_identical_curve(causal: bool, texts: Path, tmp_path: Path) -> None:
     """Killed as soon as its second checkpoint appears, whole or not; with dropout and accumulated batches."""
@@ -64,6 +65,7 @@ def close(first: list[dict[str, float]], second: list[dict[str, float]]) -> None
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-4), (name, ours, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["clm", "mlm"])
 def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> None:
     """Same global batch, no dropout (which each process draws for itself), more than one epoch; one is resumed, too."""

@@ -43,6 +43,7 @@ def numbers(printed: str, scheme: str) -> list[float]:
     return [float(word) for word in row[0].split()[1:4]]
 
 
+@pytest.mark.long
 def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

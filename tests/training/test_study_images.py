@@ -45,6 +45,7 @@ def results(finished: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.long
 def test_every_model_is_read_at_every_resolution_that_its_scheme_can(results: dict[str, Any]) -> None:
     assert results["tasks"]["images"]["lengths"] == [12, 16, 48]
     assert results["versions"]["scikit-learn"]

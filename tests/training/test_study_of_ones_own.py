@@ -49,6 +49,7 @@ def edit_the_scheme(folder):
     path.write_text(path.read_text() + "\n\nCHANGED = True  # any statement\n")
 
 
+@pytest.mark.long
 def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_scheme, capsys, monkeypatch):
     def only_results(results, folder):
         write_json(folder / "results.json", results)
