@@ -50,7 +50,7 @@ from hf_posenc.attention.forms import (
 )
 from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.positions import exporting
+from hf_posenc.schemes.positions import exporting, traced
 
 Function = Callable[..., Any]
 #: `(module, query, key, value) -> (output, probabilities or None)`.
@@ -93,8 +93,17 @@ def attend_with_bias(
     Raises:
         UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
     """
+    single = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64
+    if single and _is_stock_sdpa(function) and not traced() and not torch._C._are_functorch_transforms_active():
+        # A decoding step, in which calls cost more than the computation.
+        return function(module, query, key, value, for_kernel(form.rows(), query), *args, **kwargs)
     attend = attention_with(implementation, function, form, module, query, key, attention_mask, args, kwargs)
     return attend(module, query, key, value)
+
+
+def _is_stock_sdpa(function: Function) -> bool:
+    # A function registered under this name by another package may do anything.
+    return getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
 
 
 def attention_with(
@@ -143,8 +152,7 @@ def attention_with(
         kwargs = kwargs | {"kernel_options": {"num_stages": 2} | (kwargs.get("kernel_options") or {})}
     if name == "flex_attention" and not isinstance(form, RowsForm):
         return _with_given(_attend_looking_up, name, function, form, mask, args, kwargs)
-    # A function registered under this name by another package may do anything.
-    stock_sdpa = getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
+    stock_sdpa = _is_stock_sdpa(function)
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         return _with_given(_attend_in_math, name, function, form, mask, args, kwargs)
@@ -152,8 +160,6 @@ def attention_with(
         return _sdpa_with(function, form, module, query, key, mask, args, kwargs)
     if stock_sdpa and not exporting() and isinstance(form, DistanceForm):
         return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
-    if stock_sdpa and not exporting() and mask is None:
-        return _with_mask(function, for_kernel(form.rows(), query), args, kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return _with_given(_attend_dense, name, function, form, mask, args, kwargs)
 

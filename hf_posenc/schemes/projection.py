@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class _Projected(torch.autograd.Function):
@@ -55,6 +56,10 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
-    kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
+    compiling = torch.compiler.is_compiling()
+    derived = compiling or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if not derived and not torch.is_grad_enabled():
+        return values.clamp(minimum, maximum)
+    kind = _Projected if compiling else _ProjectedForward
     result: Tensor = kind.apply(values, minimum, maximum)
     return result

@@ -167,12 +167,14 @@ class ForwardState:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         key, device = ("own", id(part), self.device, torch.is_grad_enabled()), self.device
         found: PartType | None = self.scratch.get(key)
-        if found is None:
-            # Most parts have no submodules, and every layer asks.
-            owners = part.modules() if part._modules else (part,)
-            weights = [weight for one in owners for weight in (*one._parameters.values(), *one._buffers.values())]
-            moves = device is not None and {weight.device for weight in weights if weight is not None} - {device}
-            found = self.scratch[key] = copied_to(part, device) if moves and device is not None else part
+        if found is not None:
+            return found
+        moves = False
+        # Most parts have no submodules, and every layer asks.
+        for owner in part.modules() if part._modules else (part,):
+            for weight in (*owner._parameters.values(), *owner._buffers.values()):
+                moves = moves or (weight is not None and weight.device != device)
+        found = self.scratch[key] = copied_to(part, device) if moves and device is not None else part
         return found
 
     @property

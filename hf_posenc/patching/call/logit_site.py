@@ -122,11 +122,12 @@ class LogitSite(PlacedForward):
             if not pairs:
                 check_cache(bias, state)
                 whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
-                pairs = pairs_of_parts(summands, whole)
+                pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(summand, state, pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
-        form = sum_of_forms(forms, *lengths, self.encoding.causal)
-        check_heads(form.heads, query.shape[1])
+        form = forms[0] if len(forms) == 1 else sum_of_forms(forms, *lengths, self.encoding.causal)
+        if form.heads != query.shape[1]:
+            check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,8 +175,12 @@ class LogitSite(PlacedForward):
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
     ) -> BiasForm:
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
-        offset, first = self.key_start(state, query_length, key_length)
-        of_slots = state.is_plain or slot_distances_are_exact(state, first, key_length, mask)
+
+        def find() -> tuple[int | Tensor, bool | Tensor]:
+            offset, first = self.key_start(state, query_length, key_length)
+            return offset, state.is_plain or slot_distances_are_exact(state, first, key_length, mask)
+
+        offset, of_slots = state.shared("slots", find, query_length, key_length, mask=mask)
         if isinstance(of_slots, Tensor) and query_length > 1:
             # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
             assert_in_graph(of_slots, _UNEVEN)
@@ -259,7 +264,8 @@ class LogitSite(PlacedForward):
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
         keys, query_slots = state.shared("pairs", places, query_length, key_length)
         assert self.encoding.logit_bias is not None
-        refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
+        if state.coordinates is not None:
+            refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
         return AttentionPairs(
             query=query,
             key=key,
@@ -350,13 +356,14 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
         return evaluated(start, stop, key_count)
 
     def evaluated(start: int, stop: int, key_count: int) -> Tensor:
-        own = pairs.of_queries(start, stop)
+        own = pairs if pairs.query.shape[-2] == 1 else pairs.of_queries(start, stop)
         if crops and key_count < key_length:
             own = own.of_first_keys(key_count)
         # The bias is float32 in every model. Autocast would compute it in lower precision.
         with without_autocast(own.query.device):
             result: Tensor = bias(own)
-        check_heads(result.shape[1], pairs.query.shape[1])
+        if result.shape[1] != pairs.query.shape[1]:
+            check_heads(result.shape[1], pairs.query.shape[1])
         return result if result.shape[-1] == key_count else result[..., :key_count]
 
     form = RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
