@@ -36,12 +36,7 @@ class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
     """Values that follow from parameters of parts, kept with a cache. Not included when it is copied or pickled."""
 
     def of(
-        self,
-        part: nn.Module,
-        name: str,
-        compute: Callable[[], Value],
-        fits: Callable[[Value], bool] | None = None,
-        of_submodules: bool = True,
+        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Any = None, of_submodules: bool = True
     ) -> Value:
         """The value that is kept, if it `fits` and the parameters are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.

@@ -56,10 +56,9 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
-    compiling = torch.compiler.is_compiling()
-    derived = compiling or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    if not derived and not torch.is_grad_enabled():
+    derived = torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if not torch.compiler.is_compiling() and not derived:
         return values.clamp(minimum, maximum)
-    kind = _Projected if compiling else _ProjectedForward
+    kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
     result: Tensor = kind.apply(values, minimum, maximum)
     return result

@@ -184,20 +184,18 @@ class AttentionSite(LogitSite):
         Raises:
             UnsupportedError: if it did in earlier calls but not in this one, whose keys were therefore not mapped.
         """
-        if self.rotates_in_place:
-            if not call.rotations:
-                self.require_rotation(False)
+        if self.rotates_in_place and not call.rotations:
+            self.refuse_skipped_rotation()
         elif call.rotations and not call.keys_mapped and not torch.compiler.is_compiling():
             self.rotates_in_place = True
 
-    def require_rotation(self, rotated: bool) -> None:
+    def refuse_skipped_rotation(self) -> None:
         """Refuses a call that skipped the rotary function although earlier calls used it."""
-        if not rotated:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} called its rotary function in earlier calls but not in this one, so its "
-                "keys were not rotated. A change in its config or its arguments has switched the rotation off. Call "
-                "patch_model again after such a change."
-            )
+        raise UnsupportedError(
+            f"{type(self.module).__name__} called its rotary function in earlier calls but not in this one, so its "
+            "keys were not rotated. A change in its config or its arguments has switched the rotation off. Call "
+            "patch_model again after such a change."
+        )
 
     def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a rotary function of the architecture: returns its tensors mapped, or unchanged."""

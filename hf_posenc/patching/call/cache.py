@@ -157,10 +157,7 @@ def cache_argument(model: nn.Module) -> str:
 
 def first_cache(values: Iterable[Any]) -> Any:
     """The first value that is a cache, or `None`. Its argument has another name in each architecture and version."""
-    for value in values:
-        if not isinstance(value, _NO_CACHES) and is_cache(value):
-            return value
-    return None
+    return next((value for value in values if not isinstance(value, _NO_CACHES) and is_cache(value)), None)
 
 
 def is_cache(value: Any) -> bool:
@@ -347,10 +344,8 @@ class SeenKeys:
         """Whether these are the same keys, and nobody has written to them."""
         if len(keys) != len(self._each):
             return False
-        for one, (reference, state) in zip(keys, self._each, strict=True):
-            if one is not reference() or _writes(one) != state:
-                return False
-        return True
+        pairs = zip(keys, self._each, strict=True)
+        return all(one is reference() and _writes(one) == state for one, (reference, state) in pairs)
 
     def all_replaced_by(self, keys: list[Tensor]) -> bool:
         """Whether every layer has other keys, as after an operation on the whole cache."""

@@ -150,7 +150,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             if self.rotates_in_place and not torch.compiler.is_compiling():
                 rotations = self.rotations
                 output = self._rotary_only_forward(self.module, *args, **kwargs)
-                self.require_rotation(self.rotations != rotations)
+                if self.rotations == rotations:
+                    self.refuse_skipped_rotation()
                 return output
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         state = self.runtime.states.top
@@ -210,13 +211,6 @@ class InterfaceAttention(Rebound, AttentionSite):
         fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
         self._rotary_only_forward = self._with_globals(fast)
 
-    @property
-    def call(self) -> LayerCall:
-        """The call in progress on this thread."""
-        call = self.calls.top
-        assert call is not None
-        return call
-
     def attend(
         self,
         implementation: str | None,
@@ -231,7 +225,6 @@ class InterfaceAttention(Rebound, AttentionSite):
     ) -> Any:
         """Called in place of the attention function."""
         call = self.calls.top
-        assert call is not None
         call.attended = True
         split = call.state.sequence is not None and self.encoding.logit_bias is not None
         if self.encoding.repeats_bias and not split and not self.runtime.layout.has_axes and not exporting():
@@ -461,7 +454,7 @@ class _RotaryReplacement:
                 return args[:2]
             query, key, _ = self.rotary.tensors(args, kwargs)
             return query if key is None else (query, key)
-        return self.site.rotate(self.site.call, self.rotary, args, kwargs)
+        return self.site.rotate(self.site.calls.top, self.rotary, args, kwargs)
 
 
 class _FastRotary(_RotaryReplacement):

@@ -178,7 +178,9 @@ class LogitSite(PlacedForward):
 
         def find() -> tuple[int | Tensor, bool | Tensor]:
             offset, first = self.key_start(state, query_length, key_length)
-            return offset, state.is_plain or slot_distances_are_exact(state, first, key_length, mask)
+            given = state.position_ids is not None or state.attention_mask is not None or state.cache_object is not None
+            is_plain = not given and isinstance(state.offset, int) and state.offset == 0
+            return offset, is_plain or slot_distances_are_exact(state, first, key_length, mask)
 
         offset, of_slots = state.shared("slots", find, query_length, key_length, mask=mask)
         if isinstance(of_slots, Tensor) and query_length > 1:
