@@ -50,7 +50,7 @@ from hf_posenc.attention.forms import (
 )
 from hf_posenc.attention.fused_attention import folds, fused_attention
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.positions import exporting, traced
+from hf_posenc.schemes.positions import exporting
 
 Function = Callable[..., Any]
 #: `(module, query, key, value) -> (output, probabilities or None)`.
@@ -58,6 +58,8 @@ Attention = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
 #: The maximum size, in bytes, of a bias matrix for backends that need one. Increase it to allow larger matrices.
 DENSE_LIMIT = 8 * 2**30
 
+#: A function registered as "sdpa" by another package may do anything.
+_STOCK_SDPA = "transformers.integrations.sdpa_attention"
 _TAKES_POSITION_BIAS: dict[Function, bool] = {}
 #: The place of the mask among the arguments of an attention function.
 _MASK = 4
@@ -93,17 +95,16 @@ def attend_with_bias(
     Raises:
         UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
     """
-    single = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64
-    if single and _is_stock_sdpa(function) and not traced() and not torch._C._are_functorch_transforms_active():
+    single = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64 and not exporting()
+    if (
+        single
+        and getattr(function, "__module__", "") == _STOCK_SDPA
+        and not torch._C._are_functorch_transforms_active()
+    ):
         # A decoding step, in which calls cost more than the computation.
         return function(module, query, key, value, for_kernel(form.rows(), query), *args, **kwargs)
     attend = attention_with(implementation, function, form, module, query, key, attention_mask, args, kwargs)
     return attend(module, query, key, value)
-
-
-def _is_stock_sdpa(function: Function) -> bool:
-    # A function registered under this name by another package may do anything.
-    return getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
 
 
 def attention_with(
@@ -152,7 +153,7 @@ def attention_with(
         kwargs = kwargs | {"kernel_options": {"num_stages": 2} | (kwargs.get("kernel_options") or {})}
     if name == "flex_attention" and not isinstance(form, RowsForm):
         return _with_given(_attend_looking_up, name, function, form, mask, args, kwargs)
-    stock_sdpa = _is_stock_sdpa(function)
+    stock_sdpa = getattr(function, "__module__", "") == _STOCK_SDPA
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         return _with_given(_attend_in_math, name, function, form, mask, args, kwargs)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 
 class _Projected(torch.autograd.Function):
@@ -56,8 +55,8 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
-    derived = torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    if not torch.compiler.is_compiling() and not derived:
+    derived = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or derived):
         return values.clamp(minimum, maximum)
     kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
     result: Tensor = kind.apply(values, minimum, maximum)

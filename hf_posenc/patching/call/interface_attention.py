@@ -170,9 +170,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         try:
             calls.append(call)
             if self.encoding.has_keys and self.intercepts_cache_update:
-                given = kwargs.get("past_key_values")
-                known = given is not None and given is call.state.cache_object
-                cache = self_attention_cache(given) if known else cache_of_call(args, kwargs)
+                known = kwargs.get("past_key_values") is call.state.cache_object is not None
+                cache = self_attention_cache(call.state.cache_object) if known else cache_of_call(args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._forward(self.module, *args, **kwargs)
             else:

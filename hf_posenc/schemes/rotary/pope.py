@@ -51,12 +51,8 @@ class PopeMap(QueryKeyMap):
         ids, frequencies = positions.ids, self._inverse_frequencies.on(positions.ids.device)
         # Only the phases that are added for keys belong to a layer.
         name = f"pope, {self.theta}, {len(frequencies)}"
-
-        def of_positions() -> tuple[Tensor, Tensor, Tensor]:
-            angles = ids.unsqueeze(-1).float() * frequencies
-            return angles, angles.cos(), angles.sin()
-
-        angles, cosine, sine = positions.remembered(name, of_positions, ids)
+        angles = positions.remembered(name, lambda: ids.unsqueeze(-1).float() * frequencies, ids)
+        cosine, sine = positions.remembered(f"phases of {name}", lambda: (angles.cos(), angles.sin()), ids)
         key_angles = angles.unsqueeze(-2) + projected(self.delta.float(), -2 * math.pi, 0.0)
         return cosine, sine, key_angles.cos(), key_angles.sin()
 

@@ -51,8 +51,7 @@ class RotationInBasis(QueryKeyMap):
         *phases_in_basis, basis = phases
         basis = basis.to(query.dtype)
         if basis.shape[0] not in (1, query.shape[1]):
-            if query.shape[-2] == 1 and not traced():
-                # One token: its query heads take the place of tokens of their key head.
+            if query.shape[-2] == 1 and not traced():  # As in `apply_rotation`.
                 grouped = query.reshape(query.shape[0], basis.shape[0], -1, query.shape[-1])
                 return self.map_query(grouped, phases).view(query.shape)
             basis = basis.repeat_interleave(query.shape[1] // basis.shape[0], dim=0)
