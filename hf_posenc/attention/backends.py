@@ -95,13 +95,9 @@ def attend_with_bias(
     Raises:
         UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
     """
-    single = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64 and not exporting()
-    if (
-        single
-        and getattr(function, "__module__", "") == _STOCK_SDPA
-        and not torch._C._are_functorch_transforms_active()
-    ):
-        # A decoding step, in which calls cost more than the computation.
+    decodes = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64 and not exporting()
+    stock = getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
+    if decodes and stock:  # Calls cost more than the computation.
         return function(module, query, key, value, for_kernel(form.rows(), query), *args, **kwargs)
     attend = attention_with(implementation, function, form, module, query, key, attention_mask, args, kwargs)
     return attend(module, query, key, value)

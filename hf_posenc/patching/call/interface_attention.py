@@ -170,8 +170,9 @@ class InterfaceAttention(Rebound, AttentionSite):
         try:
             calls.append(call)
             if self.encoding.has_keys and self.intercepts_cache_update:
-                known = kwargs.get("past_key_values") is call.state.cache_object is not None
-                cache = self_attention_cache(call.state.cache_object) if known else cache_of_call(args, kwargs)
+                given = call.state.cache_object
+                is_known = given is not None and given is kwargs.get("past_key_values")
+                cache = self_attention_cache(given) if is_known else cache_of_call(args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._forward(self.module, *args, **kwargs)
             else:

@@ -126,8 +126,7 @@ class LogitSite(PlacedForward):
             forms.append(_pairwise_form(summand, state, pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
         form = forms[0] if len(forms) == 1 else sum_of_forms(forms, *lengths, self.encoding.causal)
-        if form.heads != query.shape[1]:
-            check_heads(form.heads, query.shape[1])
+        check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,8 +359,7 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
         # The bias is float32 in every model. Autocast would compute it in lower precision.
         with without_autocast(own.query.device):
             result: Tensor = bias(own)
-        if result.shape[1] != pairs.query.shape[1]:
-            check_heads(result.shape[1], pairs.query.shape[1])
+        check_heads(result.shape[1], pairs.query.shape[1])
         return result if result.shape[-1] == key_count else result[..., :key_count]
 
     form = RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
