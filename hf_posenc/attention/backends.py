@@ -58,6 +58,8 @@ Attention = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
 #: The maximum size, in bytes, of a bias matrix for backends that need one. Increase it to allow larger matrices.
 DENSE_LIMIT = 8 * 2**30
 
+#: A function registered as "sdpa" by another package may do anything.
+_STOCK_SDPA = "transformers.integrations.sdpa_attention"
 _TAKES_POSITION_BIAS: dict[Function, bool] = {}
 #: The place of the mask among the arguments of an attention function.
 _MASK = 4
@@ -93,6 +95,10 @@ def attend_with_bias(
     Raises:
         UnsupportedError: for a backend that does not support the bias, or only as a matrix that is too large.
     """
+    decodes = query.shape[2] == 1 and attention_mask is None and query.dtype != torch.float64 and not exporting()
+    stock = getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
+    if decodes and stock:  # Calls cost more than the computation.
+        return function(module, query, key, value, for_kernel(form.rows(), query), *args, **kwargs)
     attend = attention_with(implementation, function, form, module, query, key, attention_mask, args, kwargs)
     return attend(module, query, key, value)
 
@@ -143,8 +149,7 @@ def attention_with(
         kwargs = kwargs | {"kernel_options": {"num_stages": 2} | (kwargs.get("kernel_options") or {})}
     if name == "flex_attention" and not isinstance(form, RowsForm):
         return _with_given(_attend_looking_up, name, function, form, mask, args, kwargs)
-    # A function registered under this name by another package may do anything.
-    stock_sdpa = getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
+    stock_sdpa = getattr(function, "__module__", "") == _STOCK_SDPA
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         return _with_given(_attend_in_math, name, function, form, mask, args, kwargs)
@@ -152,8 +157,6 @@ def attention_with(
         return _sdpa_with(function, form, module, query, key, mask, args, kwargs)
     if stock_sdpa and not exporting() and isinstance(form, DistanceForm):
         return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
-    if stock_sdpa and not exporting() and mask is None:
-        return _with_mask(function, for_kernel(form.rows(), query), args, kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return _with_given(_attend_dense, name, function, form, mask, args, kwargs)
 

@@ -256,13 +256,11 @@ def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, 
     """Returns the most specific form of the sum of several biases of one call.
 
     Args:
-        forms: at least one, and no `SumForm`.
+        forms: at least two, and no `SumForm`.
         query_length: number of queries.
         key_length: number of keys.
         causal: whether no query sees a later key, so that a linear distance bias is a number per key.
     """
-    if len(forms) == 1:
-        return forms[0]
     if any(isinstance(form, RowsForm) for form in forms):
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:

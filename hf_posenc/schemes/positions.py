@@ -36,19 +36,22 @@ class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
     """Values that follow from parameters of parts, kept with a cache. Not included when it is copied or pickled."""
 
     def of(
-        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] = lambda _: True
+        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Any = None, of_submodules: bool = True
     ) -> Value:
         """The value that is kept, if it `fits` and the parameters are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
-        weights = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in part.parameters()]
-        state = (weakref.ref(part), weights)
+        weights: list[Any] = [weakref.ref(part)]
+        # Most parts have no submodules, and `parameters` calls many functions.
+        for weight in part.parameters() if of_submodules and part._modules else part._parameters.values():
+            if weight is not None:
+                weights += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = self.get((id(part), name))
-        if known is not None and known[0] == state and fits(known[1]):
+        if known is not None and known[0] == weights and (fits is None or fits(known[1])):
             return known[1]
-        for key in [key for key, ((owner, _), _) in self.items() if owner() is None]:
+        for key in [key for key, (owner, _) in self.items() if owner[0]() is None]:
             del self[key]
         value = compute()
-        self[id(part), name] = state, value
+        self[id(part), name] = weights, value
         return value
 
     def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:
@@ -185,12 +188,12 @@ class Positions:
         return known[0]
 
     def kept(self, part: nn.Module, name: str, compute: Callable[[], Value]) -> Value:
-        """`compute()`, which reads nothing but parameters of `part`.
+        """`compute()`, which reads nothing but parameters of `part` itself, not of its submodules.
 
         Without gradients, a cache keeps it for later tokens, until a parameter is replaced or written to.
         """
         kept: KeptValues | None = None if torch.is_grad_enabled() else self.memo.get(KeptValues)
-        return compute() if kept is None else kept.of(part, name, compute)
+        return compute() if kept is None else kept.of(part, name, compute, of_submodules=False)
 
     def first(self, count: int) -> Positions:
         """The positions of the first `count` tokens; lengths are still those of the whole sequences."""

@@ -55,6 +55,9 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
+    derived = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or derived):
+        return values.clamp(minimum, maximum)
     kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
     result: Tensor = kind.apply(values, minimum, maximum)
     return result

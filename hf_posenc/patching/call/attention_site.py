@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -100,7 +101,7 @@ class CacheUpdateHook:
         # The instance may already carry another wrapper.
         self.own_update = vars(self.cache).get("update")
         self.update = self.cache.update
-        self.cache.update = self
+        self.cache.update = functools.partial(self.on_update, self.call, self.update)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -113,10 +114,6 @@ class CacheUpdateHook:
             self.cache.update = self.update
         else:
             del self.cache.update
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `on_update` in place of the cache's `update`."""
-        return self.on_update(self.call, self.update, *args, **kwargs)
 
 
 Phases = tuple[Tensor, ...]
@@ -187,24 +184,24 @@ class AttentionSite(LogitSite):
         Raises:
             UnsupportedError: if it did in earlier calls but not in this one, whose keys were therefore not mapped.
         """
-        if self.rotates_in_place:
-            self.require_rotation(call.rotations > 0)
+        if self.rotates_in_place and not call.rotations:
+            self.refuse_skipped_rotation()
         elif call.rotations and not call.keys_mapped and not torch.compiler.is_compiling():
             self.rotates_in_place = True
 
-    def require_rotation(self, rotated: bool) -> None:
+    def refuse_skipped_rotation(self) -> None:
         """Refuses a call that skipped the rotary function although earlier calls used it."""
-        if not rotated:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} called its rotary function in earlier calls but not in this one, so its "
-                "keys were not rotated. A change in its config or its arguments has switched the rotation off. Call "
-                "patch_model again after such a change."
-            )
+        raise UnsupportedError(
+            f"{type(self.module).__name__} called its rotary function in earlier calls but not in this one, so its "
+            "keys were not rotated. A change in its config or its arguments has switched the rotation off. Call "
+            "patch_model again after such a change."
+        )
 
     def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a rotary function of the architecture: returns its tensors mapped, or unchanged."""
         first, second, time_axis = rotary.tensors(args, kwargs)
-        call.state = self.in_order(call.state, rotary, args, kwargs)
+        if isinstance(call.state, GridTokens):
+            call.state = self.in_order(call.state, rotary, args, kwargs)
         if first.dim() == 3:
             return without_batch(self.rotate_tensors(call, *with_batch(first, second), time_axis))
         return self.rotate_tensors(call, first, second, time_axis)
@@ -366,8 +363,8 @@ class AttentionSite(LogitSite):
         **kwargs: Any,
     ) -> Any:
         """Replaces a cache's `update`: maps the keys, and caches the features of the bias in extra key channels."""
-        key = self._map_new_keys(call, key_states)
         encoding = self.encoding
+        key = key_states if encoding.query_key_map is None else self._map_new_keys(call, key_states)
         features = encoding.num_features
         is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
         if features and is_mapped and self.rotates_before_cache(key):

@@ -157,21 +157,16 @@ class ForwardState:
             self.device = device
         return self.query_length == length and self.device == device and type(self) is ForwardState
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the positions are 0, 1, 2, ... in every row, and no cache has to be told."""
-        given = self.position_ids is not None or self.attention_mask is not None
-        return not given and self.cache_object is None and isinstance(self.offset, int) and self.offset == 0
-
     def own(self, part: PartType) -> PartType:
         """A part whose weights are on the device of this state: the part itself, or a copy made for this call."""
         key, device = ("own", id(part), self.device, torch.is_grad_enabled()), self.device
         found: PartType | None = self.scratch.get(key)
         if found is None:
+            moves = False
             # Most parts have no submodules, and every layer asks.
-            owners = part.modules() if part._modules else (part,)
-            weights = [weight for one in owners for weight in (*one._parameters.values(), *one._buffers.values())]
-            moves = device is not None and {weight.device for weight in weights if weight is not None} - {device}
+            for one in part.modules() if part._modules else (part,):
+                for weight in (*one._parameters.values(), *one._buffers.values()):
+                    moves = moves or (weight is not None and weight.device != device)
             found = self.scratch[key] = copied_to(part, device) if moves and device is not None else part
         return found
 

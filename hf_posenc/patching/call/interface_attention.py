@@ -29,7 +29,7 @@ from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
-from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.cache import cache_of_call, first_cache, self_attention_cache
 from hf_posenc.patching.call.key_positions import all_positions_below
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
@@ -150,12 +150,14 @@ class InterfaceAttention(Rebound, AttentionSite):
             if self.rotates_in_place and not torch.compiler.is_compiling():
                 rotations = self.rotations
                 output = self._rotary_only_forward(self.module, *args, **kwargs)
-                self.require_rotation(self.rotations != rotations)
+                if self.rotations == rotations:
+                    self.refuse_skipped_rotation()
                 return output
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         state = self.runtime.states.top
         length, device = hidden_states.shape[1], hidden_states.device
-        if state is not None and not self.runtime.reorders and state.is_for(length, device):
+        reorders = self.runtime.time_major or self.runtime.channels_first
+        if state is not None and not reorders and state.is_for(length, device):
             call = LayerCall(state, hidden_states)
         else:
             call = self.begin_call(hidden_states)
@@ -168,7 +170,9 @@ class InterfaceAttention(Rebound, AttentionSite):
         try:
             calls.append(call)
             if self.encoding.has_keys and self.intercepts_cache_update:
-                cache = cache_of_call(args, kwargs)
+                given = call.state.cache_object
+                is_known = given is not None and given is kwargs.get("past_key_values")
+                cache = self_attention_cache(given) if is_known else cache_of_call(args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._forward(self.module, *args, **kwargs)
             else:
@@ -207,13 +211,6 @@ class InterfaceAttention(Rebound, AttentionSite):
         fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
         self._rotary_only_forward = self._with_globals(fast)
 
-    @property
-    def call(self) -> LayerCall:
-        """The call in progress on this thread."""
-        call = self.calls.top
-        assert call is not None
-        return call
-
     def attend(
         self,
         implementation: str | None,
@@ -227,7 +224,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Called in place of the attention function."""
-        call = self.call
+        call = self.calls.top
         call.attended = True
         split = call.state.sequence is not None and self.encoding.logit_bias is not None
         if self.encoding.repeats_bias and not split and not self.runtime.layout.has_axes and not exporting():
@@ -240,7 +237,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             self.refuse_pooled_keys(query.shape[2], key.shape[2])
             if isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
                 attention_mask = None  # The zero of a native bias that was silenced.
-        self._check(query, attention_mask, kwargs)
+        if query.shape[1] != self.encoding.num_heads or query.shape[2] > 1:
+            self._check(query, attention_mask, kwargs)
         if call.rotated:
             self.check_rotated(call, query)
         paged = kwargs.get(PAGES) is not None
@@ -250,7 +248,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         if self.encoding.query_key_map is not None and not call.rotations:
             query, key = self.map_before_kernel(call, query, key)
         call.writes_pages = paged
-        attention_mask = self._complete(query, attention_mask, kwargs)
+        if POSITION_BIAS in kwargs or kwargs.get("scaling") is None:
+            attention_mask = self._complete(query, attention_mask, kwargs)
         kernel = KernelCall(implementation, function, query, key, value, attention_mask, args, kwargs)
         if split:
             return self._attend_split(call, kernel)
@@ -426,9 +425,11 @@ class InterfaceReplacement:
         """The attention function of the site."""
         function = self.interface.get_interface(implementation, default)
         site = self.site
+        if not (implementation or "").startswith(PREFIX) or not site.encoding.reads_pages:
+            return functools.partial(site.attend, implementation, function)
 
         def attention(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get(PAGES) is not None and site.encoding.reads_pages:
+            if kwargs.get(PAGES) is not None:
                 # `site.attend` reads the keys from their pages itself, so the plain attention function applies.
                 plain = (implementation or _EAGER).removeprefix(PREFIX)
                 return site.attend(plain, self.interface.get_interface(plain, default), *args, **kwargs)
@@ -453,7 +454,7 @@ class _RotaryReplacement:
                 return args[:2]
             query, key, _ = self.rotary.tensors(args, kwargs)
             return query if key is None else (query, key)
-        return self.site.rotate(self.site.call, self.rotary, args, kwargs)
+        return self.site.rotate(self.site.calls.top, self.rotary, args, kwargs)
 
 
 class _FastRotary(_RotaryReplacement):

@@ -123,10 +123,10 @@ class LogitSite(PlacedForward):
             if not pairs:
                 check_cache(bias, state)
                 whole = self._pairs(call, query, key, scaling, query_factor, key_factor)
-                pairs = pairs_of_parts(summands, whole)
+                pairs = [whole] if len(summands) == 1 else pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(summand, state, pairs[index]))
         lengths = query.shape[-2], key.shape[-2]
-        form = sum_of_forms(forms, *lengths, self.encoding.causal)
+        form = forms[0] if len(forms) == 1 else sum_of_forms(forms, *lengths, self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
@@ -176,7 +176,9 @@ class LogitSite(PlacedForward):
     ) -> BiasForm:
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
         offset, first = self.key_start(state, query_length, key_length)
-        of_slots = state.is_plain or slot_distances_are_exact(state, first, key_length, mask)
+        given = state.position_ids is not None or state.attention_mask is not None or state.cache_object is not None
+        is_plain = not given and isinstance(state.offset, int) and state.offset == 0
+        of_slots = is_plain or slot_distances_are_exact(state, first, key_length, mask)
         if isinstance(of_slots, Tensor) and query_length > 1:
             # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
             assert_in_graph(of_slots, _UNEVEN)
@@ -261,7 +263,8 @@ class LogitSite(PlacedForward):
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
         keys, query_slots = state.shared("pairs", places, query_length, key_length)
         assert self.encoding.logit_bias is not None
-        refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
+        if state.coordinates is not None:
+            refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
         return AttentionPairs(
             query=query,
             key=key,
@@ -352,7 +355,7 @@ def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) 
         return evaluated(start, stop, key_count)
 
     def evaluated(start: int, stop: int, key_count: int) -> Tensor:
-        own = pairs.of_queries(start, stop)
+        own = pairs if pairs.query.shape[-2] == 1 else pairs.of_queries(start, stop)
         if crops and key_count < key_length:
             own = own.of_first_keys(key_count)
         # The bias is float32 in every model. Autocast would compute it in lower precision.

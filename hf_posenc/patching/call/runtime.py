@@ -105,7 +105,7 @@ class PerThread(Generic[Value]):
         return bool(self._main) or any(self._others.values())
 
     @property
-    def top(self) -> Value | None:
+    def top(self) -> Any:
         """The value on top, or `None`."""
         # Inlined for speed, because every layer reads it.
         own = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())
@@ -253,11 +253,6 @@ class StackRuntime:
         self.pages: CheckedContinuousBatching | None = None
         #: The parts, if they have parameters that a wrapper around the model must have; set while they are in place.
         self.replicas: nn.Module | None = None
-
-    @property
-    def reorders(self) -> bool:
-        """Whether hidden states have another order of axes than `(batch, length, hidden)`."""
-        return self.time_major or self.channels_first
 
     def batch_first(self, hidden_states: Tensor) -> Tensor:
         """Permutes the hidden states of this architecture's layers to `(batch, length, hidden)`."""

@@ -52,8 +52,7 @@ class PopeMap(QueryKeyMap):
         # Only the phases that are added for keys belong to a layer.
         name = f"pope, {self.theta}, {len(frequencies)}"
         angles = positions.remembered(name, lambda: ids.unsqueeze(-1).float() * frequencies, ids)
-        cosine = positions.remembered(f"cosine of {name}", angles.cos, ids)
-        sine = positions.remembered(f"sine of {name}", angles.sin, ids)
+        cosine, sine = positions.remembered(f"phases of {name}", lambda: (angles.cos(), angles.sin()), ids)
         key_angles = angles.unsqueeze(-2) + projected(self.delta.float(), -2 * math.pi, 0.0)
         return cosine, sine, key_angles.cos(), key_angles.sin()
 
@@ -69,8 +68,8 @@ class PopeMap(QueryKeyMap):
 def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     magnitude = softplus(x.float())
     # Queries have the phase of their key head, so that logits are relative.
-    phases = (RotationFactors(with_heads_axis(phase), None).for_heads(x.shape[1]).direct for phase in (cosine, sine))
-    return torch.cat([magnitude * phase for phase in phases], dim=-1).to(x.dtype)
+    phases = RotationFactors(with_heads_axis(cosine), with_heads_axis(sine)).for_heads(x.shape[1])
+    return torch.cat([magnitude * phase for phase in phases if phase is not None], dim=-1).to(x.dtype)
 
 
 @register_scheme

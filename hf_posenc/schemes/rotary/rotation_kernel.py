@@ -101,6 +101,9 @@ def apply_rotation(x: Tensor, factors: RotationFactors, layout: str) -> Tensor:
         # Nearly every decoding step takes this path, where the overhead of each call matters.
         partner = _partner(x, layout) if layout == "interleaved" else x.roll(direct.shape[-1] // 2, -1)
         return x * direct + partner * other
+    if x.shape[-2] == 1 and direct.shape[1] not in (1, x.shape[1]) and not traced():
+        # One token: its query heads take the place of tokens of their key head.
+        return apply_rotation(x.reshape(x.shape[0], direct.shape[1], -1, x.shape[-1]), factors, layout).view(x.shape)
     factors = factors.for_heads(x.shape[1])
     if x.numel() <= _FEW or _needs_plain_torch(x, factors):
         return _rotated_without_kernel(x, factors, layout)

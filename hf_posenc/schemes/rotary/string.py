@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap
+from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
@@ -50,6 +51,9 @@ class RotationInBasis(QueryKeyMap):
         *phases_in_basis, basis = phases
         basis = basis.to(query.dtype)
         if basis.shape[0] not in (1, query.shape[1]):
+            if query.shape[-2] == 1 and not traced():  # As in `apply_rotation`.
+                grouped = query.reshape(query.shape[0], basis.shape[0], -1, query.shape[-1])
+                return self.map_query(grouped, phases).view(query.shape)
             basis = basis.repeat_interleave(query.shape[1] // basis.shape[0], dim=0)
         whole = self.rotary_dim == query.shape[-1]
         changed = (query if whole else query[..., : self.rotary_dim]) @ basis.transpose(-1, -2)
