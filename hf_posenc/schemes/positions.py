@@ -36,13 +36,13 @@ class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
     """Values that follow from parameters of parts, kept with a cache. Not included when it is copied or pickled."""
 
     def of(
-        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Any = None, of_submodules: bool = True
+        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
     ) -> Value:
         """The value that is kept, if it `fits` and the parameters are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
         weights: list[Any] = [weakref.ref(part)]
         # Most parts have no submodules, and `parameters` calls many functions.
-        for weight in part.parameters() if of_submodules and part._modules else part._parameters.values():
+        for weight in part.parameters() if part._modules else part._parameters.values():
             if weight is not None:
                 weights += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = self.get((id(part), name))
@@ -188,12 +188,12 @@ class Positions:
         return known[0]
 
     def kept(self, part: nn.Module, name: str, compute: Callable[[], Value]) -> Value:
-        """`compute()`, which reads nothing but parameters of `part` itself, not of its submodules.
+        """`compute()`, which reads nothing but parameters of `part`.
 
         Without gradients, a cache keeps it for later tokens, until a parameter is replaced or written to.
         """
         kept: KeptValues | None = None if torch.is_grad_enabled() else self.memo.get(KeptValues)
-        return compute() if kept is None else kept.of(part, name, compute, of_submodules=False)
+        return compute() if kept is None else kept.of(part, name, compute)
 
     def first(self, count: int) -> Positions:
         """The positions of the first `count` tokens; lengths are still those of the whole sequences."""

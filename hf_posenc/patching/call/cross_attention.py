@@ -97,6 +97,7 @@ class CrossAttention(Rebound):
     ) -> Any:
         """See `Rebound`."""
         call = self.calls.top
+        assert call is not None
         call.attended = True
         state = self._state(query.device)
         if state.query_length != query.shape[2]:

@@ -225,6 +225,7 @@ class InterfaceAttention(Rebound, AttentionSite):
     ) -> Any:
         """Called in place of the attention function."""
         call = self.calls.top
+        assert call is not None
         call.attended = True
         split = call.state.sequence is not None and self.encoding.logit_bias is not None
         if self.encoding.repeats_bias and not split and not self.runtime.layout.has_axes and not exporting():
@@ -454,7 +455,9 @@ class _RotaryReplacement:
                 return args[:2]
             query, key, _ = self.rotary.tensors(args, kwargs)
             return query if key is None else (query, key)
-        return self.site.rotate(self.site.calls.top, self.rotary, args, kwargs)
+        call = self.site.calls.top
+        assert call is not None
+        return self.site.rotate(call, self.rotary, args, kwargs)
 
 
 class _FastRotary(_RotaryReplacement):

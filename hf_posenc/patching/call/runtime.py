@@ -105,7 +105,7 @@ class PerThread(Generic[Value]):
         return bool(self._main) or any(self._others.values())
 
     @property
-    def top(self) -> Any:
+    def top(self) -> Value | None:
         """The value on top, or `None`."""
         # Inlined for speed, because every layer reads it.
         own = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())

@@ -136,4 +136,6 @@ class ScoresAttention(AttentionSite):
 
     def rotate_pair(self, phases: Any, query: Tensor, key: Tensor) -> Any:
         """Stands in for the rotary method of the module. `query`, `key` are `(batch, heads, query_len, head_dim)`."""
-        return self.rotate_tensors(self.calls.top, query, key, 2)
+        call = self.calls.top
+        assert call is not None
+        return self.rotate_tensors(call, query, key, 2)
