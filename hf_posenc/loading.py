@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers by hub id or folder, for commands, scripts and `evaluate` modules."""
+"""Loading of models and tokenizers by hub id or folder, for commands, scripts and the `evaluate` module."""
 
 from __future__ import annotations
 
@@ -116,25 +116,3 @@ def _load(loader: str, model: str) -> Any:
 load_config, load_tokenizer, load_processor = (
     partial(_load, loader) for loader in ("AutoConfig", "AutoTokenizer", "AutoProcessor")
 )
-
-
-def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Loads a model and a tokenizer given by hub id or folder. Loaded objects are returned unchanged.
-
-    Args:
-        model: a transformers model, or its hub id or folder; loaded with the Auto class that keeps its head.
-        tokenizer: a tokenizer, or its hub id or folder; by default the one that belongs to `model`.
-
-    Raises:
-        ValueError: if `model` is an object and no tokenizer is given.
-        UsageError: if one of them cannot be found.
-    """
-    if tokenizer is None:
-        if not isinstance(model, str):
-            raise ValueError(
-                f"The tokenizer of a loaded {type(model).__name__} is not known. Pass tokenizer=, or pass the model "
-                "as a hub id or folder."
-            )
-        tokenizer = model
-    loaded = load_model(model) if isinstance(model, str) else model
-    return loaded, load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer

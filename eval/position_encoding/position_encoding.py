@@ -13,7 +13,7 @@ import evaluate
 
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.evaluations import EVALUATIONS, Evaluation
-from hf_posenc.loading import model_and_tokenizer
+from hf_posenc.loading import load_model, load_tokenizer
 
 _INPUTS = """
 Args:
@@ -51,7 +51,14 @@ class PositionEncodingEvaluation(evaluate.Measurement):
 
     def _compute(self, data: list[str], model: Any, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
         evaluation = self._evaluation
-        model, tokenizer = model_and_tokenizer(model, tokenizer)
+        if tokenizer is None and not isinstance(model, str):
+            raise ValueError(
+                f"The tokenizer of a loaded {type(model).__name__} is not known. Pass tokenizer=, or pass the model "
+                "as a hub id or folder."
+            )
+        tokenizer = model if tokenizer is None else tokenizer
+        model = load_model(model) if isinstance(model, str) else model
+        tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
         def measured(given: Any) -> dict[str, Any]:
             result = evaluation.measure()(model, tokenizer, **{str(evaluation.data): given}, **options)

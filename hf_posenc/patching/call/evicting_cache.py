@@ -276,17 +276,14 @@ class SinkCache(Cache):
 def refuse_smaller_cache(state: ForwardState, bias: nn.Module | None) -> None:
     """Refuses the scheme `attention_sinks` with a `SinkCache` that has dropped tokens which the scheme sees."""
     cache = self_attention_cache(state.cache_object)
-    if not isinstance(cache, SinkCache) or bias is None:
-        return
-    for part in bias.modules():
-        if isinstance(part, HiddenPairs):
-            sinks, window = part.config.sinks, part.config.window
-            if cache.sinks < sinks or cache.window < window:
-                raise UnsupportedError(
-                    f"The scheme sees the first {sinks} and the last {window} tokens, but this SinkCache keeps the "
-                    f"first {cache.sinks} and the last {cache.window}. Use SinkCache({sinks}, {window}), or patch the "
-                    f"model with sinks={cache.sinks}, window={cache.window}."
-                )
+    hides = [part.config for part in bias.modules() if isinstance(part, HiddenPairs)] if bias is not None else []
+    for seen in hides if isinstance(cache, SinkCache) else ():
+        if cache.sinks < seen.sinks or cache.window < seen.window:
+            raise UnsupportedError(
+                f"The scheme sees the first {seen.sinks} and the last {seen.window} tokens, but this SinkCache keeps "
+                f"the first {cache.sinks} and the last {cache.window}. Use SinkCache({seen.sinks}, {seen.window}), or "
+                f"patch the model with sinks={cache.sinks}, window={cache.window}."
+            )
 
 
 def _rows(states: Tensor, kept: Tensor | None) -> Tensor:
