@@ -31,6 +31,7 @@ from docs.study.claims import (
     read_runs,
     verdict_of,
 )
+from docs.study.grid import grid_table
 from docs.study.leaderboard import leaderboard, leaderboard_tasks, one_seed_leaderboard
 from docs.study.measured import frequencies_table, moved_table, precision_table
 from docs.study.quoted import MASKED, quoted_table
@@ -330,6 +331,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "rerun": rerun_table,
     "control": control_table,
     "other_rate": other_rate_table,
+    "grid": grid_table,
     "speed": speed_table,
     "frequencies": frequencies_table,
     "moved": moved_table,
