@@ -237,6 +237,10 @@ def test_a_table_that_ends_before_pose_length_is_not_trained(bert, text_folder, 
     schemes = {"short": {"scheme": "learned", "num_positions": 63, "training": {"pose_length": 64}}}
     compare.main(of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=1))
     assert "A sequence of length 64 is longer than the 63 positions" in capsys.readouterr().err
+    schemes = {"stock": {"scheme": "native", "training": {"pose_length": 640}}}
+    words = of_pretrained(bert, text_folder, tmp_path / "stock", schemes, tasks="embedding", test_lengths="16")
+    compare.main([*words, "--max_steps=1"])
+    assert "has 24 positions, and 640 are trained" in capsys.readouterr().err
 
 
 def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_folder, tmp_path, monkeypatch, capsys):

@@ -44,12 +44,6 @@ class TokenStream:
         bounds = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
         return cls(tokens[0] if len(tokens) == 1 else np.concatenate([np.empty(0, np.int32), *tokens]), bounds)
 
-    @classmethod
-    def of_texts(cls, documents: list[list[int]]) -> TokenStream:
-        """The tokens of documents, one list for each."""
-        bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        return cls(np.concatenate([np.asarray(tokens, np.int32) for tokens in documents]), bounds)
-
     def save(self, path: Path) -> None:
         """Writes `path.npy` and `path.bounds.npy`, so that other processes can map them; a kill leaves them whole."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.errors import BenchmarkError
@@ -113,8 +114,13 @@ class Study(Part):
         texts = [file.read_text(encoding="utf-8") for file in files]
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         documents = [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
-        held_out = TokenStream.of_texts(documents[::_HELD_OUT])
-        others = TokenStream.of_texts([document for number, document in enumerate(documents) if number % _HELD_OUT])
+        held_out = _stream(documents[::_HELD_OUT])
+        others = _stream([document for number, document in enumerate(documents) if number % _HELD_OUT])
         corpus = Corpus.of(others, held_out, "pages and code of this repository", tokenizer)
         corpus.save(self._work / "data")
         return corpus
+
+
+def _stream(documents: list[list[int]]) -> TokenStream:
+    bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    return TokenStream(np.concatenate([np.asarray(tokens, np.int32) for tokens in documents]), bounds)

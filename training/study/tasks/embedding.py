@@ -62,6 +62,12 @@ class EmbeddingTask(TextTask):
     def try_out(self, model: Any, data: CellData) -> None:
         """Runs the model at the last position that is trained."""
         places = torch.tensor([[0, data.positions - 1]], device=model.device)
+        capacity = native_capacity(model)
+        if capacity is not None and capacity < data.positions:
+            raise SequenceLengthError(
+                f"This {type(model).__name__} has {capacity} positions, and {data.positions} are trained. Give a "
+                "smaller pose_length, or a scheme with more positions."
+            )
         model(input_ids=torch.zeros_like(places), position_ids=places, attention_mask=torch.ones_like(places))
 
     def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
