@@ -48,10 +48,10 @@ _RANK = {path: rank for rank, path in enumerate(LONGEST)}
 
 
 def leaves_long_tests_out(config: pytest.Config) -> bool:
-    """Whether a run is of the whole suite without `-m` and `--long`. What is named is run, also if it is long."""
+    """Whether a run is of the whole suite without `-m`, `-k` and `--long`. What is named is run, also if it is long."""
     root = config.rootpath
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
-    chosen = config.getoption("markexpr") != "not slow" or config.getoption("--long")
+    chosen = config.getoption("markexpr") != "not slow" or config.getoption("keyword") or config.getoption("long")
     return not chosen and bool(named & {root, root / "tests"})
 
 

@@ -1,33 +1,47 @@
-"""The order in which a run takes the files."""
+"""Which tests a run has: those of whole programs only where somebody asks for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
-from tests.schedule import LONGEST, SHARING, longest_first, whole
+import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.schedule import leaves_long_tests_out
 
-
-def test_the_files_it_names_exist() -> None:
-    assert [path for path in LONGEST if path not in SHARING and not (ROOT / path).is_file()] == []
-    assert [path for path in SHARING if not (ROOT / path).is_dir()] == []
-
-
-def test_long_files_come_first_and_all_others_stay_in_their_order() -> None:
-    names = ["tests/b.py::one", "tests/a.py::one[x::y]", f"{LONGEST[1]}::Class::two", f"{LONGEST[0]}::one"]
-    items = [SimpleNamespace(nodeid=name) for name in [*names, f"{LONGEST[1]}::one"]]
-    longest_first(items)  # type: ignore[arg-type]
-    found = [item.nodeid for item in items]
-    assert found == [names[3], names[2], f"{LONGEST[1]}::one", names[0], names[1]]
+ROOT = Path(__file__).resolve().parents[1]
+#: What runs the tests that a run of the whole suite leaves out.
+COMMAND = ".venv/bin/python -m pytest -n auto -m 'long and not slow'"
 
 
-def test_the_files_of_a_folder_that_shares_something_are_one() -> None:
-    (folder, *_) = SHARING
-    assert whole(f"{folder}/a.py::one[x::y]") == whole(f"{folder}/b.py::Class::two") == folder
-    assert whole("tests/matrix/a.py::one[x/y]") == "tests/matrix/a.py"
-    assert whole(f"{folder}_more/a.py::one") == f"{folder}_more/a.py"
-    items = [SimpleNamespace(nodeid=f"tests/{name}.py::one") for name in ("a", "documentation/b", "c")]
-    longest_first(items)
-    assert items[0].nodeid == "tests/documentation/b.py::one"
+@pytest.mark.parametrize(
+    ("words", "options", "expected"),
+    [
+        (["tests"], {}, True),
+        (["."], {}, True),
+        ([str(ROOT / "tests")], {}, True),
+        (["tests", "tests/test_wheel.py"], {}, True),
+        (["tests/devices"], {}, False),
+        (["tests/test_wheel.py"], {}, False),
+        (["tests/test_wheel.py::test_name"], {}, False),
+        (["tests"], {"long": True}, False),
+        (["tests"], {"markexpr": "long and not slow"}, False),
+        (["tests"], {"keyword": "wheel"}, False),
+    ],
+)
+def test_long_tests_are_left_out_of_the_whole_suite_only(words: list[str], options: dict[str, Any], expected: bool):
+    known = {"markexpr": "not slow", "keyword": "", "long": False} | options
+    config = SimpleNamespace(
+        rootpath=ROOT, invocation_params=SimpleNamespace(dir=ROOT), args=words, getoption=known.__getitem__
+    )
+    assert leaves_long_tests_out(cast(pytest.Config, config)) is expected
+
+
+def test_the_option_that_is_taken_for_no_choice_is_the_default() -> None:
+    assert "-m 'not slow'" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_continuous_integration_runs_them_too() -> None:
+    assert COMMAND in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert COMMAND in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

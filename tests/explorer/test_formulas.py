@@ -14,8 +14,6 @@ from hf_posenc.schemes.bias.alibi import AWAY_BIAS
 from tests.explorer.library import attention_layer, build, data, dog_distance, positions
 from tests.thinning import mostly_slow
 
-pytestmark = pytest.mark.long
-
 HARNESS = (Path(__file__).parent / "harness.js").read_text(encoding="utf-8")
 LENGTH = 24
 ENTRIES = data("options")["schemes"]
