@@ -137,7 +137,8 @@ def _refuse_wish(model_class: type, value: Any) -> None:
         raise UnsupportedError(
             f"The config of this {model_class.__name__} has {ATTRIBUTE}={value!r}, which transformers does not read: "
             "the model would have its stock positions. Remove the field (del config.position_encoding), and pass "
-            f"{ATTRIBUTE}={value!r} to from_pretrained or AutoModel*.from_config, or call patch_model on the model."
+            f"{ATTRIBUTE}={value!r} to from_pretrained or AutoModel*.from_config, or call patch_model on the model. "
+            f"from_encoder_decoder_pretrained takes encoder_{ATTRIBUTE}= and decoder_{ATTRIBUTE}=."
         )
 
 

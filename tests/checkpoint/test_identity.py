@@ -15,10 +15,19 @@ import pytest
 import safetensors.torch
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    EncoderDecoderModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import hf_posenc
-from hf_posenc import CheckpointError
+from hf_posenc import CheckpointError, UnsupportedError
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.entry import find_mark
 from tests.checkpoint.checkpoint_cases import (
@@ -234,3 +243,14 @@ def test_a_key_of_the_same_name_in_a_stock_config_is_not_ours(tmp_path: Path, fo
     with pytest.raises(ValueError, match="already has an attribute"):
         hf_posenc.patch_model(stock, "alibi")
     assert not hasattr(stock, "position_encoding")
+
+
+def test_a_scheme_for_an_encoder_decoder_is_for_one_of_its_models(tmp_path: Path) -> None:
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=20, **tiny)).save_pretrained(tmp_path)
+    build, folder = EncoderDecoderModel.from_encoder_decoder_pretrained, str(tmp_path)
+    with pytest.raises(UnsupportedError, match="takes encoder_position_encoding= and decoder_position_encoding="):
+        build(folder, folder, position_encoding="alibi")
+    model = build(folder, folder, decoder_position_encoding="alibi")
+    assert not hasattr(model.encoder, "position_encoding")
+    assert model.decoder.position_encoding.config.name == "alibi"
