@@ -318,7 +318,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         flash = "flash" in (kernel.implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         first = self.encoding.zero_below
-        zero = first > 0 and all_positions_below(call.state, first)
+        zero = first > 0 and not call.state.dropped and all_positions_below(call.state, first)
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self._scaling if scaling is None else scaling
