@@ -375,6 +375,19 @@ def test_a_call_that_failed_is_not_continued() -> None:
         decoded(model, ids, fresh, (9,))
 
 
+@pytest.mark.parametrize("smaller", [(SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1), (0, 2)])
+@torch.no_grad()
+def test_a_cache_that_keeps_less_than_the_scheme_sees_is_refused_before_it_changes_a_result(smaller: Any) -> None:
+    model, ids = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH)
+    expected, cache, found = model(ids).logits, SinkCache(*smaller), []
+    # It keeps one token less between calls, and drops the first one after this many.
+    for step in range(sum(smaller)):
+        found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+    with pytest.raises(UnsupportedError, match=rf"Use SinkCache\({SINKS}, {WINDOW}\)"):
+        model(ids[:, len(found) : len(found) + 1], past_key_values=cache)
+    assert distance(torch.cat(found, 1), expected[:, : len(found)]) <= CLOSE
+
+
 @torch.no_grad()
 def test_where_it_cannot_work() -> None:
     ids = tokens(1, 9)
@@ -383,9 +396,6 @@ def test_where_it_cannot_work() -> None:
     with pytest.raises(UnsupportedError, match="Use it with a patched model only"):
         patched("llama_gqa", None)(ids, past_key_values=SinkCache(SINKS, WINDOW))
     model = patched("llama_gqa", sinks_with("rope"))
-    for smaller in ((SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1)):
-        with pytest.raises(UnsupportedError, match=rf"Use SinkCache\({SINKS}, {WINDOW}\)"):
-            decoded(model, ids, SinkCache(*smaller), SINGLY)
     cache = SinkCache(SINKS, WINDOW)
     decoded(model, ids, cache, (9,))
     unpatch_model(model)
