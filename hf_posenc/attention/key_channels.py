@@ -14,14 +14,14 @@ from torch import Tensor
 
 #: Bytes.
 _UNIT = 16
-#: Dtypes of which one channel is enough for a number.
-_WIDE = (torch.float32, torch.float64)
+#: Channels that store a float32 number.
+_CHANNELS = {torch.float64: 1, torch.float32: 1, torch.bfloat16: 3, torch.float16: 3}
 
 
 def num_channels(numbers: int, dtype: torch.dtype) -> int:
     """Returns the number of channels of a dtype that store so many float32 numbers, padding included."""
     in_unit = _UNIT // dtype.itemsize
-    return -(-numbers * (1 if dtype in _WIDE else 3) // in_unit) * in_unit
+    return -(-numbers * _CHANNELS[dtype] // in_unit) * in_unit
 
 
 def append_features(key: Tensor, features: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
         grouped = features.unflatten(1, (key.shape[1], -1)).transpose(2, 3).flatten(3)
     channels = [grouped.to(key.dtype)]
     rest = grouped
-    for _ in range(0 if key.dtype in _WIDE else 2):
+    for _ in range(_CHANNELS[key.dtype] - 1):
         rest = rest - channels[-1].float()
         channels.append(rest.to(key.dtype))
     numbers = grouped.shape[-1]
@@ -68,7 +68,7 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
         num_features)` float32.
     """
     per_key = max(1, num_heads // key.shape[1]) * num_features
-    count, padded = 1 if key.dtype in _WIDE else 3, num_channels(per_key, key.dtype)
+    count, padded = _CHANNELS[key.dtype], num_channels(per_key, key.dtype)
     sizes = [key.shape[-1] - padded, count * per_key, padded - count * per_key]
     plain, channels, _ = torch.split_with_sizes(key, sizes, dim=-1)
     if count > 1:

@@ -40,18 +40,18 @@ class KeptValues(dict[tuple[int, str], tuple[Any, Any]]):
     ) -> Value:
         """The value that is kept, if it `fits` and the parameters are the same, or `compute()`."""
         # A weak reference: a cache may outlive the model. The numbers change when a weight is replaced or written to.
-        weights: list[Any] = [weakref.ref(part)]
+        state: list[Any] = [weakref.ref(part)]
         # Most parts have no submodules, and `parameters` calls many functions.
         for weight in part.parameters() if part._modules else part._parameters.values():
             if weight is not None:
-                weights += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+                state += (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = self.get((id(part), name))
-        if known is not None and known[0] == weights and (fits is None or fits(known[1])):
+        if known is not None and known[0] == state and (fits is None or fits(known[1])):
             return known[1]
         for key in [key for key, (owner, _) in self.items() if owner[0]() is None]:
             del self[key]
         value = compute()
-        self[id(part), name] = weights, value
+        self[id(part), name] = state, value
         return value
 
     def __reduce__(self) -> tuple[type[KeptValues], tuple[()]]:

@@ -200,8 +200,7 @@ class AttentionSite(LogitSite):
     def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a rotary function of the architecture: returns its tensors mapped, or unchanged."""
         first, second, time_axis = rotary.tensors(args, kwargs)
-        if isinstance(call.state, GridTokens):
-            call.state = self.in_order(call.state, rotary, args, kwargs)
+        call.state = self.in_order(call.state, rotary, args, kwargs)
         if first.dim() == 3:
             return without_batch(self.rotate_tensors(call, *with_batch(first, second), time_axis))
         return self.rotate_tensors(call, first, second, time_axis)

@@ -238,8 +238,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             self.refuse_pooled_keys(query.shape[2], key.shape[2])
             if isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
                 attention_mask = None  # The zero of a native bias that was silenced.
-        if query.shape[1] != self.encoding.num_heads or query.shape[2] > 1:
-            self._check(query, attention_mask, kwargs)
+        self._check(query, attention_mask, kwargs)
         if call.rotated:
             self.check_rotated(call, query)
         paged = kwargs.get(PAGES) is not None

@@ -258,7 +258,8 @@ class LogitSite(PlacedForward):
 
         if state.dropped:
             EVICTING_CACHE.refuse(self.encoding.needs(), f"the scheme of {type(self.module).__name__}")
-            refuse_smaller_cache(state, self.encoding.logit_bias)
+            bias = self.encoding.logit_bias
+            state.shared(("smaller cache", id(bias)), lambda: refuse_smaller_cache(state, bias), everywhere=True)
         if self.encoding.needs_oldest_keys:
             self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
         keys, query_slots = state.shared("pairs", places, query_length, key_length)
