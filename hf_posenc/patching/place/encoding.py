@@ -269,8 +269,8 @@ def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> Additiv
         raise UnsupportedError(
             "The layers of the schedule add different encodings to the embeddings "
             f"({', '.join(config.name for config in found)}). An additive scheme acts once, before the first layer, so "
-            "all layers share it: leave out layers= to use one. Rotations and biases may differ between layers. Add them "
-            "to the additive scheme in every layer (ComposedConfig), or remove it everywhere with elsewhere='none'."
+            "all layers share it: leave out layers= to use one. Rotations and biases may differ between layers. Add "
+            "them to the additive scheme in every layer (ComposedConfig), or remove it with elsewhere='none'."
         )
     return next(iter(found.values()), None)
 
