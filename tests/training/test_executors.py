@@ -80,8 +80,12 @@ def training_process(folder: Path, coordinator: subprocess.Popen[str]) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path, straight: dict[str, Any]) -> None:
+def test_a_killed_worker_is_replaced(
+    executor: str, tiny: Words, tmp_path: Path, straight: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed(executor)
+    # On a busy machine a worker starts more slowly than dask waits by default.
+    monkeypatch.setenv("DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT", "1s")
     with started(tiny(**OPTIONS | EXECUTORS[executor])) as coordinator:
         worker = training_process(tmp_path / "out", coordinator)
         assert worker != coordinator.pid
@@ -102,9 +106,9 @@ def test_a_dask_cluster_that_runs_already_is_used(tiny: Words, tmp_path: Path, s
     assert study_figures(tmp_path / "out").items() >= straight.items()
 
 
-def cells_in(folder: Path, schemes: str = "none") -> list[Cell]:
+def cells_in(folder: Path, schemes: str = "none", **settings: Any) -> list[Cell]:
     """Cells that a study has begun there."""
-    cells = study_cells(StudySettings(tasks="causal", schemes=schemes, output_dir=str(folder)))
+    cells = study_cells(StudySettings(tasks="causal", schemes=schemes, output_dir=str(folder), **settings))
     for cell in cells:
         write_json(cell.folder / "settings.json", {})
     return cells
@@ -195,6 +199,15 @@ def test_what_loses_every_worker_is_given_up_and_the_others_go_on(
     assert (first["scheme"], second["status"]) == ("none", "failed")
     assert "lost its worker 3 times (BrokenProcessPool: killed)" in second["reason"]
     assert sent.count("alibi") == 3
+
+
+def test_a_training_waits_for_its_start_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study that is stopped has the same schemes with each seed."""
+    monkeypatch.setattr(workers, "run_cell", lambda cell, on_step: ended(cell))
+    options = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}}}
+    cells = cells_in(tmp_path, "stretched,rope", scheme_options=options, seeds=[0, 1])
+    order = [(result["scheme"], result["seed"]) for result in run_here(cells)]
+    assert order == [("rope", 0), ("stretched", 0), ("rope", 1), ("stretched", 1)]
 
 
 def test_a_training_that_another_study_began_with_other_settings_is_not_run(tmp_path: Path) -> None:

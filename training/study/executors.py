@@ -136,8 +136,10 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
                     raise UnknownNameError("option", unknown[0], known, owner="dask's LocalCluster", listing=listing)
                 slots = study.worker_count(jobs, torch.cuda.device_count())
                 threads = max(1, usable_cores() // slots)
-                # A worker that is a daemon could not read data in processes of its own.
-                stack.enter_context(dask.config.set({"distributed.worker.daemon": False}))
+                # A worker that is a daemon could not read data in processes of its own. One that was killed is started
+                # again, which takes longer than the 15 seconds after which dask gives it up for good.
+                config = {"distributed.worker.daemon": False, "distributed.deploy.lost-worker-timeout": "1 hour"}
+                stack.enter_context(dask.config.set(config))
                 defaults = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": None}
                 cluster = distributed.LocalCluster(n_workers=slots, **(defaults | options))
                 client = stack.enter_context(distributed.Client(stack.enter_context(cluster)))
