@@ -9,9 +9,9 @@ A table stands in a page between `<!-- table: NAME -->` and `<!-- end -->`. The 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from docs.study.table_numbers import (
     SCALINGS,
     Run,
     Runs,
+    filled,
     finished,
     markdown,
     mean_of,
@@ -76,19 +77,15 @@ def main() -> int:
         return 2
     for name in PAGES:
         path = FOLDER / name
-        path.write_text(filled(path.read_text(encoding="utf-8"), runs), encoding="utf-8")
+        path.write_text(filled(path.read_text(encoding="utf-8"), tables_of(runs)), encoding="utf-8")
     if not options.no_draw:
         draw()
     return 0
 
 
-def filled(page: str, runs: Runs) -> str:
-    """A page with its tables made anew."""
-
-    def table(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]](runs)}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
+def tables_of(runs: Runs) -> dict[str, Callable[[], str]]:
+    """What makes each table, by its name."""
+    return {name: partial(table, runs) for name, table in TABLES.items()}
 
 
 def draw() -> None:

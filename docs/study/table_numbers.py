@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ _SAMPLES = 100
 
 Run = Mapping[str, Any]
 Runs = Mapping[str, Sequence[Run]]
+
+
+def filled(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """A page with its tables made anew, which stand between `<!-- table: NAME -->` and `<!-- end -->`."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n\n{tables[match[1]]()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
 
 
 def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int, Run]]:

@@ -12,9 +12,12 @@ import torch
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from docs.study.long_context import material, run
+from docs.study.long_context.figures import draw_all
 from docs.study.long_context.material import BEFORE, METHODS, TARGETS
-from docs.study.long_context.report import losses_of, verdict_table, verdicts
+from docs.study.long_context.report import tables_of, verdict_table
+from docs.study.long_context.verdicts import losses_of, verdicts
 from docs.study.significance import holm, p_equivalent, p_less
+from docs.study.table_numbers import filled
 from hf_posenc import patch_model
 from training.errors import SettingsError
 from training.files import read_json
@@ -125,6 +128,27 @@ def test_verdicts_are_the_registered_tests_with_one_correction() -> None:
     assert not found["B", "p_rope"].passed
     assert found["A", "clipped"].passed
     assert "| `yarn_4` | -0.100 [" in verdict_table(found)
+
+
+def test_tables_and_figures_of_all_parts() -> None:
+    rows = measured({"yarn_4": -0.1})
+    for method, right in (("native", [False] * 5), ("self_extend", [False, False, False, True, True])):
+        rows.append({"part": "needles", "method": method, "before": 32768, "depths": material.DEPTHS, "right": right})
+        rows.append({"part": "passkey", "method": method, "before": 16384, "right": right[-1:]})
+        rows.append({"part": "price", "method": method, "on_clock": 60.0 * (1 + sum(right)), "peak_mib": 1000.0})
+    losses = losses_of(rows)
+    tables = tables_of(losses, rows)
+    page = "\n".join(f"<!-- table: {name} --> old <!-- end -->" for name in tables)
+    whole = filled(page, tables)
+    assert "old" not in whole
+    assert "| `self_extend` | 2 of 5 |" in whole
+    assert "| `self_extend` | 1 of 1 |" in whole
+    assert "| `self_extend` | 180 | 3.00 | 1,000 |" in whole
+    figures = draw_all(losses, rows)
+    assert {name.removesuffix(".png").removesuffix("_dark") for name in figures} == {
+        "losses", "claim_a", "claim_b", "claim_c", "needles"
+    }  # fmt: skip
+    assert len(set(figures.values())) == len(figures) == 10
 
 
 def test_a_run_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

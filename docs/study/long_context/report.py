@@ -1,101 +1,26 @@
-"""The tables of the study of longer texts, from `runs.parquet`.
+"""Writes the tables and figures of the study of longer texts into results.md, from `runs.parquet`.
 
     python docs/study/long_context/report.py
 
-They are printed only if every measurement of the losses is there.
+It needs every measurement of the losses.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import numpy as np
-from numpy.typing import NDArray
-
-from docs.study.long_context.material import BEFORE, METHODS, TARGETS, text_files
-from docs.study.significance import Interval, holm, mean_difference, p_equivalent, p_less
+from docs.study.long_context.figures import draw_all
+from docs.study.long_context.material import BEFORE, METHODS
+from docs.study.long_context.verdicts import Losses, Verdict, losses_of, verdicts
+from docs.study.table_numbers import filled
 from training.errors import SettingsError
 
-RUNS = Path(__file__).resolve().parent / "runs.parquet"
-#: Of claim A, in nats.
-MARGIN = 0.02
-LEVEL = 0.05
-_SHORT, _CUT, _LONG = BEFORE[0], BEFORE[1], BEFORE[-1]
-
-#: Losses of all texts in one order, by method and number of tokens before the targets.
-Losses = Mapping[tuple[str, int], NDArray[np.float64]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a claim about a method.
-
-    Args:
-        difference: the mean difference in nats, with its interval.
-        p_value: after Holm's correction; `None` if there was nothing to test.
-        passed: whether the claim is confirmed.
-    """
-
-    difference: Interval
-    p_value: float | None
-    passed: bool
-
-
-def losses_of(rows: Iterable[Mapping[str, Any]]) -> Losses:
-    """The losses by method and length.
-
-    Raises:
-        SettingsError: if one is missing.
-    """
-    known = {(row["method"], row["before"], row["text"]): row["loss"] for row in rows if row["part"] == "losses"}
-    missing, losses = [], {}
-    for method, how in METHODS.items():
-        for before in BEFORE:
-            measured = method if how.same_up_to < before + TARGETS else "native"
-            names = [(measured, before, text) for text in text_files()]
-            missing += [name for name in names if name not in known]
-            losses[method, before] = np.array([known.get(name, np.nan) for name in names])
-    if missing:
-        raise SettingsError(
-            f"{len(set(missing))} losses are missing, such as {missing[0]}. The protocol makes no table of a part of "
-            "the results: run docs/study/long_context/run.py until it has nothing left, then its part `pack`."
-        )
-    return losses
-
-
-def verdicts(losses: Losses) -> dict[tuple[str, str], Verdict]:
-    """The verdict on each claim (A, B, C) about each method but the native one."""
-    compared = {
-        "A": (_SHORT, losses["native", _SHORT]),
-        "B": (_LONG, losses["native", _LONG]),
-        "C": (_LONG, losses["native", _CUT]),
-    }
-    differences = {
-        (claim, method): losses[method, length] - baseline
-        for method in METHODS
-        if method != "native"
-        for claim, (length, baseline) in compared.items()
-    }
-    by_definition = {("A", name) for name, how in METHODS.items() if how.same_up_to >= _SHORT + TARGETS}
-    tested = [name for name in differences if name not in by_definition]
-    values = [
-        p_equivalent(differences[name], MARGIN) if name[0] == "A" else p_less(differences[name]) for name in tested
-    ]
-    corrected = dict(zip(tested, holm(values), strict=True))
-    return {
-        name: Verdict(
-            mean_difference(difference),
-            corrected.get(name),
-            name in by_definition or corrected[name] < LEVEL,
-        )
-        for name, difference in differences.items()
-    }
+FOLDER = Path(__file__).resolve().parent
 
 
 def loss_table(losses: Losses) -> str:
@@ -150,18 +75,32 @@ def price_table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def tables_of(losses: Losses, rows: list[Mapping[str, Any]]) -> dict[str, Callable[[], str]]:
+    """What makes each table, by its name."""
+    return {
+        "losses": lambda: loss_table(losses),
+        "verdicts": lambda: verdict_table(verdicts(losses)),
+        "needles": lambda: found_table(rows, "needles"),
+        "passkey": lambda: found_table(rows, "passkey"),
+        "price": lambda: price_table(rows),
+    }
+
+
 def main() -> int:
-    """Prints the tables. Returns the exit status."""
+    """Writes them. Returns the exit status."""
     from pyarrow import parquet
 
-    rows = parquet.read_table(RUNS).to_pylist() if RUNS.exists() else []
+    runs, page, figures = FOLDER / "runs.parquet", FOLDER / "results.md", FOLDER / "figures"
+    rows = parquet.read_table(runs).to_pylist() if runs.exists() else []
     try:
         losses = losses_of(rows)
     except SettingsError as error:
         print(f"long_context: {error}", file=sys.stderr)
         return 2
-    parts = (found_table(rows, "needles"), found_table(rows, "passkey"), price_table(rows))
-    print(*(loss_table(losses), verdict_table(verdicts(losses)), *parts), sep="\n\n")
+    page.write_text(filled(page.read_text(encoding="utf-8"), tables_of(losses, rows)), encoding="utf-8")
+    figures.mkdir(exist_ok=True)
+    for name, png in draw_all(losses, rows).items():
+        (figures / name).write_bytes(png)
     return 0
 
 

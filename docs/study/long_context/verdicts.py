@@ -1,0 +1,88 @@
+"""What the study of longer texts measured, and the verdicts on its claims (protocol.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from docs.study.long_context.material import BEFORE, METHODS, TARGETS, text_files
+from docs.study.significance import Interval, holm, mean_difference, p_equivalent, p_less
+from training.errors import SettingsError
+
+#: Of claim A, in nats.
+MARGIN = 0.02
+LEVEL = 0.05
+_SHORT, _CUT, _LONG = BEFORE[0], BEFORE[1], BEFORE[-1]
+
+#: Losses of all texts in one order, by method and number of tokens before the targets.
+Losses = Mapping[tuple[str, int], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a claim about a method.
+
+    Args:
+        difference: the mean difference in nats, with its interval.
+        p_value: after Holm's correction; `None` if there was nothing to test.
+        passed: whether the claim is confirmed.
+    """
+
+    difference: Interval
+    p_value: float | None
+    passed: bool
+
+
+def losses_of(rows: Iterable[Mapping[str, Any]]) -> Losses:
+    """The losses by method and length.
+
+    Raises:
+        SettingsError: if one is missing.
+    """
+    known = {(row["method"], row["before"], row["text"]): row["loss"] for row in rows if row["part"] == "losses"}
+    missing, losses = [], {}
+    for method, how in METHODS.items():
+        for before in BEFORE:
+            measured = method if how.same_up_to < before + TARGETS else "native"
+            names = [(measured, before, text) for text in text_files()]
+            missing += [name for name in names if name not in known]
+            losses[method, before] = np.array([known.get(name, np.nan) for name in names])
+    if missing:
+        raise SettingsError(
+            f"{len(set(missing))} losses are missing, such as {missing[0]}. The protocol makes no table of a part of "
+            "the results: run docs/study/long_context/run.py until it has nothing left, then its part `pack`."
+        )
+    return losses
+
+
+def verdicts(losses: Losses) -> dict[tuple[str, str], Verdict]:
+    """The verdict on each claim (A, B, C) about each method but the native one."""
+    compared = {
+        "A": (_SHORT, losses["native", _SHORT]),
+        "B": (_LONG, losses["native", _LONG]),
+        "C": (_LONG, losses["native", _CUT]),
+    }
+    differences = {
+        (claim, method): losses[method, length] - baseline
+        for method in METHODS
+        if method != "native"
+        for claim, (length, baseline) in compared.items()
+    }
+    by_definition = {("A", name) for name, how in METHODS.items() if how.same_up_to >= _SHORT + TARGETS}
+    tested = [name for name in differences if name not in by_definition]
+    values = [
+        p_equivalent(differences[name], MARGIN) if name[0] == "A" else p_less(differences[name]) for name in tested
+    ]
+    corrected = dict(zip(tested, holm(values), strict=True))
+    return {
+        name: Verdict(
+            mean_difference(difference),
+            corrected.get(name),
+            name in by_definition or corrected[name] < LEVEL,
+        )
+        for name, difference in differences.items()
+    }
