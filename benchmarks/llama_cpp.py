@@ -10,19 +10,32 @@ within a round. The first file runs twice per round, which shows the noise of th
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine, machine_line
 from benchmarks.timing import quartiles
-from hf_posenc.export.gguf.run import complete
 from hf_posenc.report.tables import markdown_table
 
 #: What is timed: a prompt that is read, and tokens that are written after it. Milliseconds per token.
 PHASES = ("reading", "writing")
+#: Ends without the destructor of the server, which may wait for its thread forever.
+_SERVER = """
+import json, os, sys, xllamacpp
+file, prompt, steps = json.load(sys.stdin)
+options = xllamacpp.CommonParams()
+options.model.path, options.n_parallel, options.n_gpu_layers, options.verbosity = file, 1, 0, 1
+options.n_ctx = options.n_batch = len(prompt) + steps
+options.warmup = options.fit_params = False
+request = {"prompt": prompt, "n_predict": steps, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+print(json.dumps(xllamacpp.Server(options).handle_completions(request)["timings"]), flush=True)
+os._exit(0)
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,9 +78,10 @@ def measure(
 
 def timed(file: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
     """llama.cpp's own times in milliseconds per token, by phase."""
-    (completion,) = complete(file, [prompt], steps, context=len(prompt) + steps, precise=False)
-    names = ("prompt_per_token_ms", "predicted_per_token_ms")
-    return {phase: completion.timings[name] for phase, name in zip(PHASES, names, strict=True)}
+    task = json.dumps([str(file), list(prompt), steps])
+    ran = subprocess.run([sys.executable, "-c", _SERVER], input=task, capture_output=True, text=True, check=True)
+    timings = json.loads(ran.stdout.splitlines()[-1])
+    return {phase: timings[f"{name}_per_token_ms"] for phase, name in zip(PHASES, ("prompt", "predicted"), strict=True)}
 
 
 def _named_file(word: str) -> tuple[str, Path]:
