@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from hf_posenc.patching.anatomy.anatomy import find_stacks
 #: Differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds 1),
 #: "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
 Differences = dict[str, float]
-#: Runs the model on some prompts and compares it with what llama.cpp has returned for them, in a mode, "prefill" or
-#: "decode".
-Measure = Callable[[], Iterable[tuple[str, Differences]]]
+#: Token ids by the names of the model's inputs, and what llama.cpp has returned for them: logits of the last `STEPS`
+#: tokens, or hidden states by each of its functions.
+Case = tuple[dict[str, list[int]], Tensor]
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
 STEPS = 8
 #: Lengths of prompts in tokens. A constant spectrum is compared well enough by these, because an error of a frequency
@@ -66,63 +66,58 @@ def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iter
         dtype: precision of the file.
     """
     generates = any(stack.causal for stack in find_stacks(model))
-    measure = (_decoder if generates else _encoder)(model, file, length)
+    cases = (_decoded if generates else _encoded)(model, file, length)
     program, twice = f"{runtime()}, {dtype}", dtype == "f32" and has_gelu(model)
-    for mode, found in measure():
+    for mode, found in _measured(model, cases):
         for what, value in found.items():
             limit = _ROUNDED.get(dtype, _EXACT)[what]
             yield Check(program, mode, what, value, max(limit, _GELU) if twice else limit)
     if twice:
         with gelu_of_llama_cpp(model):
-            for mode, found in measure():
+            for mode, found in _measured(model, cases):
                 for what, value in found.items():
                     yield Check(program, mode, f"{what}{SAME_GELU}", value, max(_EXACT[what], _SAME_GELU))
 
 
-def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """Compares the logits after random tokens, and after further ones, which come one by one, with the cache.
+def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[str, Differences]]:
+    """Runs the model, and compares it with what llama.cpp has returned, in a mode, "prefill" or "decode"."""
+    # The last logits alone, if the model can compute only these.
+    last = {"logits_to_keep": STEPS} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    for inputs, rows in cases:
+        output = model(**{name: torch.tensor([ids], device=model.device) for name, ids in inputs.items()}, **last)
+        if "logits" not in output:
+            expected = output.last_hidden_state[0].float().cpu()
+            yield from (("prefill", {"hidden states": relative_difference(found, expected)}) for found in rows)
+            continue
+        for step, (expected, found) in enumerate(zip(output.logits[0, -STEPS:].float().cpu(), rows, strict=True)):
+            yield "decode" if step else "prefill", token_differences(expected, found[: len(expected)])
+
+
+def _encoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
+    """The hidden states of all tokens."""
+    prompts = _prompts(model, length)
+    return [({"input_ids": ids}, rows) for ids, rows in zip(prompts, encode(file, prompts), strict=True)]
+
+
+def _decoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
+    """The logits after random tokens, and after further ones, which come one by one, with the cache.
 
     Behind an encoder, the decoder reads as many as that, and random ones after them. Elsewhere they are those that
     llama.cpp chooses, so that one early difference does not make all later ones.
     """
-    more, encoded = STEPS - 1, None
+    more = STEPS - 1
     if model.config.is_encoder_decoder:
-        encoded, first = _prompts(model, length), start_token(model)
-        texts = [[first, *reversed(prompt), *prompt[:STEPS]][: len(prompt) + STEPS] for prompt in encoded]
+        prompts, first = _prompts(model, length), start_token(model)
+        texts = [[first, *reversed(prompt), *prompt[:STEPS]][: len(prompt) + STEPS] for prompt in prompts]
         batches = [[text[:-more], *([token] for token in text[-more:])] for text in texts]
-        logits = decode(file, batches, encoded=encoded)
-    else:
-        prompts = _prompts(model, length - STEPS)
-        logits = decode(file, [[prompt] for prompt in prompts], more)
-        texts = [[*prompt, *rows[:-1].argmax(-1).tolist()] for prompt, rows in zip(prompts, logits, strict=True)]
-    # The last logits alone, if the model can compute only these.
-    last = {"logits_to_keep": STEPS} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-
-    def measure() -> Iterator[tuple[str, Differences]]:
-        for place, (text, rows) in enumerate(zip(texts, logits, strict=True)):
-            ids = torch.tensor([text], device=model.device)
-            given = {"input_ids": ids}
-            if encoded is not None:
-                given = {"input_ids": torch.tensor([encoded[place]], device=model.device), "decoder_input_ids": ids}
-            expected = model(**given, use_cache=False, **last).logits[0, -STEPS:].float().cpu()
-            for step, (row, found) in enumerate(zip(expected, rows, strict=True)):
-                yield "decode" if step else "prefill", token_differences(row, found[: len(row)])
-
-    return measure
-
-
-def _encoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """Compares the hidden states of all tokens."""
-    prompts = _prompts(model, length)
-    states = encode(file, prompts)
-
-    def measure() -> Iterator[tuple[str, Differences]]:
-        for prompt, by_function in zip(prompts, states, strict=True):
-            expected = model(input_ids=torch.tensor([prompt], device=model.device)).last_hidden_state[0].float().cpu()
-            for state in by_function:
-                yield "prefill", {"hidden states": relative_difference(state, expected)}
-
-    return measure
+        inputs = [{"input_ids": ids, "decoder_input_ids": after} for ids, after in zip(prompts, texts, strict=True)]
+        return list(zip(inputs, decode(file, batches, encoded=prompts), strict=True))
+    prompts = _prompts(model, length - STEPS)
+    logits = decode(file, [[prompt] for prompt in prompts], more)
+    return [
+        ({"input_ids": [*prompt, *rows[:-1].argmax(-1).tolist()]}, rows)
+        for prompt, rows in zip(prompts, logits, strict=True)
+    ]
 
 
 def _prompts(model: PreTrainedModel, most: int) -> list[list[int]]:
