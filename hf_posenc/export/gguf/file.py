@@ -102,7 +102,7 @@ def _with_experts_apart(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
 
 
 def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: str, name: str) -> None:
-    """Writes a file. Only one weight at a time is in memory a second time.
+    """Writes a file. Weights wait in a temporary file, so only one at a time is in memory a second time.
 
     Args:
         path: of the file.
@@ -111,25 +111,19 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
         dtype: precision of the matrices; vectors and small tables are float32.
         name: of the model, for programs that show it.
     """
-    writer = gguf.GGUFWriter(path, form.architecture)
+    writer = gguf.GGUFWriter(path, form.architecture, use_temp_file=True)
     writer.add_name(name)
     writer.add_file_type(PRECISIONS[dtype][1])
     for key, value in form.metadata.items():
         _add(writer, f"{form.architecture}.{key}", value)
     for key, value in {**vocabulary, **form.tokenizer}.items():
         _add(writer, f"tokenizer.{key}", value)
-    kinds = {key: _precision(key, tensor, dtype) for key, tensor in form.tensors.items()}
     for key, tensor in form.tensors.items():
-        kind = {Precision.F32: np.float32, Precision.F16: np.float16}.get(kinds[key])
-        stored = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kinds[key])
-        shape, raw = (stored, kinds[key]) if kind is None else (tuple(tensor.shape), None)
-        writer.add_tensor_info(key, shape, np.dtype(kind or np.uint8), int(np.prod(stored)), raw_dtype=raw)
+        kind = _precision(key, tensor, dtype)
+        writer.add_tensor(key, gguf.quantize(np.ascontiguousarray(tensor.float().cpu().numpy()), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for key, tensor in form.tensors.items():
-        array = np.ascontiguousarray(tensor.float().cpu().numpy())
-        writer.write_tensor_data(gguf.quantize(array, kinds[key]))
+    writer.write_tensors_to_file()
     writer.close()
 
 

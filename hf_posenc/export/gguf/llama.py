@@ -24,7 +24,6 @@ from hf_posenc.export.gguf.blocks import (
     refuse_without_logits,
     rotate_halves,
     scale_queries,
-    scaled_entries,
     sizes,
     stated_rotation,
 )
@@ -83,15 +82,11 @@ def shared_spectrum(parts: ModelParts) -> GgufForm:
     return _with_spectrum(form, rotations[0].all_frequencies, _theta(parts.scheme))
 
 
-def scaling_metadata(parts: ModelParts) -> GgufForm:
-    """Linear scaling and YaRN with the options that llama.cpp reads."""
-    rotations = rotations_of(parts, same=False)
-    entries, plain = scaled_entries(parts, rotations)
-    if len({rotation.spectrum for rotation in rotations}) > 1 or not bool(rotations[0].all_frequencies.all()):
-        raise UnsupportedError("RoPE does not rotate the whole head in every layer")
-    kind = entries["rope.scaling.type"]
-    form = _form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {kind!r}")
-    reorder_heads(form, plain)
+def _with_scaling(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
+    if not bool(rotations[0].all_frequencies.all()):
+        raise UnsupportedError("RoPE does not rotate the whole head")
+    form = _form(parts, "llama", f"the architecture 'llama'{what}")
+    reorder_heads(form, rotations)
     form.metadata.update({"rope.dimension_count": form.metadata["attention.key_length"], **entries})
     return form
 
@@ -161,7 +156,7 @@ CARRIERS = (
         for kind, own in _OWN.items()
         for what in (" with rope.scaling", "")
     ),
-    Carrier("llama with rope.scaling", scaling_metadata, (Need.MAP,), is_llama),
+    Carrier("llama with rope.scaling", partial(stated_rotation, _with_scaling, scaled=True), (Need.MAP,), is_llama),
     Carrier("llama", shared_spectrum, (Need.MAP,), is_llama),
     Carrier("smollm3", every_fourth_layer_stopped, (Need.MAP,), is_llama),
     Carrier("llama with wide heads", spectrum_per_layer, (Need.MAP,), is_llama),

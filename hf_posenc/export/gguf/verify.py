@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.export.comparison import random_ids, relative_difference, spans
-from hf_posenc.export.gguf.run import encode, encode_and_decode, predict, runtime
+from hf_posenc.export.gguf.run import decode, encode, runtime
 from hf_posenc.export.gguf.t5 import start_token
 from hf_posenc.export.records import Check
 from hf_posenc.patching.anatomy.anatomy import find_stacks
@@ -20,9 +20,9 @@ from hf_posenc.patching.anatomy.anatomy import find_stacks
 #: Differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds 1),
 #: "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
 Differences = dict[str, float]
-#: Runs the model on some prompts and compares it with what llama.cpp has returned for them, in a mode, "prefill" or
-#: "decode".
-Measure = Callable[[], Iterable[tuple[str, Differences]]]
+#: Token ids by the names of the model's inputs, and what llama.cpp has returned for them: logits of the last `STEPS`
+#: tokens, or hidden states by each of its functions.
+Case = tuple[dict[str, list[int]], Tensor]
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
 STEPS = 8
 #: Lengths of prompts in tokens. A constant spectrum is compared well enough by these, because an error of a frequency
@@ -51,8 +51,6 @@ _ROUNDED = {
     "f16": {"logits": 1e-2, "probabilities": 1e-2, "hidden states": 1e-2},
     "q8_0": {"logits": 0.25, "probabilities": 0.15, "hidden states": 0.25},
 }
-#: Probabilities are compared for this many of llama.cpp's most probable tokens.
-_TOP = 4096
 
 
 @torch.no_grad()
@@ -67,74 +65,59 @@ def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iter
         length: the longest sequence that the file is made for.
         dtype: precision of the file.
     """
-    kinds = {(True,): _decoder, (False,): _encoder, (False, True): _encoder_decoder}
-    measure = kinds[tuple(stack.causal for stack in find_stacks(model))](model, file, length)
+    generates = any(stack.causal for stack in find_stacks(model))
+    cases = (_decoded if generates else _encoded)(model, file, length)
     program, twice = f"{runtime()}, {dtype}", dtype == "f32" and has_gelu(model)
-    for mode, found in measure():
+    for mode, found in _measured(model, cases):
         for what, value in found.items():
             limit = _ROUNDED.get(dtype, _EXACT)[what]
             yield Check(program, mode, what, value, max(limit, _GELU) if twice else limit)
     if twice:
         with gelu_of_llama_cpp(model):
-            for mode, found in measure():
+            for mode, found in _measured(model, cases):
                 for what, value in found.items():
                     yield Check(program, mode, f"{what}{SAME_GELU}", value, max(_EXACT[what], _SAME_GELU))
 
 
-def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    prompts = _prompts(model, length - STEPS)
-    context = max(map(len, prompts)) + STEPS
+def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[str, Differences]]:
+    """Runs the model, and compares it with what llama.cpp has returned, in a mode, "prefill" or "decode"."""
     # The last logits alone, if the model can compute only these.
     last = {"logits_to_keep": STEPS} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    predictions = predict(file, prompts, STEPS, min(_TOP, model.config.get_text_config().vocab_size), context)
-
-    def measure() -> Iterator[tuple[str, Differences]]:
-        for prompt, steps in zip(prompts, predictions, strict=True):
-            # The model sees the tokens that llama.cpp chose, so that one early difference does not make all later ones.
-            ids = torch.tensor([[*prompt, *(step.ids[0] for step in steps[:-1])]], device=model.device)
-            logits = model(input_ids=ids, use_cache=False, **last).logits[0, -STEPS:]
-            rows = [(torch.tensor(step.ids), torch.tensor(step.logprobs)) for step in steps]
-            yield from _token_by_token(logits, rows)
-
-    return measure
+    for inputs, rows in cases:
+        output = model(**{name: torch.tensor([ids], device=model.device) for name, ids in inputs.items()}, **last)
+        if "logits" not in output:
+            expected = output.last_hidden_state[0].float().cpu()
+            yield from (("prefill", {"hidden states": relative_difference(found, expected)}) for found in rows)
+            continue
+        for step, (expected, found) in enumerate(zip(output.logits[0, -STEPS:].float().cpu(), rows, strict=True)):
+            yield "decode" if step else "prefill", token_differences(expected, found[: len(expected)])
 
 
-def _encoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """Compares the hidden states of all tokens."""
+def _encoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
+    """The hidden states of all tokens."""
     prompts = _prompts(model, length)
-    states = encode(file, prompts)
-
-    def measure() -> Iterator[tuple[str, Differences]]:
-        for prompt, by_function in zip(prompts, states, strict=True):
-            expected = model(input_ids=torch.tensor([prompt], device=model.device)).last_hidden_state[0].float().cpu()
-            for state in by_function:
-                yield "prefill", {"hidden states": relative_difference(state, expected)}
-
-    return measure
+    return [({"input_ids": ids}, rows) for ids, rows in zip(prompts, encode(file, prompts), strict=True)]
 
 
-def _encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
-    """The decoder reads random tokens, as many as the encoder. The last ones come one by one, with the cache."""
-    prompts = _prompts(model, length)
-    first = start_token(model)
-    targets = [[first, *reversed(prompt), *prompt[:STEPS]][: len(prompt) + STEPS] for prompt in prompts]
-    batches = [[target[: 1 - STEPS], *([token] for token in target[1 - STEPS :])] for target in targets]
-    logits = encode_and_decode(file, prompts, batches)
+def _decoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
+    """The logits after random tokens, and after further ones, which come one by one, with the cache.
 
-    def measure() -> Iterator[tuple[str, Differences]]:
-        for prompt, target, rows in zip(prompts, targets, logits, strict=True):
-            ids, after = (torch.tensor([tokens], device=model.device) for tokens in (prompt, target))
-            expected = model(input_ids=ids, decoder_input_ids=after, use_cache=False).logits[0, -STEPS:]
-            known = torch.arange(expected.shape[-1])
-            yield from _token_by_token(expected, [(known, row[: len(known)].log_softmax(-1)) for row in rows])
-
-    return measure
-
-
-def _token_by_token(logits: Tensor, predictions: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Differences]]:
-    """Compares the model's last logits with llama.cpp's predictions, of which all but the first used its cache."""
-    for place, (expected, found) in enumerate(zip(logits.float().cpu(), predictions, strict=True)):
-        yield "prefill" if place == 0 else "decode", token_differences(expected, *found)
+    Behind an encoder, the decoder reads as many as that, and random ones after them. Elsewhere they are those that
+    llama.cpp chooses, so that one early difference does not make all later ones.
+    """
+    more = STEPS - 1
+    if model.config.is_encoder_decoder:
+        prompts, first = _prompts(model, length), start_token(model)
+        texts = [[first, *reversed(prompt), *prompt[:STEPS]][: len(prompt) + STEPS] for prompt in prompts]
+        batches = [[text[:-more], *([token] for token in text[-more:])] for text in texts]
+        inputs = [{"input_ids": ids, "decoder_input_ids": after} for ids, after in zip(prompts, texts, strict=True)]
+        return list(zip(inputs, decode(file, batches, encoded=prompts), strict=True))
+    prompts = _prompts(model, length - STEPS)
+    logits = decode(file, [[prompt] for prompt in prompts], more)
+    return [
+        ({"input_ids": [*prompt, *rows[:-1].argmax(-1).tolist()]}, rows)
+        for prompt, rows in zip(prompts, logits, strict=True)
+    ]
 
 
 def _prompts(model: PreTrainedModel, most: int) -> list[list[int]]:
@@ -145,21 +128,13 @@ def _prompts(model: PreTrainedModel, most: int) -> list[list[int]]:
     return [ids[:length] for length in lengths]
 
 
-def token_differences(expected: Tensor, places: Tensor, logprobs: Tensor) -> Differences:
-    """Differences of the prediction of a token.
-
-    Args:
-        expected: the model's logits, `(vocabulary,)` float32.
-        places: the tokens that llama.cpp lists; others are less probable there than all of these.
-        logprobs: their log-probabilities.
-    """
-    found_logits, expected_logits = logprobs - logprobs.mean(), expected[places] - expected[places].mean()
-    logits = (found_logits - expected_logits).abs().max() / expected_logits.abs().max().clamp(min=1.0)
-    dense = torch.zeros_like(expected).index_copy(0, places, logprobs.exp())
-    unlisted = torch.ones_like(expected, dtype=torch.bool).index_fill(0, places, False)
-    gap = (expected.softmax(-1) - dense).abs()
-    gap = gap.where(~unlisted, (gap - logprobs.min().exp()).clamp(min=0))
-    return {"logits": float(logits), "probabilities": float(gap.max())}
+def token_differences(expected: Tensor, found: Tensor) -> Differences:
+    """Differences of the prediction of a token, of its logits in both programs, `(vocabulary,)` float32 each."""
+    gap = (found.softmax(-1) - expected.softmax(-1)).abs().max()
+    return {
+        "logits": relative_difference(found - found.mean(), expected - expected.mean()),
+        "probabilities": float(gap),
+    }
 
 
 def has_gelu(model: PreTrainedModel) -> bool:

@@ -15,8 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 import hf_posenc
-from hf_posenc.export.gguf.run import Prediction, complete, predict
-from hf_posenc.export.gguf.verify import token_differences
+from hf_posenc.export.gguf.run import decode
 from hf_posenc.report import Record
 from tests.kits.everywhere import in_transformers, text
 from tests.kits.everywhere.launch import run_script
@@ -24,8 +23,6 @@ from tests.kits.everywhere.models import loaded, slug
 from tests.kits.everywhere.plan import Plan, Variant
 from tests.kits.everywhere.steps import Steps, file_name
 
-#: llama.cpp's most probable tokens, whose probabilities are compared.
-TOP = 4096
 #: The program that every other one is compared with, and the same model with the positions of the stock model.
 REFERENCE, CONTROL = "transformers with the plugin", "transformers, stock positions instead"
 PLAIN = "transformers without the plugin"
@@ -165,39 +162,21 @@ def _ends(folder: Path) -> list[int]:
 
 def _llama(file: Path, program: str, variant: Variant, expected: Reference) -> list[Record]:
     task, logprobs, precise = expected.task.given, expected.arrays["logprobs"], program != DEFAULT_CACHE
-    gap, best = compare_sparse(logprobs, predict_windows(file, task, precise=precise))
-    records = compared(variant, expected.task.at(program), gap, best == logprobs.argmax(-1))
+    found = predict_windows(file, task, precise=precise)[..., : logprobs.shape[-1]]
+    gap, equal = compare_dense(logprobs, found), found.argmax(-1) == logprobs.argmax(-1)
+    records = compared(variant, expected.task.at(program), gap, equal)
     if not task["prompts"]:
         return records
-    completions = complete(file, task["prompts"], task["greedy"], context=task["greedy"] + 64, precise=True)
-    return [*records, *_texts(variant, program, expected, [completion.text for completion in completions])]
+    tokenizer = AutoTokenizer.from_pretrained(file.parent)
+    written = decode(file, [[tokenizer(prompt)["input_ids"]] for prompt in task["prompts"]], task["greedy"] - 1)
+    return [*records, *_texts(variant, program, expected, [tokenizer.decode(rows.argmax(-1)) for rows in written])]
 
 
-def predict_windows(file: Path, task: Mapping[str, Any], *, precise: bool) -> list[list[Prediction]]:
-    """llama.cpp's predictions at the places of each window."""
+def predict_windows(file: Path, task: Mapping[str, Any], *, precise: bool) -> np.ndarray:
+    """llama.cpp's log-probabilities at the places of each window, `(windows, places, vocabulary)`."""
     prompt, end = task["prompt"], task["prompt"] + task["places"] - 1
-    prompts = [window[:prompt] for window in task["windows"]]
-    following = [window[prompt:end] for window in task["windows"]]
-    context = end + 8
-    return predict(file, prompts, task["places"], TOP, context, following=following, precise=precise)
-
-
-def compare_sparse(expected: np.ndarray, predicted: Sequence[Sequence[Prediction]]) -> tuple[float, np.ndarray]:
-    """The largest difference of a probability, and llama.cpp's most probable tokens, `(windows, places)`.
-
-    Args:
-        expected: log-probabilities, `(windows, places, vocabulary)`.
-        predicted: llama.cpp's predictions, by window and place.
-    """
-    top = min(TOP, expected.shape[-1])
-    gaps = [
-        token_differences(torch.from_numpy(logprobs), torch.tensor(step.ids[:top]), torch.tensor(step.logprobs[:top]))[
-            "probabilities"
-        ]
-        for window, predictions in zip(expected, predicted, strict=True)
-        for logprobs, step in zip(window, predictions, strict=True)
-    ]
-    return max(gaps), np.array([[step.ids[0] for step in predictions] for predictions in predicted])
+    texts = [[window[:prompt], *([token] for token in window[prompt:end])] for window in task["windows"]]
+    return torch.stack(decode(file, texts, precise=precise)).log_softmax(-1).numpy()
 
 
 def compare_dense(expected: np.ndarray, computed: np.ndarray) -> float:
