@@ -81,7 +81,7 @@ def measure(run: Callable[[str], Mapping[str, float]], names: Sequence[str], rou
 def timed(file: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
     """llama.cpp's own times in milliseconds per token, by phase."""
     task = json.dumps([str(file), list(prompt), steps, torch.get_num_threads()])
-    ran = subprocess.run([sys.executable, "-c", _SERVER], input=task, capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", _SERVER], input=task, stdout=subprocess.PIPE, text=True, check=True)
     timings = json.loads(ran.stdout.splitlines()[-1])
     return {phase: timings[f"{name}_per_token_ms"] for phase, name in zip(PHASES, ("prompt", "predicted"), strict=True)}
 
