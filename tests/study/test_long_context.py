@@ -15,7 +15,7 @@ from docs.study.long_context import material, run
 from docs.study.long_context.figures import draw_all
 from docs.study.long_context.material import BEFORE, METHODS, TARGETS
 from docs.study.long_context.report import tables_of, verdict_table
-from docs.study.long_context.verdicts import losses_of, verdicts
+from docs.study.long_context.verdicts import losses_of, recommended, verdicts
 from docs.study.significance import holm, p_equivalent, p_less
 from docs.study.table_numbers import filled
 from hf_posenc import patch_model
@@ -36,6 +36,15 @@ def measured(shifts: dict[str, float]) -> list[dict[str, Any]]:
         for method, how in METHODS.items() for text in TEXTS for before in BEFORE
         if how.same_up_to < before + TARGETS
     ]  # fmt: skip
+
+
+def facts_and_price(method: str, right: int, seconds: float) -> list[dict[str, Any]]:
+    """Facts found at the end of a text, a passkey that is found with them, and what a text took."""
+    found = [place >= 5 - right for place in range(5)]
+    needles = {"part": "needles", "text": "0", "before": 32768, "depths": material.DEPTHS, "right": found}
+    passkey = {"part": "passkey", "text": "0.25", "before": 16384, "right": found[-1:]}
+    price = {"part": "price", "text": TEXTS[0], "before": 12288, "on_clock": seconds, "peak_mib": 1000.0}
+    return [{"method": method} | row for row in (needles, passkey, price)]
 
 
 def test_every_method_is_in_the_protocol() -> None:
@@ -132,10 +141,8 @@ def test_verdicts_are_the_registered_tests_with_one_correction() -> None:
 
 def test_tables_and_figures_of_all_parts() -> None:
     rows = measured({"yarn_4": -0.1})
-    for method, right in (("native", [False] * 5), ("self_extend", [False, False, False, True, True])):
-        rows.append({"part": "needles", "method": method, "before": 32768, "depths": material.DEPTHS, "right": right})
-        rows.append({"part": "passkey", "method": method, "before": 16384, "right": right[-1:]})
-        rows.append({"part": "price", "method": method, "on_clock": 60.0 * (1 + sum(right)), "peak_mib": 1000.0})
+    for method, right in (("native", 0), ("self_extend", 2)):
+        rows += facts_and_price(method, right, 60.0 * (1 + right))
     losses = losses_of(rows)
     tables = tables_of(losses, rows)
     page = "\n".join(f"<!-- table: {name} --> old <!-- end -->" for name in tables)
@@ -149,6 +156,24 @@ def test_tables_and_figures_of_all_parts() -> None:
         "losses", "claim_a", "claim_b", "claim_c", "needles"
     }  # fmt: skip
     assert len(set(figures.values())) == len(figures) == 10
+
+
+def test_the_rule_of_the_recommendation() -> None:
+    """Claims, then the loss, then facts, then the time."""
+
+    def chosen(shifts: dict[str, float], **facts: tuple[int, float]) -> str | None:
+        rows = measured(shifts)
+        for method in METHODS:
+            rows += facts_and_price(method, *facts.get(method, (0, 60.0)))
+        return recommended(losses_of(rows), rows)
+
+    assert chosen({}) is None
+    assert chosen({"sinks": -1.5}) is None
+    assert chosen({"rerope": -1.0, "self_extend": -2.0}) == "rerope"  # the other one changes short texts
+    assert chosen({"rerope": -1.0, "dual_chunk": -1.2}, rerope=(5, 1.0)) == "dual_chunk"
+    same = {"rerope": -1.0, "dual_chunk": -1.0, "dynamic_yarn": -1.0}
+    assert chosen(same, dual_chunk=(2, 90.0), rerope=(1, 1.0)) == "dual_chunk"
+    assert chosen(same, dual_chunk=(2, 90.0), rerope=(2, 80.0)) == "rerope"
 
 
 def test_a_run_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

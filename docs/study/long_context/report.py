@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from docs.study.long_context.figures import draw_all
 from docs.study.long_context.material import BEFORE, METHODS
-from docs.study.long_context.verdicts import Losses, Verdict, losses_of, verdicts
+from docs.study.long_context.verdicts import Losses, Verdict, losses_of, recommended, verdicts
 from docs.study.table_numbers import filled
 from training.errors import SettingsError
 
@@ -75,6 +75,12 @@ def price_table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def recommendation(losses: Losses, rows: Iterable[Mapping[str, Any]]) -> str:
+    """The method that the protocol's rule chooses."""
+    method = recommended(losses, rows)
+    return "**None**: A, B and C hold for no method." if method is None else f"**`{method}`**"
+
+
 def tables_of(losses: Losses, rows: list[Mapping[str, Any]]) -> dict[str, Callable[[], str]]:
     """What makes each table, by its name."""
     return {
@@ -83,6 +89,7 @@ def tables_of(losses: Losses, rows: list[Mapping[str, Any]]) -> dict[str, Callab
         "needles": lambda: found_table(rows, "needles"),
         "passkey": lambda: found_table(rows, "passkey"),
         "price": lambda: price_table(rows),
+        "recommendation": lambda: recommendation(losses, rows),
     }
 
 

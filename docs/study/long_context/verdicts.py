@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from docs.study.long_context.material import BEFORE, METHODS, TARGETS, text_files
+from docs.study.long_context.material import BEFORE, METHODS, NEEDLE_LENGTHS, TARGETS, text_files
 from docs.study.significance import Interval, holm, mean_difference, p_equivalent, p_less
 from training.errors import SettingsError
 
 #: Of claim A, in nats.
 MARGIN = 0.02
 LEVEL = 0.05
+#: What `extend_context` does not offer.
+_NOT_OFFERED = ("native", "p_rope", "sinks")
 _SHORT, _CUT, _LONG = BEFORE[0], BEFORE[1], BEFORE[-1]
 
 #: Losses of all texts in one order, by method and number of tokens before the targets.
@@ -86,3 +88,28 @@ def verdicts(losses: Losses) -> dict[tuple[str, str], Verdict]:
         )
         for name, difference in differences.items()
     }
+
+
+def recommended(losses: Losses, rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """The method that the protocol recommends; `None` if A, B and C hold for none."""
+    found, rows = verdicts(losses), list(rows)
+    left = [
+        method
+        for method in METHODS
+        if method not in _NOT_OFFERED and all(found[claim, method].passed for claim in "ABC")
+    ]
+    if not left:
+        return None
+    best = min(left, key=lambda method: losses[method, _LONG].mean())
+    left = [
+        method
+        for method in left
+        if method == best or mean_difference(losses[method, _LONG] - losses[best, _LONG]).low <= 0
+    ]
+    facts = {
+        row["method"]: sum(row["right"])
+        for row in rows
+        if (row["part"], row["before"], row["text"]) == ("needles", max(NEEDLE_LENGTHS), "0")
+    }
+    seconds = {row["method"]: row["on_clock"] for row in rows if row["part"] == "price"}
+    return max(left, key=lambda method: (facts[method], -seconds[method]))
