@@ -145,9 +145,9 @@ def test_tables_and_figures_of_all_parts() -> None:
         rows += facts_and_price(method, right, 60.0 * (1 + right))
     losses = losses_of(rows)
     tables = tables_of(losses, rows)
-    page = "\n".join(f"<!-- table: {name} --> old <!-- end -->" for name in tables)
+    page = "\n".join(f"<!-- table: {name} --> earlier <!-- end -->" for name in tables)
     whole = filled(page, tables)
-    assert "old" not in whole
+    assert "earlier" not in whole
     assert "| `self_extend` | 2 of 5 |" in whole
     assert "| `self_extend` | 1 of 1 |" in whole
     assert "| `self_extend` | 180 | 3.00 | 1,000 |" in whole
