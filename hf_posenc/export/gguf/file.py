@@ -10,7 +10,9 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 from gguf import GGMLQuantizationType as Precision
+from gguf.lazy import LazyNumpyTensor
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -102,7 +104,7 @@ def _with_experts_apart(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
 
 
 def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: str, name: str) -> None:
-    """Writes a file. Weights wait in a temporary file, so only one at a time is in memory a second time.
+    """Writes a file. Only one weight at a time is in memory a second time.
 
     Args:
         path: of the file.
@@ -111,7 +113,7 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
         dtype: precision of the matrices; vectors and small tables are float32.
         name: of the model, for programs that show it.
     """
-    writer = gguf.GGUFWriter(path, form.architecture, use_temp_file=True)
+    writer = gguf.GGUFWriter(path, form.architecture)
     writer.add_name(name)
     writer.add_file_type(PRECISIONS[dtype][1])
     for key, value in form.metadata.items():
@@ -120,11 +122,19 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
         _add(writer, f"tokenizer.{key}", value)
     for key, tensor in form.tensors.items():
         kind = _precision(key, tensor, dtype)
-        writer.add_tensor(key, gguf.quantize(np.ascontiguousarray(tensor.float().cpu().numpy()), kind), raw_dtype=kind)
+        # Computed when it is written.
+        shape = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, tuple(tensor.shape))
+        later = LazyNumpyTensor(meta=shape, args=(tensor,), func=_array)
+        writer.add_tensor(key, gguf.quantize(later, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = np.ascontiguousarray(tensor.float().cpu().numpy())
+    return array
 
 
 def _precision(name: str, tensor: Tensor, dtype: str) -> Precision:
