@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -21,6 +23,7 @@ from hf_posenc.export.carriers import ExportError
 from hf_posenc.export.export_model import export_model
 from hf_posenc.export.gguf import target
 from hf_posenc.export.gguf.file import GgufForm
+from hf_posenc.export.gguf.in_llama_cpp import Library, Opaque
 from hf_posenc.export.gguf.llama import is_llama
 from hf_posenc.export.gguf.t5 import llama_cpp_bucket
 from hf_posenc.export.gguf.verify import has_gelu, table_gelu
@@ -291,6 +294,26 @@ def test_a_file_that_llama_cpp_cannot_read_is_refused_with_its_messages(
     faulty(monkeypatch, llama(), metadata(embedding_length=64))
     with pytest.raises(UnsupportedError, match=r"(?s)cannot run the file. Its last messages:.*token_embd.weight"):
         exported(llama(), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("numbers", "types", "known"), [(8, (1, 1), True), (9, (1, 1), True), (8, (1, 2), False)])
+def test_fields_of_llama_cpp_are_found_in_the_layouts_of_its_versions(
+    numbers: int, types: tuple[int, int], known: bool
+) -> None:
+    defaults = [512, 2048, 512, 1, 0, 0, 1, 4, 4, 0, *[2**32 - 1] * 4, *[0xBF800000] * numbers, 0, 0, 0, 0, *types, 7]
+    library = Library.__new__(Library)
+    library.functions = SimpleNamespace(
+        llama_context_default_params=lambda: Opaque((ctypes.c_uint32 * 1024)(*defaults))
+    )
+    if not known:
+        with pytest.raises(RuntimeError, match="fields cannot be set"):
+            library._context_parameters(256, precise=True)
+        return
+    found = list(library._context_parameters(256, precise=True).words)[: len(defaults)]
+    assert found[:3] == [256] * 3
+    assert found[10:14] == [2**32 - 1, 0, 2**32 - 1, 0]  # no pooling, no flash attention
+    assert found[-3:] == [0, 0, 7]
+    assert list(library._context_parameters(256, precise=False).words)[len(defaults) - 3 : len(defaults)] == [1, 1, 7]
 
 
 @pytest.mark.parametrize(("model", "reason"), REFUSED, ids=[reason[:40] for _, reason in REFUSED])

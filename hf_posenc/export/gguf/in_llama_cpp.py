@@ -143,16 +143,16 @@ class Library:
     def _context_parameters(self, context: int, precise: bool) -> Opaque:
         parameters: Opaque = self.functions.llama_context_default_params()
         words = parameters.words
-        for place in range(3):  # n_ctx, n_batch, n_ubatch
-            words[place] = context
-        # Types of RoPE scaling, pooling, attention and flash attention; eight numbers and two pointers for RoPE and
-        # a callback; types of the cached keys and values.
-        first = next(place for place in range(len(words)) if list(words[place : place + 4]) == [_UNSPECIFIED] * 4)
-        _check(list(words[first + 16 : first + 18]), [_FLOAT16] * 2, "llama_context_params")
+        words[:3] = [context] * 3  # n_ctx, n_batch, n_ubatch
+        # Types of RoPE scaling, pooling, attention and flash attention; numbers and pointers, how many depends on the
+        # version, and none of them is 1; types of the cached keys and values.
+        first = next((place for place in range(16) if list(words[place : place + 4]) == [_UNSPECIFIED] * 4), 0)
+        cached = next((place for place in range(first + 4, first + 24) if words[place] == _FLOAT16), first + 4)
+        _check(list(words[cached : cached + 2]), [_FLOAT16] * 2, "llama_context_params")
         words[first + 1] = 0  # No pooling.
         if precise:
             words[first + 3] = 0  # No flash attention, which rounds.
-            words[first + 16] = words[first + 17] = _FLOAT32
+            words[cached] = words[cached + 1] = _FLOAT32
         return parameters
 
     def _forget(self) -> None:
