@@ -25,6 +25,7 @@ from hf_posenc.export.gguf import target
 from hf_posenc.export.gguf.file import GgufForm
 from hf_posenc.export.gguf.in_llama_cpp import Library, Opaque
 from hf_posenc.export.gguf.llama import is_llama
+from hf_posenc.export.gguf.run import decode, detokenize, tokenize
 from hf_posenc.export.gguf.t5 import llama_cpp_bucket
 from hf_posenc.export.gguf.verify import has_gelu, table_gelu
 from hf_posenc.export.gguf.vocabulary import vocabulary
@@ -39,6 +40,7 @@ from tests.export.gguf_cases import (
     YARN,
     bert,
     bloom,
+    byte_tokenizer,
     gpt2,
     label,
     llama,
@@ -46,6 +48,7 @@ from tests.export.gguf_cases import (
     neox,
     t5,
     tiny_encoder,
+    tiny_llama,
     tokenizer_of,
     with_trained_parts,
 )
@@ -257,7 +260,9 @@ def test_a_wrong_file_is_found(
     refusal = r"(?s)(llama.cpp gives other numbers. The \S+.* differ by|cannot run the file).*What can be done:"
     with pytest.raises(ExportError, match=refusal) as refused:
         exported(given, tmp_path / "out")
-    assert given.config.model_type != "llama" or "export it to 'stock'" in str(refused.value)
+    # A stock Llama has no ALiBi.
+    has_stock = given.config.model_type == "llama" and "scheme alibi" not in str(refused.value)
+    assert not has_stock or "export it to 'stock'" in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -296,24 +301,43 @@ def test_a_file_that_llama_cpp_cannot_read_is_refused_with_its_messages(
         exported(llama(), tmp_path / "out")
 
 
-@pytest.mark.parametrize(("numbers", "types", "known"), [(8, (1, 1), True), (9, (1, 1), True), (8, (1, 2), False)])
+@pytest.mark.parametrize(
+    ("kinds", "numbers", "types", "known"),
+    [(4, 8, (1, 1), True), (4, 9, (1, 1), True), (4, 8, (1, 2), False), (3, 8, (1, 1), False)],
+)
 def test_fields_of_llama_cpp_are_found_in_the_layouts_of_its_versions(
-    numbers: int, types: tuple[int, int], known: bool
+    kinds: int, numbers: int, types: tuple[int, int], known: bool
 ) -> None:
-    defaults = [512, 2048, 512, 1, 0, 0, 1, 4, 4, 0, *[2**32 - 1] * 4, *[0xBF800000] * numbers, 0, 0, 0, 0, *types, 7]
+    unspecified = [2**32 - 1] * kinds
+    defaults = [512, 2048, 512, 1, 0, 0, 1, 4, 4, 0, *unspecified, *[0xBF800000] * numbers, 0, 0, 0, 0, *types, 7]
     library = Library.__new__(Library)
-    library.functions = SimpleNamespace(
-        llama_context_default_params=lambda: Opaque((ctypes.c_uint32 * 1024)(*defaults))
-    )
+    words = (ctypes.c_uint32 * 1024)(*defaults)
+    library.functions = SimpleNamespace(llama_context_default_params=lambda: Opaque(words))
     if not known:
         with pytest.raises(RuntimeError, match="fields cannot be set"):
-            library._context_parameters(256, precise=True)
+            library._context_parameters(1024, 512, precise=True)
         return
-    found = list(library._context_parameters(256, precise=True).words)[: len(defaults)]
-    assert found[:3] == [256] * 3
+    found = list(library._context_parameters(1024, 512, precise=True).words)[: len(defaults)]
+    assert found[:3] == [1024, 1024, 512]
     assert found[10:14] == [2**32 - 1, 0, 2**32 - 1, 0]  # no pooling, no flash attention
     assert found[-3:] == [0, 0, 7]
-    assert list(library._context_parameters(256, precise=False).words)[len(defaults) - 3 : len(defaults)] == [1, 1, 7]
+    found = list(library._context_parameters(1024, 512, precise=False).words)[: len(defaults)]
+    assert found[10:14] == [2**32 - 1, 0, 2**32 - 1, 2**32 - 1]
+    assert found[-3:] == [1, 1, 7]
+
+
+def test_tokens_that_are_left_out_are_never_chosen_and_tokens_become_their_text(tmp_path: Path) -> None:
+    export_model(tiny_llama().eval(), tmp_path / "out", to="gguf", tokenizer=byte_tokenizer())
+    file, prompt = tmp_path / "out" / "model.gguf", [[[70, 71, 72]]]
+    (free,) = decode(file, prompt, 5)
+    best = free.argmax(-1).tolist()
+    (bound,) = decode(file, prompt, 5, without=best)
+    assert not {*bound.argmax(-1).tolist()} & {*best}
+    assert bound[:, best].isneginf().all()
+    kept = [place for place in range(free.shape[-1]) if place not in best]
+    torch.testing.assert_close(bound[0, kept], free[0, kept])
+    (ids,) = tokenize(file, ["The dog"])
+    assert detokenize(file, [ids, ids[-3:]]) == ["The dog", byte_tokenizer().decode(ids[-3:])]
 
 
 @pytest.mark.parametrize(("model", "reason"), REFUSED, ids=[reason[:40] for _, reason in REFUSED])

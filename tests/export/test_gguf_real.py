@@ -17,7 +17,7 @@ import hf_posenc
 from hf_posenc import InterleavedConfig, NoneConfig, RopeConfig, ScheduleConfig, SchemeConfig, YarnScaling
 from hf_posenc.export.comparison import random_ids
 from hf_posenc.export.export_model import export_model
-from hf_posenc.export.gguf.run import decode
+from hf_posenc.export.gguf.run import decode, detokenize, tokenize
 from tests.export.gguf_cases import byte_tokenizer, tiny_llama
 
 pytest.importorskip("xllamacpp")
@@ -80,7 +80,8 @@ def test_smollm2_writes_the_same_text(scheme: Any, tmp_path: Path) -> None:
         hf_posenc.patch_model(model, scheme, **options)
     export_model(model, tmp_path / "out", to="gguf", tokenizer=tokenizer)
     prompt = "The dog chased another dog, and then"
-    ids = tokenizer(prompt, return_tensors="pt")
-    (found,) = decode(tmp_path / "out" / "model.gguf", [ids["input_ids"].tolist()], 23)
-    written = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert torch.equal(found.argmax(-1), written)
+    file, ids = tmp_path / "out" / "model.gguf", tokenizer(prompt, return_tensors="pt")
+    (found,) = decode(file, [tokenize(file, [prompt])], 23, without=[tokenizer.eos_token_id])
+    options = {"min_new_tokens": 24, "max_new_tokens": 24, "do_sample": False}
+    written = model.generate(**ids, **options)[0, ids["input_ids"].shape[1] :]
+    assert detokenize(file, [found.argmax(-1).tolist()]) == [tokenizer.decode(written)]

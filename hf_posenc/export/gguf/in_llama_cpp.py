@@ -50,12 +50,13 @@ class Library:
         if not self.model:
             sys.exit(CANNOT_LOAD)  # llama.cpp has written the reason.
         context = -(-task["context"] // 256) * 256  # llama.cpp rounds it up.
-        self.context = self.functions.llama_init_from_model(
-            self.model, self._context_parameters(context, task["precise"])
-        )
+        # An encoder reads its text at once; a decoder in pieces of 512 tokens, as by default.
+        piece = context if any("ids" in job and job["ids"] for job in task["jobs"]) else min(context, 512)
+        parameters = self._context_parameters(context, piece, task["precise"])
+        self.context = self.functions.llama_init_from_model(self.model, parameters)
         if not self.context:
             sys.exit(CANNOT_LOAD)
-        if self.functions.llama_n_ubatch(self.context) != context or self.functions.llama_pooling_type(self.context):
+        if self.functions.llama_n_ubatch(self.context) != piece or self.functions.llama_pooling_type(self.context):
             raise RuntimeError("llama.cpp has not taken the parameters, so their order must have changed")
         self.functions.llama_set_n_threads(self.context, task["threads"], task["threads"])
         self.width = self.functions.llama_model_n_embd(self.model)
@@ -71,6 +72,14 @@ class Library:
             raise RuntimeError(f"llama_tokenize needs room for {-count} tokens")
         return list(tokens[:count])
 
+    def detokenize(self, ids: list[int]) -> str:
+        """The text of tokens, special ones included."""
+        tokens, text = (ctypes.c_int32 * len(ids))(*ids), ctypes.create_string_buffer(256 * len(ids))
+        count = self.functions.llama_detokenize(self.vocabulary, tokens, len(ids), text, len(text), False, True)
+        if count < 0:
+            raise RuntimeError(f"llama_detokenize needs room for {-count} bytes")
+        return text.raw[:count].decode(errors="replace")
+
     def encode(self, ids: list[int]) -> npt.NDArray[np.float32]:
         """The encoder's last hidden states, `(2, tokens, width)`.
 
@@ -84,13 +93,16 @@ class Library:
             rows.append(self._copy(self.functions.llama_get_embeddings(self.context), (len(ids), self.width)))
         return np.stack(rows)
 
-    def decode(self, ids: list[int], batches: list[list[int]], steps: int) -> npt.NDArray[np.float32]:
+    def decode(
+        self, ids: list[int], batches: list[list[int]], steps: int, without: list[int]
+    ) -> npt.NDArray[np.float32]:
         """The decoder's logits after each batch and step, `(batches + steps, vocabulary)`. Later ones use its cache.
 
         Args:
             ids: of the encoder; none without one.
             batches: of the decoder.
             steps: number of tokens after these, each the most probable one.
+            without: tokens whose logits are set to minus infinity.
         """
         self.functions.llama_set_embeddings(self.context, False)
         self._forget()
@@ -100,6 +112,7 @@ class Library:
         for place in range(len(batches) + steps):
             self._run("llama_decode", batches[place] if place < len(batches) else [int(rows[-1].argmax())])
             rows.append(self._copy(self.functions.llama_get_logits_ith(self.context, -1), (self.words,)))
+            rows[-1][without] = -np.inf
         return np.stack(rows)
 
     def _declare(self) -> None:
@@ -119,6 +132,10 @@ class Library:
             "llama_tokenize": (
                 ctypes.c_int32,
                 [pointer, ctypes.c_char_p, ctypes.c_int32, pointer, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool],
+            ),
+            "llama_detokenize": (
+                ctypes.c_int32,
+                [pointer, pointer, ctypes.c_int32, pointer, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool],
             ),
             "llama_set_embeddings": (None, [pointer, ctypes.c_bool]),
             "llama_get_memory": (pointer, [pointer]),
@@ -140,15 +157,16 @@ class Library:
         parameters.words[4] = 0
         return parameters
 
-    def _context_parameters(self, context: int, precise: bool) -> Opaque:
+    def _context_parameters(self, context: int, piece: int, precise: bool) -> Opaque:
         parameters: Opaque = self.functions.llama_context_default_params()
         words = parameters.words
-        words[:3] = [context] * 3  # n_ctx, n_batch, n_ubatch
+        words[:3] = [context, context, piece]  # n_ctx, n_batch, n_ubatch
         # Types of RoPE scaling, pooling, attention and flash attention; numbers and pointers, how many depends on the
         # version, and none of them is 1; types of the cached keys and values.
-        first = next((place for place in range(16) if list(words[place : place + 4]) == [_UNSPECIFIED] * 4), 0)
-        cached = next((place for place in range(first + 4, first + 24) if words[place] == _FLOAT16), first + 4)
-        _check(list(words[cached : cached + 2]), [_FLOAT16] * 2, "llama_context_params")
+        first = next((place for place in range(3, 16) if list(words[place : place + 4]) == [_UNSPECIFIED] * 4), 0)
+        cached = next((place for place in range(first + 4, first + 24) if words[place] == _FLOAT16), 0)
+        found = [*words[first : first + 4], *words[cached : cached + 2]]
+        _check(found, [_UNSPECIFIED] * 4 + [_FLOAT16] * 2, "llama_context_params")
         words[first + 1] = 0  # No pooling.
         if precise:
             words[first + 3] = 0  # No flash attention, which rounds.
@@ -176,7 +194,7 @@ class Library:
 def _check(found: list[int], expected: list[int], name: str) -> None:
     if found != expected:
         raise RuntimeError(
-            f"{name} of this version of xllamacpp starts with {found} where {expected} was expected, so its fields "
+            f"{name} of this version of xllamacpp has {found} where {expected} was expected, so its fields "
             "cannot be set. Install the version in constraints.txt."
         )
 

@@ -36,6 +36,15 @@ def tokenize(file: Path, texts: Sequence[str]) -> list[list[int]]:
     return _run(file, "tokenize", [{"text": text} for text in texts])
 
 
+def detokenize(file: Path, texts: Sequence[Sequence[int]]) -> list[str]:
+    """The texts of tokens, special ones included.
+
+    Raises:
+        UnsupportedError: if llama.cpp cannot read the file.
+    """
+    return _run(file, "detokenize", [{"ids": list(ids)} for ids in texts])
+
+
 def encode(file: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """The last hidden states of an encoder, computed in float32, so that only the file rounds.
 
@@ -61,6 +70,7 @@ def decode(
     *,
     encoded: Sequence[Sequence[int]] | None = None,
     precise: bool = True,
+    without: Sequence[int] = (),
 ) -> list[Tensor]:
     """The logits of a decoder.
 
@@ -69,8 +79,9 @@ def decode(
         batches: for each text, its token ids in batches. All but the first batch use the cache.
         steps: number of tokens after these, each the most probable one.
         encoded: for each text, token ids of the encoder in front of the decoder.
-        precise: whether all is computed in float32, so that only the file rounds; if false, llama.cpp's defaults: a
-            cache in float16, and flash attention.
+        precise: whether all is computed in float32, so that only the file rounds. If false, as by default: the cache is
+            float16, and llama.cpp decides whether it uses flash attention.
+        without: tokens that are never chosen; their logits are minus infinity.
 
     Returns:
         For each text, the logits after each batch and step, `(batches + steps, vocabulary)` float32.
@@ -79,7 +90,8 @@ def decode(
         UnsupportedError: if llama.cpp cannot run the file.
     """
     pairs = list(zip([[]] * len(batches) if encoded is None else encoded, batches, strict=True))
-    jobs = [{"ids": list(ids), "batches": [list(batch) for batch in found], "steps": steps} for ids, found in pairs]
+    same = {"steps": steps, "without": list(without)}
+    jobs = [{"ids": list(ids), "batches": [list(batch) for batch in found], **same} for ids, found in pairs]
     longest = max(max(len(ids), sum(map(len, found)) + steps) for ids, found in pairs)
     return [*map(torch.from_numpy, _run(file, "decode", jobs, longest, precise))]
 

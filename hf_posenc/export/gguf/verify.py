@@ -81,10 +81,11 @@ def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iter
 
 def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[str, Differences]]:
     """Runs the model, and compares it with what llama.cpp has returned, in a mode, "prefill" or "decode"."""
-    # The last logits alone, if the model can compute only these.
-    last = {"logits_to_keep": STEPS} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    # The last logits alone, and no cache, if the model has these options.
+    known = inspect.signature(model.forward).parameters
+    options = {name: value for name, value in {"logits_to_keep": STEPS, "use_cache": False}.items() if name in known}
     for inputs, rows in cases:
-        output = model(**{name: torch.tensor([ids], device=model.device) for name, ids in inputs.items()}, **last)
+        output = model(**{name: torch.tensor([ids], device=model.device) for name, ids in inputs.items()}, **options)
         if "logits" not in output:
             expected = output.last_hidden_state[0].float().cpu()
             yield from (("prefill", {"hidden states": relative_difference(found, expected)}) for found in rows)
@@ -102,8 +103,8 @@ def _encoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
 def _decoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
     """The logits after random tokens, and after further ones, which come one by one, with the cache.
 
-    Behind an encoder, the decoder reads as many as that, and random ones after them. Elsewhere they are those that
-    llama.cpp chooses, so that one early difference does not make all later ones.
+    A decoder behind an encoder reads random tokens only. Any other decoder continues with the tokens that llama.cpp
+    chose, so that one early difference does not make all later ones.
     """
     more = STEPS - 1
     if model.config.is_encoder_decoder:

