@@ -15,7 +15,7 @@ from docs.study.long_context import material, run
 from docs.study.long_context.figures import draw_all
 from docs.study.long_context.material import BEFORE, METHODS, TARGETS
 from docs.study.long_context.report import tables_of, verdict_table
-from docs.study.long_context.verdicts import losses_of, recommended, verdicts
+from docs.study.long_context.verdicts import check_other_parts, losses_of, recommended, verdicts
 from docs.study.significance import holm, p_equivalent, p_less
 from docs.study.table_numbers import filled
 from hf_posenc import patch_model
@@ -39,12 +39,19 @@ def measured(shifts: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def facts_and_price(method: str, right: int, seconds: float) -> list[dict[str, Any]]:
-    """Facts found at the end of a text, a passkey that is found with them, and what a text took."""
+    """Facts found at the end of the first long text and at the start of all others, passkeys, and what a text took."""
     found = [place >= 5 - right for place in range(5)]
-    needles = {"part": "needles", "text": "0", "before": 32768, "depths": material.DEPTHS, "right": found}
-    passkey = {"part": "passkey", "text": "0.25", "before": 16384, "right": found[-1:]}
+    needles = [
+        {"part": "needles", "text": str(seed), "before": length, "depths": material.DEPTHS,
+         "right": found if (seed, length) == (0, 32768) else [not one for one in found]}
+        for seed in material.HAYSTACKS for length in material.NEEDLE_LENGTHS
+    ]  # fmt: skip
+    passkeys = [
+        {"part": "passkey", "text": str(depth), "before": 16384, "right": found[-1:]}
+        for depth in material.PASSKEY_DEPTHS
+    ]
     price = {"part": "price", "text": TEXTS[0], "before": 12288, "on_clock": seconds, "peak_mib": 1000.0}
-    return [{"method": method} | row for row in (needles, passkey, price)]
+    return [{"method": method} | row for row in (*needles, *passkeys, price)]
 
 
 def test_every_method_is_in_the_protocol() -> None:
@@ -141,15 +148,15 @@ def test_verdicts_are_the_registered_tests_with_one_correction() -> None:
 
 def test_tables_and_figures_of_all_parts() -> None:
     rows = measured({"yarn_4": -0.1})
-    for method, right in (("native", 0), ("self_extend", 2)):
-        rows += facts_and_price(method, right, 60.0 * (1 + right))
+    for method in METHODS:
+        rows += facts_and_price(method, 2, 180.0) if method == "self_extend" else facts_and_price(method, 0, 60.0)
     losses = losses_of(rows)
     tables = tables_of(losses, rows)
     page = "\n".join(f"<!-- table: {name} --> earlier <!-- end -->" for name in tables)
     whole = filled(page, tables)
     assert "earlier" not in whole
-    assert "| `self_extend` | 2 of 5 |" in whole
-    assert "| `self_extend` | 1 of 1 |" in whole
+    assert "| `self_extend` | 9 of 15 | 9 of 15 | 8 of 15 |" in whole
+    assert "| `self_extend` | 2 of 2 |" in whole
     assert "| `self_extend` | 180 | 3.00 | 1,000 |" in whole
     figures = draw_all(losses, rows)
     assert {name.removesuffix(".png").removesuffix("_dark") for name in figures} == {
@@ -158,22 +165,58 @@ def test_tables_and_figures_of_all_parts() -> None:
     assert len(set(figures.values())) == len(figures) == 10
 
 
-def test_the_rule_of_the_recommendation() -> None:
-    """Claims, then the loss, then facts, then the time."""
+@pytest.mark.parametrize(
+    ("part", "method", "before", "text"),
+    [
+        ("needles", "p_rope", 32768, "0"),
+        ("needles", "native", 8192, "2"),
+        ("needles", "dual_chunk", 16384, "1"),
+        ("passkey", "sinks", 16384, "0.75"),
+        ("price", "native", 12288, TEXTS[0]),
+    ],
+)
+def test_no_table_is_made_without_every_fact_passkey_and_price(part: str, method: str, before: int, text: str) -> None:
+    rows = measured({"dual_chunk": -1.0})
+    for name in METHODS:
+        rows += facts_and_price(name, 0, 60.0)
+    losses = losses_of(rows)
+    check_other_parts(losses, rows)
+    place = {"part": part, "method": method, "before": before, "text": text}
+    rows = [row for row in rows if any(row[key] != value for key, value in place.items())]
+    with pytest.raises(SettingsError, match=f"1 facts, passkeys or prices are missing, such as .'{part}', '{method}'"):
+        check_other_parts(losses, rows)
 
-    def chosen(shifts: dict[str, float], **facts: tuple[int, float]) -> str | None:
-        rows = measured(shifts)
-        for method in METHODS:
-            rows += facts_and_price(method, *facts.get(method, (0, 60.0)))
-        return recommended(losses_of(rows), rows)
 
-    assert chosen({}) is None
-    assert chosen({"sinks": -1.5}) is None
-    assert chosen({"rerope": -1.0, "self_extend": -2.0}) == "rerope"  # the other one changes short texts
-    assert chosen({"rerope": -1.0, "dual_chunk": -1.2}, rerope=(5, 1.0)) == "dual_chunk"
-    same = {"rerope": -1.0, "dual_chunk": -1.0, "dynamic_yarn": -1.0}
-    assert chosen(same, dual_chunk=(2, 90.0), rerope=(1, 1.0)) == "dual_chunk"
-    assert chosen(same, dual_chunk=(2, 90.0), rerope=(2, 80.0)) == "rerope"
+def recommendation(shifts: dict[str, float], far: dict[str, float], facts: dict[str, tuple[int, float]]) -> str | None:
+    """What is recommended if all losses of a method are shifted, and, with 12,288 tokens, by `far` instead."""
+    rows = measured({})
+    for row in rows:
+        by = far if row["before"] == 12288 else shifts
+        row["loss"] += by.get(row["method"], 0.0)
+    for method in METHODS:
+        rows += facts_and_price(method, *facts.get(method, (0, 60.0)))
+    return recommended(losses_of(rows), rows)
+
+
+@pytest.mark.parametrize(
+    ("shifts", "far", "facts", "expected"),
+    [
+        ({}, {}, {}, None),
+        ({}, {"p_rope": -1.5, "sinks": -1.5}, {}, None),  # not offered
+        ({}, {"rerope": -1.0, "p_rope": -1.5}, {}, "rerope"),
+        ({"self_extend": -1.5}, {"self_extend": -1.5, "rerope": -1.0}, {}, "rerope"),  # A fails: changes short texts
+        ({"native": -2.0}, {"rerope": -1.0}, {}, None),  # C fails: cutting is better
+        ({"native": 2.0}, {"native": -1.5, "rerope": -1.0}, {}, None),  # B fails: nothing is better
+        ({}, {"rerope": -1.0, "dual_chunk": -1.01}, {"rerope": (5, 1.0)}, "dual_chunk"),  # small, but sure
+        ({}, {"rerope": -1.0, "dual_chunk": -1.0}, {"dual_chunk": (2, 90.0), "rerope": (1, 1.0)}, "dual_chunk"),
+        ({}, {"rerope": -1.0, "dual_chunk": -1.0}, {"dual_chunk": (2, 90.0), "rerope": (2, 80.0)}, "rerope"),
+    ],
+)
+def test_the_rule_of_the_recommendation(
+    shifts: dict[str, float], far: dict[str, float], facts: dict[str, tuple[int, float]], expected: str | None
+) -> None:
+    """Claims, then the loss, then the facts in the first long text, then the time."""
+    assert recommendation(shifts, far, facts) == expected
 
 
 def test_a_run_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ TARGETS = 512
 BEFORE = (1024, 4096, 8192, 12288)
 #: Lengths of texts with hidden facts, and the depths of the facts.
 NEEDLE_LENGTHS = (8192, 16384, 32768)
+#: Seeds of the texts with needles. All methods read the first one of the greatest length.
+HAYSTACKS = (0, 1, 2)
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 PASSKEY_LENGTH, PASSKEY_DEPTHS = 16384, (0.25, 0.75)
 #: The tokens that the cache of `sinks` holds, and how many it reads at a time.

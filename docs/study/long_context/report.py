@@ -2,7 +2,7 @@
 
     python docs/study/long_context/report.py
 
-It needs every measurement of the losses.
+It needs every measurement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from docs.study.long_context.figures import draw_all
 from docs.study.long_context.material import BEFORE, METHODS
-from docs.study.long_context.verdicts import Losses, Verdict, losses_of, recommended, verdicts
+from docs.study.long_context.verdicts import Losses, Verdict, check_other_parts, losses_of, recommended, verdicts
 from docs.study.table_numbers import filled
 from training.errors import SettingsError
 
@@ -101,6 +101,7 @@ def main() -> int:
     rows = parquet.read_table(runs).to_pylist() if runs.exists() else []
     try:
         losses = losses_of(rows)
+        check_other_parts(losses, rows)
     except SettingsError as error:
         print(f"long_context: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from docs.study.long_context.material import BEFORE, METHODS, NEEDLE_LENGTHS, TARGETS, text_files
+from docs.study.long_context.material import (
+    BEFORE,
+    HAYSTACKS,
+    METHODS,
+    NEEDLE_LENGTHS,
+    PASSKEY_DEPTHS,
+    PASSKEY_LENGTH,
+    TARGETS,
+    text_files,
+)
 from docs.study.significance import Interval, holm, mean_difference, p_equivalent, p_less
 from training.errors import SettingsError
 
@@ -18,6 +27,10 @@ MARGIN = 0.02
 LEVEL = 0.05
 #: What `extend_context` does not offer.
 _NOT_OFFERED = ("native", "p_rope", "sinks")
+_GO_ON = (
+    "The protocol makes no table of a part of the results: run docs/study/long_context/run.py until it has nothing "
+    "left, then its part `pack`."
+)
 _SHORT, _CUT, _LONG = BEFORE[0], BEFORE[1], BEFORE[-1]
 
 #: Losses of all texts in one order, by method and number of tokens before the targets.
@@ -54,10 +67,7 @@ def losses_of(rows: Iterable[Mapping[str, Any]]) -> Losses:
             missing += [name for name in names if name not in known]
             losses[method, before] = np.array([known.get(name, np.nan) for name in names])
     if missing:
-        raise SettingsError(
-            f"{len(set(missing))} losses are missing, such as {missing[0]}. The protocol makes no table of a part of "
-            "the results: run docs/study/long_context/run.py until it has nothing left, then its part `pack`."
-        )
+        raise SettingsError(f"{len(set(missing))} losses are missing, such as {missing[0]}. {_GO_ON}")
     return losses
 
 
@@ -88,6 +98,31 @@ def verdicts(losses: Losses) -> dict[tuple[str, str], Verdict]:
         )
         for name, difference in differences.items()
     }
+
+
+def check_other_parts(losses: Losses, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Refuses results in which facts, passkeys or prices are missing.
+
+    Raises:
+        SettingsError: naming one that is missing.
+    """
+    known = {(row["part"], row["method"], row["before"], row["text"]) for row in rows}
+    others = [method for method in METHODS if method != "native"]
+    best = sorted(others, key=lambda method: losses[method, _LONG].mean())[:3]
+    wanted = [
+        ("needles", method, length, str(seed))
+        for method in ("native", *best)
+        for length in NEEDLE_LENGTHS
+        for seed in HAYSTACKS
+    ]
+    for method in METHODS:
+        wanted += [("needles", method, max(NEEDLE_LENGTHS), "0"), ("price", method, _LONG, next(iter(text_files())))]
+        wanted += [("passkey", method, PASSKEY_LENGTH, str(depth)) for depth in PASSKEY_DEPTHS]
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise SettingsError(
+            f"{len(set(missing))} facts, passkeys or prices are missing, such as {missing[0]}. {_GO_ON}"
+        )
 
 
 def recommended(losses: Losses, rows: Iterable[Mapping[str, Any]]) -> str | None:
