@@ -17,6 +17,8 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc.patching.call.interface_attention import InterfaceAttention
+from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.bias.t5 import T5Bias
 from hf_posenc.schemes.bias.tupe import UntiedPositionBias
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
@@ -248,6 +250,37 @@ def test_only_far_pairs_cost_a_bias(counted: Counted) -> None:
     patch_model(model, PositionScaleConfig(inner=SELF_EXTEND, factor=0.5))
     model(ids[:, : WINDOW - 1])
     assert queries
+
+
+@pytest.mark.parametrize("scheme", ["rerope", "self_extend", "dual_chunk", "attention_sinks"])
+def test_a_call_without_far_pairs_only_rotates(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"dual_chunk": {"chunk_size": 6, "local_size": 2}, "attention_sinks": {"sinks": 2, "window": 4}}
+    config = get_scheme(scheme)(**options.get(scheme, {"window": WINDOW}))
+    model, ids = model_of("LlamaForCausalLM", config), tokens(1, 12)
+    attended: list[int] = []
+    attend = InterfaceAttention.attend
+    monkeypatch.setattr(
+        InterfaceAttention, "attend", lambda *args, **kwargs: attended.append(1) or attend(*args, **kwargs)
+    )
+
+    def attends(*args: Any, **kwargs: Any) -> bool:
+        attended.clear()
+        model(*args, **kwargs)
+        return bool(attended)
+
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        assert attends(ids[:, :4])  # The first call shows that nothing but the rotation is needed.
+        assert not attends(ids[:, :4])
+        attended.clear()
+        found = decoded(model, ids, DynamicCache(config=model.config), 0, 12)
+        assert len(attended) == 2 * (12 - config.first_query)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        model.set_attn_implementation("eager")
+        assert attends(ids[:, :4])
+        assert not attends(ids[:, :4])
+        assert attends(ids[:, :4], position_ids=torch.tensor([[0, 1, 2, config.first_query]]))
+    assert attends(ids[:, :4])
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

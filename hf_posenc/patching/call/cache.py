@@ -141,9 +141,16 @@ def cache_among(arguments: dict[str, Any]) -> Any:
     return arguments.get(_MEMORY) if found is None else found
 
 
-def cache_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The cache that a layer updates, or `None`. For an encoder-decoder cache, its self-attention cache."""
-    return self_attention_cache(first_cache((*args, *kwargs.values())))
+def cache_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], of_stack: Any) -> Any:
+    """The cache that a layer updates, or `None`. For an encoder-decoder cache, its self-attention cache.
+
+    `of_stack` is that of the stack's call, which nearly every layer is given.
+    """
+    values = (*args, *kwargs.values())
+    for value in values:
+        if value is of_stack is not None:
+            return self_attention_cache(value)
+    return self_attention_cache(first_cache(values))
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -29,7 +29,8 @@ from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
 from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
-from hf_posenc.patching.call.cache import cache_of_call, first_cache, self_attention_cache
+from hf_posenc.patching.call.cache import cache_of_call, first_cache
+from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
 from hf_posenc.patching.call.paged_requests import (
     PAGES,
@@ -132,6 +133,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         self.native_bias = native_bias
         self.may_only_rotate = POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
+        #: The back-end of a call that has shown that only the map is needed while the bias is zero; `None` before it.
+        self.near_backend: str | None = None
         #: Number of rotations so far in the rotary-only forward.
         self.rotations = 0
         self._rebind_forward()
@@ -142,7 +145,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
-        if self.may_only_rotate and self.encoding.only_rotates and POSITION_BIAS not in kwargs:
+        only_rotates = self.encoding.only_rotates or (self.encoding.only_rotates_near and self._has_near_pairs_only())
+        if self.may_only_rotate and only_rotates and POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
                 if not self.runtime.recomputation.has_run and not torch.compiler.is_compiling():
                     self.runtime.recomputation.check()
@@ -170,9 +174,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         try:
             calls.append(call)
             if self.encoding.has_keys and self.intercepts_cache_update:
-                given = call.state.cache_object
-                is_known = given is not None and given is kwargs.get("past_key_values")
-                cache = self_attention_cache(given) if is_known else cache_of_call(args, kwargs)
+                cache = cache_of_call(args, kwargs, call.state.cache_object)
                 with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._forward(self.module, *args, **kwargs)
             else:
@@ -187,6 +189,16 @@ class InterfaceAttention(Rebound, AttentionSite):
         if self.encoding.query_key_map is not None:
             self.note_rotation(call)
         return output
+
+    def _has_near_pairs_only(self) -> bool:
+        """Whether the bias is zero in this call, so that nothing but the map is needed, as in an earlier call."""
+        state = self.runtime.states.top
+        if state is None or type(state) is not ForwardState or state.dropped or torch.is_grad_enabled():
+            return False
+        backend = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
+        if backend is None or backend != self.near_backend:
+            return False
+        return all_positions_below(state, self.encoding.zero_below)
 
     def follow(self, rewritten: types.MethodType) -> None:
         """Runs another forward of the module with the scheme in place.
@@ -318,6 +330,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         first = self.encoding.zero_below
         zero = first > 0 and not call.state.dropped and all_positions_below(call.state, first)
+        if zero and not flash and self.rotation_is_last and self.encoding.only_rotates_near:
+            self.near_backend = kernel.implementation
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self._scaling if scaling is None else scaling

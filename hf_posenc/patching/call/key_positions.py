@@ -87,10 +87,12 @@ def all_positions_below(state: ForwardState, end: int) -> bool:
 
     Computed once for all layers. Always `False` in a compiled or exported graph, which serves all lengths.
     """
-    if traced() or state.positions().ids.is_meta:
+    if traced():
         return False
 
     def look() -> bool:
+        if state.positions().ids.is_meta:
+            return False
         # Refuses unsupported positions in the first call already, and records the caller's positions on the cache.
         regularity(state)
         if state.position_ids is None and isinstance(state.offset, int):

@@ -74,7 +74,7 @@ class ScoresAttention(AttentionSite):
             self.encoding.head_dim, pair_map if self.encoding.parts else None, bias if adds_bias else None
         )
         function = in_decorators(type(self.module).forward, self._rebind(forward, call))
-        cache = cache_of_call(args, kwargs) if self.intercepts_cache_update else None
+        cache = cache_of_call(args, kwargs, call.state.cache_object) if self.intercepts_cache_update else None
         calls = self.calls.own()
         depth = len(calls)
         try:

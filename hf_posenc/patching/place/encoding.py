@@ -112,25 +112,18 @@ class LayerEncoding:
         self.rotation_before_cache = rotation_before_cache(summands) if whole and any(kinds) else None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
+        rotates = self.logit_scale is None and not self.widens_heads
+        again = self.query_key_map is not None and self.query_key_map.mapped_again
         #: Whether the logits change by the same bias in every layer with these parts.
         self.repeats_bias = (
-            bool(summands)
-            and all(isinstance(one, DistanceBias) for one in summands)
-            and self.logit_scale is None
-            and not self.widens_heads
-            and not (self.query_key_map is not None and self.query_key_map.mapped_again)
+            bool(summands) and all(isinstance(one, DistanceBias) for one in summands) and rotates and not again
         )
         #: The same for layers whose parts and heads are the same.
         self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
         #: Whether the scheme needs no other change than replacing the rotary function.
-        self.only_rotates = (
-            bias is None
-            and self.logit_scale is None
-            and (
-                self.query_key_map is None
-                or (self.query_key_map.width_factor == 1 and not self.query_key_map.mapped_again)
-            )
-        )
+        self.only_rotates = rotates and bias is None and not again
+        #: The same where the bias is zero, once a call has shown that the module changes no rotated heads.
+        self.only_rotates_near = rotates and again and self.zero_below > 0
         #: Whether paged keys (continuous batching) must be read before the attention function is called.
         self.reads_pages = self.widens_heads or bias is not None
 
