@@ -192,8 +192,10 @@ class InterfaceAttention(Rebound, AttentionSite):
 
     def _has_near_pairs_only(self) -> bool:
         """Whether the bias is zero in this call, so that nothing but the map is needed, as in an earlier call."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
         state = self.runtime.states.top
-        if state is None or type(state) is not ForwardState or state.dropped or torch.is_grad_enabled():
+        if state is None or type(state) is not ForwardState or state.dropped or not isinstance(state.offset, int):
             return False
         backend = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
         if backend is None or backend != self.near_backend:

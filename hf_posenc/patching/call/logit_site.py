@@ -178,11 +178,13 @@ class LogitSite(PlacedForward):
 
         def find() -> tuple[int | Tensor, bool | Tensor]:
             offset, first = self.key_start(state, query_length, key_length)
-            given = state.position_ids is not None or state.attention_mask is not None or state.cache_object is not None
-            is_plain = not given and isinstance(state.offset, int) and state.offset == 0
-            return offset, is_plain or slot_distances_are_exact(state, first, key_length, mask)
+            return offset, slot_distances_are_exact(state, first, key_length, mask)
 
-        offset, of_slots = state.shared("slots", find, query_length, key_length, mask=mask)
+        offset: int | Tensor = 0
+        of_slots: bool | Tensor = True
+        given = state.position_ids is not None or state.attention_mask is not None or state.cache_object is not None
+        if given or not isinstance(state.offset, int) or state.offset != 0:
+            offset, of_slots = state.shared("slots", find, query_length, key_length, mask=mask)
         if isinstance(of_slots, Tensor) and query_length > 1:
             # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
             assert_in_graph(of_slots, _UNEVEN)
