@@ -107,7 +107,7 @@ class Export(ABC, Generic[F]):
         """
 
     def finished(self, form: F, checks: tuple[Check, ...]) -> tuple[Check, ...]:
-        """Writes what belongs to the export beside the form. Returns all checks, given those of the form."""
+        """Writes the files of the export other than the form. Returns all checks, given those of the form."""
         return checks
 
     @abstractmethod
@@ -188,8 +188,8 @@ class ExportError(UnsupportedError):
 
 
 def _advice(target: Target, parts: ModelParts) -> str:
-    """What an export to a target would give a model that another one has refused, as far as is known before it is
-    written; empty if it has nothing that could carry the scheme.
+    """The advice to export a model to this target after another one has refused it, as far as is known before anything
+    is written; empty if the target has nothing that could carry the scheme.
     """
     if other_modalities(parts.model):
         return ""
@@ -198,13 +198,13 @@ def _advice(target: Target, parts: ModelParts) -> str:
         several = parts.model.config.is_encoder_decoder
         return "" if several else f"{advice}: {target.program} runs almost every scheme"
     if missing:
-        return f"{advice}, if {target.program} has it, which this message says after: {install_command(target.name)}"
+        return f"{advice}, if {target.program} can express it; to find out, try it after {install_command(target.name)}"
     carrier = proposal(target, parts)
     return carrier and f"{advice}: {target.program} has {carrier}"
 
 
 def proposal(target: Target, parts: ModelParts) -> str:
-    """What could carry the scheme of a model in a target, before it is run; empty if nothing could."""
+    """The first carrier that may hold the scheme of a model in a target, before anything is run; empty if none may."""
     with contextlib.suppress(UnsupportedError):
         for carrier in target.export({}).of(parts, Path(), None).carriers():
             with contextlib.suppress(UnsupportedError):

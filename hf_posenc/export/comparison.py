@@ -1,4 +1,4 @@
-"""Comparing an export with the model it was made from: on which tokens, and what counts as equal."""
+"""Compares an export with the model it was made from: chooses the tokens, and decides what counts as equal."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _LENGTHS = {
     "past": "past_sequence_length",
     "present": "total_sequence_length",
 }
-#: What an error of the exporter tells, where it does.
+#: Beginnings of the most informative sentences in errors of the exporter.
 _TELLING = ("No ONNX function found", "specialized it to be a constant")
 
 
@@ -93,7 +93,7 @@ def function_of(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Any]]:
     """The function that becomes the graph of a model, with a cache if it generates, and example inputs by name.
 
     Raises:
-        UnsupportedError: for a model that caches something else than keys and values.
+        UnsupportedError: for a model that caches something other than keys and values.
     """
     ids = random_ids(model, _PAST + _LENGTH, _BATCH)
     mask = torch.ones_like(ids)

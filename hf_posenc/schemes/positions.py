@@ -116,7 +116,7 @@ class Positions:
             if the coordinates are not those of a grid.
         placed: `(batch or 1, length)` bool, false for tokens without a place on the grid (class and register tokens,
             padding); `None` if all tokens have one.
-        grid: the sizes of the one grid that all tokens with a place belong to, if shapes tell it, so that no value of
+        grid: the sizes of the one grid that all tokens with a place belong to, if shapes show it, so that no value of
             `extents` has to be read; `None` if it is unknown or grids differ.
         memo: a dictionary shared by all `Positions` of one forward call of the model, for values that must be drawn or
             computed only once.
@@ -150,7 +150,7 @@ class Positions:
         return moved
 
     def bounded(self, length: int) -> Positions:
-        """These positions, with the remark that all are below `length`, which the host knows without reading them."""
+        """These positions, with the note that all are below `length`, which the host knows without reading them."""
         self.remembered("bound", lambda: length, self.ids)
         return self
 
@@ -272,7 +272,7 @@ class AttentionPairs:
         return self.remembered("distance", lambda: self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1))
 
     def occurring(self, first: int, last: int) -> tuple[int, int]:
-        """Those of the distances `first` to `last` that tokens can have, as far as the host knows their positions."""
+        """The distances within `first` to `last` that tokens can have, as far as the host knows their positions."""
         bound = None if traced() else self.keys.remembered("bound", lambda: None, self.keys.ids)
         return (first, last) if bound is None else (max(first, 1 - bound), min(last, bound - 1))
 

@@ -14,7 +14,7 @@ _SHARED_GATE, _SHARED = "ffn_gate_inp_shexp.weight", "ffn_up_shexp.weight"
 
 
 def refuse_dense_layers(parts: ModelParts, architecture: str) -> None:
-    """Refuses a model whose config has layers without experts beside others.
+    """Refuses a model whose config has some layers without experts.
 
     Raises:
         UnsupportedError: with the fields.
@@ -31,7 +31,7 @@ def refuse_dense_layers(parts: ModelParts, architecture: str) -> None:
 
 
 def expert_entries(parts: ModelParts, architecture: str, tensors: dict[str, Tensor], *, sum_to_one: bool) -> Metadata:
-    """The hyperparameters of experts; empty for a model without.
+    """The hyperparameters of experts; empty for a model without experts.
 
     Args:
         parts: the model.

@@ -50,10 +50,10 @@ class GgufExport(Export[GgufForm]):
             raise UnknownNameError("pooling", self.pooling, list(_POOLING), owner="the export to 'gguf'")
 
     def carriers(self) -> list[Carrier[GgufForm]]:
-        """Those with the blocks of the model.
+        """The carriers with the blocks of the model.
 
         Raises:
-            UnsupportedError: if there are none, with the blocks that there are.
+            UnsupportedError: if there are none, with the supported blocks.
         """
         found = [carrier for carrier in CARRIERS if carrier.fits(self.model)]
         if not found:
@@ -151,7 +151,7 @@ options.embedding = True
 {line}server = xllamacpp.Server(options)
 print(server.handle_embeddings({"input": ["The dog chased"]})["data"][0]["embedding"])
 ```"""
-#: What a program has to be told if the file does not say how to make one vector of a text.
+#: Options for a program if the file does not say how to make one vector of a text.
 _POOLED = " --pooling mean", "options.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN\n"
 _ENCODER_DECODER = (
     "`model.gguf` is an encoder-decoder. Programs that call `llama_encode` and `llama_decode` of llama.cpp run it. "

@@ -1,4 +1,4 @@
-"""Tokenizers as llama.cpp's metadata, and the proof that llama.cpp gives the same tokens."""
+"""Tokenizers as llama.cpp's metadata, and the check that llama.cpp gives the same tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _AWKWARD = (
     "🙂👍🏽 emoji👨‍👩‍👧‍👦", "!!??...---___", "def f(x):\n    return x**2  # ok\n", "a@b.c https://example.org/?q=1&r=%20",
     "\u00a0non-breaking\u2003em", "e\u0301 combining", "\x00\x01\x7f", "½ ² Ⅷ ①", "", " ", "\n", "don’t “quote” — dash",
 )  # fmt: skip
-#: What llama.cpp reads differently with every WordPiece tokenizer, by the string that shows it; and with every one that
-#: strips accents.
+#: Text that llama.cpp reads differently with every WordPiece tokenizer, and with every one that strips accents, by the
+#: string that shows it.
 _WORD_PIECE = {
     _LONG: "words of more than 100 letters, which WordPiece reads as unknown",
 }
@@ -135,7 +135,7 @@ def _kinds(
     tokenizer: Any, description: dict[str, Any], entries: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
     """The tokenizers of llama.cpp that may be right, with a name for messages, and the awkward strings on which they
-    are known to differ. Refuses a kind that is not written.
+    are known to differ. Refuses a kind that this export does not write.
     """
     model = description["model"]
     kind, parts = model.get("type"), json.dumps([description.get("pre_tokenizer"), description.get("decoder")])

@@ -28,7 +28,7 @@ from transformers import initialization
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-#: The attention function of the layers, registered under a name of this file's own.
+#: The attention function of the layers, registered under a name that belongs to this file.
 ATTENTION = f"positions of {__name__}"
 #: A stock class, which would use other positions, takes this for the name of the weights and quotes it in its error.
 GUARD = (

@@ -174,8 +174,8 @@ def roformer(parts: ModelParts) -> StockForm:
 def mpnet(parts: ModelParts) -> StockForm:
     """Returns an MPNet with the weights of a BERT and the bias of the scheme.
 
-    MPNet has no token types: type 0 becomes a part of every row of its table of positions. A BERT that tells two texts
-    apart is therefore only approximated.
+    MPNet has no token types: type 0 becomes a part of every row of its table of positions. A BERT that distinguishes
+    two texts is therefore only approximated.
 
     Raises:
         UnsupportedError: if there is no such class for the model, or its layers do not share one bias with MPNet's

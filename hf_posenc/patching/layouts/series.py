@@ -39,7 +39,7 @@ _USUAL_BINS = 80
 _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "input_feat_size")
 #: Number of positions at which sinusoids are compared with their formula.
 _COMPARED = 512
-#: Of fewer tokens, none are next to each other and away from both ends.
+#: With fewer tokens, none are both next to each other and away from the ends.
 _FEWEST_TOKENS = 3
 _DESCRIPTIONS = {
     "convolution": "convolution over neighbours in place of positions",
@@ -162,11 +162,11 @@ class Series(Layout):
         return self.parameters[0].weight if self.parameters else super().table(stack)
 
     def vector_sites(self, stack: Stack) -> list[Any]:
-        """The tables, and what else is added to the embeddings."""
+        """The tables, and the modules and parameters that are added to the embeddings."""
         return [*stack.tables, *self.vectors, *self.parameters]
 
     def runs_alone(self, stack: Stack, model: nn.Module) -> bool:
-        """The inputs of the model around it are unknown."""
+        """True, because the inputs of the model around it are unknown."""
         return True
 
     def is_comparable(self, stack: Stack, tokens: Tensor | None) -> bool:
@@ -174,7 +174,7 @@ class Series(Layout):
         if tokens is None and stack.first_layer is not None:
             raise UnsupportedError(
                 f"No position mechanism was found in this {type(stack.module).__name__}, and the input of its first "
-                "layer is no tensor in which one could be seen. Declare the architecture with "
+                "layer is not a tensor, so none can be seen in it. Declare the architecture with "
                 f"hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...)."
             )
         return tokens is not None and tokens.shape[1] >= _FEWEST_TOKENS
@@ -196,7 +196,7 @@ class Series(Layout):
         return next((value for value in found if isinstance(value, Tensor)), None)
 
     def tokens_of(self, features: Tensor) -> int:
-        """Those of an encoder that accepts one number of frames only."""
+        """The number of tokens of an encoder that accepts one number of frames only; 0 for any other."""
         return 0 if self.fixed_input is None else self.fixed_input.tokens(features.shape[-1])
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
@@ -362,14 +362,14 @@ def _periodic(value: Tensor, axis: int | None, period: int) -> Tensor:
 
 
 class InputView(Viewed):
-    """Runs an encoder that accepts one number of frames only with as many as a call has.
+    """Runs an encoder that accepts one number of frames only with the number of frames of a call.
 
     Such an encoder adds all rows of its position table to its tokens, and raises an error unless the config says that
     there are as many. In its view, the table and the config state the number of tokens of this call.
 
     Args:
         module: the encoder.
-        found: what fixes its number of tokens.
+        found: the properties that fix its number of tokens.
         runtime: its runtime, which knows the number of tokens of the call in progress.
     """
 

@@ -70,7 +70,7 @@ class Lengths:
 def rows_of_tables(model: PreTrainedModel) -> int | None:
     """The number of positions of the shortest learned table of a stock model; `None` if it has no such table.
 
-    It is also `None` for an architecture that cannot be patched. Its own forward is then the judge.
+    It is also `None` for an architecture that cannot be patched. Its own forward then decides.
     """
     try:
         stacks = find_stacks(model)
@@ -97,13 +97,13 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
 
     This is the length that the user has chosen; otherwise the length that the scheme was made for, if it is longer than
     the native length; otherwise the native length. It never exceeds the longest sequence that the scheme can encode.
-    An encoder that reads features beside another part has a length of its own.
+    An encoder that reads features has its own length if the model has another main part.
     """
     by_part: dict[str | None, list[Stack]] = {}
     for stack in stacks:
         if stack.part != main and stack.layout.has_own_length and _stated(model, [stack]):
             by_part.setdefault(stack.part, []).append(stack)
-    # Neither images nor another part beside the text have the length of the model.
+    # The length of the model applies to its main part only, and not to images.
     by_part[None] = [stack for stack in stacks if stack.part == main and main != VISION]
     stated = (_stated(model, stacks_of_part) for stacks_of_part in by_part.values())
     remember(model.config, NATIVE_LENGTHS, functools.reduce(operator.or_, stated))
@@ -301,12 +301,12 @@ def context_length(model: Any) -> int | None:
 def update_tokenizer_length(tokenizer: Any, model: Any, before: int | None = None) -> None:
     """Gives a tokenizer the length of a patched model, if it still has the native one or that of the scheme before.
 
-    A scheme that was made for longer sequences, such as a scaled rotation, changes the length of the model alone. For
-    tools that save a model together with its tokenizer. In place.
+    A scheme that was made for longer sequences, such as a scaled rotation, changes only the length of the model. This
+    function is for tools that save a model together with its tokenizer, which is changed in place.
 
     Args:
-        tokenizer: of the model, or a processor that holds one; without a length, as of images or sound, or `None`, it
-            stays as it is.
+        tokenizer: the tokenizer of the model, or a processor that holds one. `None`, or a processor without a length,
+            such as one for images or sound, is not changed.
         model: patched or not.
         before: the `context_length` of the model before it got its scheme.
     """

@@ -92,7 +92,7 @@ def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
 
 
 def _of_one_row(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
-    """The same for keys whose pairs all have the same row."""
+    """Like `select_rows_of_keys`, for keys whose pairs all have the same row."""
     vector = table[:, int(rows[0, 0, 0])].unsqueeze(-1)
     return (key @ vector).transpose(-1, -2).expand(-1, -1, rows.shape[1], -1)
 

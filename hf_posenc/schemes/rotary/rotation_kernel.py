@@ -80,7 +80,7 @@ def rotation_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dty
 
 
 def factors_of_angles(angles: Tensor, layout: str, dtype: torch.dtype) -> RotationFactors:
-    """The same from the angle of each pair, `(batch or 1, heads or 1, length, rotary_dim / 2)`."""
+    """Computes the factors from the angle of each pair, `(batch or 1, heads or 1, length, rotary_dim / 2)`."""
     if layout == "interleaved":
         both = for_both_of_pair(angles.transpose(1, 2), layout)
         return rotation_factors(both.cos(), both.sin(), layout, dtype)
@@ -130,7 +130,7 @@ def _rotated_without_kernel(x: Tensor, factors: RotationFactors, layout: str) ->
     elif direct.shape[1] == 1:
         rotated = rotated * direct + _partner(rotated, layout) * other
     else:
-        # Factors of heads are those of no model in transformers, so bits need not be equal.
+        # No model in transformers has factors per head, so the result need not be bit-equal to any.
         rotated = torch.addcmul(rotated * direct, _partner(rotated, layout), other)
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
