@@ -36,7 +36,7 @@ TAGS = ("hf_posenc", "position-encoding")
 #: The section about the scheme between comments, by which a save finds it again.
 _END = "<!-- hf_posenc: end of this section -->"
 _BEGIN = r"<!-- hf_posenc: [^>]*?(?: Name: (?P<name>[^>]*)\.)? Tags: (?P<tags>[^>]*) -->"
-#: If the end of a section was removed by hand, the text behind it is not part of the next section.
+#: If the end of a section was removed by hand, the text after it is not part of the next section.
 _SECTION = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
 #: A sentence in the cards that transformers uploads with every model that has none.
 _OF_TRANSFORMERS = "This model card has been automatically generated"
@@ -310,7 +310,7 @@ def _programs(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
     elif model.can_generate():
         kind, problem = unsupported_kind(model.config), engine_problem(model, VLLM)
         lines += [
-            f"`hf-posenc serve {quoted}`: a server with the API of OpenAI.",
+            f"`hf-posenc serve {quoted}`: a server with an OpenAI-compatible API.",
             f"`vllm serve {quoted}`, if `hf_posenc` is installed next to vLLM."
             if not kind and not problem
             else f"vLLM does not run it: {problem or kind}.",

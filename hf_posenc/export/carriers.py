@@ -66,7 +66,7 @@ class Carrier(Generic[F]):
 
 
 def of_types(*model_types: str) -> Callable[[PreTrainedModel], bool]:
-    """Whether a model has one of some types."""
+    """Returns a function that tells whether a model has one of these types."""
     return lambda model: model.config.model_type in model_types
 
 

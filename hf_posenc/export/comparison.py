@@ -48,7 +48,7 @@ def excess(program: str, checks: Iterable[Check]) -> str:
 
 
 def accepted(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """The same checks without limits."""
+    """The checks without limits: any difference is accepted."""
     return tuple(replace(check, allowed=None) for check in checks)
 
 

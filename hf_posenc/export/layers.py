@@ -27,7 +27,7 @@ from hf_posenc.schemes.rotary.string import RotationInBasis
 
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
 STOPPED = 1e30
-#: An entry of `rope_parameters` that is no part of a rotation: the attention of Ministral 3 reads it, and multiplies
+#: An entry of `rope_parameters` that is not part of a rotation: the attention of Ministral 3 reads it, and multiplies
 #: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
 QUERY_FACTOR = "llama_4_scaling_beta"
 #: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
@@ -118,7 +118,7 @@ class ModelParts:
         return self.stacks[0][1].additive
 
     def needs(self) -> dict[Need, Part]:
-        """What the scheme needs."""
+        """The needs of the scheme."""
         return {need: part for _, encoding in self.stacks for need, part in encoding.needs().items()}
 
 

@@ -95,7 +95,7 @@ def refuse_unsuited(model: PreTrainedModel, target: Target) -> None:
         whole = 'For the whole model, to="stock" may work. ' if _runs_on_ids(model) else ""
         raise UnsupportedError(
             f"The export to {target.name!r} writes a program that reads token ids alone, so {name} would lose the part "
-            f"{_listed(others)} and its inputs. Export the language model of its own: build it with "
+            f"{_listed(others)} and its inputs. Export only its language model: build it with "
             "AutoModelForCausalLM.from_config(model.config.get_text_config()), load the weights of the stock text part "
             f"into it, call patch_model on it, and export that. {whole}{_WHOLE}"
         )

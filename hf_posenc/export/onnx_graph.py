@@ -23,7 +23,7 @@ from hf_posenc.patching.place.encoding import current_encoding
 
 #: One pair of keys and values for each layer, `(batch, key_value_heads, past_length, width)` each.
 Past = list[tuple[Tensor, Tensor]]
-#: Sizes of the example. All differ, so that no length can stand for another.
+#: Sizes of the example. All differ, so that no length can be mistaken for another.
 _BATCH, _PAST, _LENGTH = 2, 7, 5
 #: The tensors of a cached layer, and the lengths that are not that of the new tokens.
 _CACHED = ("key", "value")

@@ -177,7 +177,7 @@ def registered_function(config: PreTrainedConfig) -> Any:
 
 
 class OfStack:
-    """What a scheme places in one module of a stack."""
+    """Base class of objects that a scheme places in one module of a stack."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OfStack:
         """Copies it with its module. In the copy of a single layer, it shares the scheme of its stack."""

@@ -49,7 +49,7 @@ def patch_model(
     cross_attention: SchemeLike | bool = False,
     **options: Any,
 ) -> ModelType:
-    """Replaces the position encoding of a transformers model. In place, on this instance only.
+    """Replaces the position encoding of a transformers model, in place and on this instance only.
 
     The native mechanisms (rotary functions, position tables, relative biases) are disabled, and the scheme takes their
     place. Their weights stay in the model, frozen, so that `unpatch_model` restores the stock model exactly. If the

@@ -1,7 +1,7 @@
 """The needs of the parts of a scheme, and the comparison with what an environment lacks.
 
-An environment is whatever runs a scheme or carries it: a cache, an attention kernel, a kind of layer, a way to split a
-model, an engine, a format of exports. `hf_posenc.schemes.refusals` lists them.
+An environment is anything that runs or carries a scheme: a cache, an attention kernel, a kind of layer, a way to split
+a model, an engine, a format of exports. `hf_posenc.schemes.refusals` lists them.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def geometric_entries(rotation: Rotation) -> Metadata:
     first = float(turning[0])
     base = 10000.0 if count == 1 else float((turning[0] / turning[-1]) ** (count / (count - 1)))
     computed = first * base ** -(torch.arange(count, dtype=torch.float64) / count)
-    # Those of RoPE are rounded to float32.
+    # The frequencies of RoPE are rounded to float32.
     if not torch.allclose(turning, computed, rtol=2 * EQUAL, atol=0):
         raise UnsupportedError(
             "the frequencies do not decrease by a constant factor from pair to pair, so they are not those of RoPE, "

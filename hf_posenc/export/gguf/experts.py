@@ -8,7 +8,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.file import Metadata
 from hf_posenc.export.layers import ModelParts
 
-#: Weights of such a layer.
+#: Weights of a layer with experts.
 EXPERTS = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _SHARED_GATE, _SHARED = "ffn_gate_inp_shexp.weight", "ffn_up_shexp.weight"
 

@@ -34,7 +34,7 @@ class GgufExport(Export[GgufForm]):
         dtype: precision of the matrices: "f32", "f16" or "q8_0" (8 bits in blocks of 32; matrices whose rows do not
             divide into blocks are stored as f16).
         pooling: how llama.cpp makes one vector of a text from an encoder's hidden states: "mean", "cls" (the first
-            token), "last" or "none". By default the file says nothing, and programs are told by their own option.
+            token), "last" or "none". By default the file does not say, and programs have an option for it.
 
     Raises:
         UnknownNameError: for an unknown precision or pooling.
@@ -59,8 +59,8 @@ class GgufExport(Export[GgufForm]):
         if not found:
             blocks = "; ".join(kind.BLOCKS for kind in (llama, gpt, t5, bert))
             raise UnsupportedError(
-                f"{self.parts.name} ({self.model.config.model_type}) has other blocks than those that are written: "
-                f"{blocks}"
+                f"{self.parts.name} ({self.model.config.model_type}) has blocks that this export does not write. "
+                f"It writes {blocks}"
             )
         return found
 

@@ -45,8 +45,8 @@ _GELU = 2e-2
 #: more: one wrong row of 512 in a table 6e-2, a base of RoPE that is wrong by 1 % 2e-2, lost ALiBi 0.8.
 #: A new model (weights of std 0.02) hardly depends on positions, so there a wrong slope or base can stay below this.
 _SAME_GELU = 2e-3
-#: The same for rounded weights. A position encoding that is lost or wrong changes more (see tests/export/test_gguf.py),
-#: and is found before, because the carrier is first compared in float32.
+#: Largest accepted differences for rounded weights. A position encoding that is lost or wrong changes more (see
+#: tests/export/test_gguf.py), and is found before, because the carrier is first compared in float32.
 _ROUNDED = {
     "f16": {"logits": 1e-2, "probabilities": 1e-2, "hidden states": 1e-2},
     "q8_0": {"logits": 0.25, "probabilities": 0.15, "hidden states": 0.25},

@@ -168,8 +168,8 @@ def _kinds(
             yield name, {**pieces, **spaces}, {}
         return
     raise UnsupportedError(
-        f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which is not written; byte-level BPE is (as in GPT-2, "
-        "Llama 3, Qwen2 and SmolLM2), WordPiece (as in BERT) and Unigram without bytes (as in T5). Export to 'onnx', "
+        f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which cannot be written. Supported are byte-level BPE "
+        "(as in GPT-2, Llama 3, Qwen2 and SmolLM2), WordPiece (BERT) and Unigram without bytes (T5). Export to 'onnx', "
         "which is run with the transformers tokenizer."
     )
 
@@ -184,7 +184,7 @@ def _marked(tokenizer: Any, tokens: list[str]) -> list[str]:
 
 
 def _charsmap(normalizer: dict[str, Any] | None) -> dict[str, bytes]:
-    """The map of characters of a SentencePiece model, wherever it is among the normalizers."""
+    """The map of characters of a SentencePiece model, at any place among the normalizers."""
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     found = [step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled"]
     return {"ggml.precompiled_charsmap": b64decode(found[0])} if found and found[0] else {}

@@ -54,7 +54,7 @@ _GPT_NEOX_NAMES = {
     r"\bmlp\.c_fc\.": "mlp.dense_h_to_4h.",
     r"\bmlp\.c_proj\.": "mlp.dense_4h_to_h.",
 }
-#: The same for a BERT's weights in an MPNet.
+#: Parts of the names of a BERT's weights, and what they are in an MPNet.
 _MPNET_NAMES = {
     r"^bert\.": "mpnet.",
     r"attention\.self\.(q|k|v)\w+\.": r"attention.attn.\1.",
@@ -219,7 +219,7 @@ def _bert_config(parts: ModelParts) -> Any:
 
 
 def _other_class(parts: ModelParts, family: str, own: str) -> type[PreTrainedModel]:
-    """The class of another family that takes the place of a model's class, whose name begins with that of its own."""
+    """The class of another family that takes the place of a model's class, whose name begins with `own`."""
     name = _CLASSES.get(parts.name, parts.name.replace(own, family, 1))
     found: type[PreTrainedModel] | None = getattr(transformers, name, None)
     config, more = parts.model.config, ("is_decoder", "add_cross_attention")

@@ -184,7 +184,7 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
 def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """Calls the forward of a rotary module's class with positions on one axis, ignoring a forward on the instance.
 
-    A module that has one spectrum for all layers is not told the layer type.
+    A module that has one spectrum for all layers does not receive the layer type.
 
     Raises:
         UnsupportedError: if it requires other positions or arguments.

@@ -128,7 +128,7 @@ def missing_arguments(module: nn.Module, given: Collection[str]) -> list[str]:
 def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
     """The first tensor of vectors among arguments or outputs, and a view of it, `(batch, length, hidden)`.
 
-    Images and windows of sound may be packed in one row, and patches may have rows and columns on axes of their own.
+    Images and windows of sound may be packed in one row, and patches may have separate axes for rows and columns.
     """
     values = (values,) if isinstance(values, Tensor) else values.values() if isinstance(values, dict) else values
     tensors = [value for value in values if isinstance(value, Tensor)]

@@ -129,7 +129,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: Temp
                     if found:
                         check(anatomy, found)
                 except NotRunnableError:
-                    # What other inputs a stock model needs is unknown. Its positions were found in its code.
+                    # It is unknown which other inputs a stock model needs. Its positions were found in its code.
                     if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in found):
                         raise
 
@@ -331,7 +331,7 @@ def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], 
         try:
             run_briefly(anatomy, stacks, _TOKENS)
         except NotRunnableError:
-            return  # What the stock model needs is unknown.
+            return  # It is unknown which inputs the stock model needs.
         cause = error.__cause__
         raise UnsupportedError(
             f"{config.name!r} cannot be computed in this {type(stacks[0].module).__name__}. A short run of the stock "

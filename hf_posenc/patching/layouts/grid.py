@@ -49,7 +49,7 @@ _MOST_PREFIX_ROWS = 16
 _FEWEST_PATCHES = 16
 #: Pixels of a side if the config does not state the size of its images.
 _SIDE = 64
-#: What to do about schemes that number patches row by row, for messages.
+#: The advice about schemes that number patches row by row, for messages.
 TWO_DIMENSIONAL = (
     "For rows and columns use 'rope_nd', 'swin', axes=2 (sinusoidal, alibi, t5, log_cpb), or grid=(rows, columns) "
     "(learned); for videos axes=3 or a grid of three sizes."

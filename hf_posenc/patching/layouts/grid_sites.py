@@ -98,8 +98,8 @@ class GridRotarySite(PlacedForward):
     """Stands in for the `forward` of a rotary module, records the coordinates of the call, and numbers its tokens.
 
     Some models bring their patches into another order after the phases are computed, for attention in windows. No layer
-    uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. What a
-    layer receives then shows the order of its tokens.
+    uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. The
+    numbers that a layer receives then show the order of its tokens.
     """
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class GridTableSite(Viewed, PlacedForward):
         return replaced
 
     def _instead(self, table: str, name: str, vectors: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A method of the view that returns vectors of the scheme if they stand in for a table."""
+        """A method of the view that returns vectors of the scheme if they replace a table."""
         module, of_class = self.module, inspect.getattr_static(type(self.module), name, None)
 
         def method(view: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -317,7 +317,7 @@ class GridTableSite(Viewed, PlacedForward):
 
 
 class _EmbeddingView:
-    """Stands in for an `nn.Embedding` that holds a table: it returns the vectors for whatever rows are looked up."""
+    """Stands in for an `nn.Embedding` that holds a table. It returns the vectors for any rows that are looked up."""
 
     def __init__(self, site: GridTableSite, name: str) -> None:
         self.site = site

@@ -219,7 +219,7 @@ class Layout:
         return RotaryModuleSite(module, runtime, unused=unused)
 
 
-#: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs so many words.
+#: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs more words.
 _FIRST_WORD, _LAST_WORD = 5, 64
 #: The projection of keys in cross-attention.
 _CROSS_KEYS = re.compile(

@@ -234,7 +234,7 @@ def _kind_of(path: str, module: nn.Module) -> VectorKind | None:
 
 
 def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None:
-    """Recognises an encoder with a table and convolutions of its own whose forward adds the whole table."""
+    """Recognises an encoder with its own table and convolutions, whose forward adds the whole table."""
     direct = [name for name in tables if "." not in name]
     convolutions = tuple(child for child in stack.children() if isinstance(child, nn.Conv1d))
     known = hasattr(stack.config, SOURCE_LENGTH) and not forward_parameters(type(stack)).keys().isdisjoint(FEATURES)
@@ -258,7 +258,7 @@ def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:
 
 
 def starts_with_bins(model: nn.Module) -> bool:
-    """Whether features are `(batch, bins, frames)`: the stack passes them to a convolution of its own."""
+    """Whether features are `(batch, bins, frames)`: the stack passes them to its own convolution."""
     return any(isinstance(child, nn.Conv1d) for child in model.children())
 
 

@@ -69,7 +69,7 @@ NAMES = (
 SOURCE_NAMES = (SOURCE_LENGTH,)
 #: Fields of a config that describe a position mechanism.
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
-#: Fields with such a name that state a length, or that belong to this package.
+#: Fields whose names match, but that state a length or belong to this package.
 _OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
 WEIGHTS_KEY = "transformers_weights"
 _WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"

@@ -128,7 +128,7 @@ class LayerEncoding:
         self.reads_pages = self.widens_heads or bias is not None
 
     def needs(self) -> dict[Need, Part]:
-        """What the parts need."""
+        """The needs of the parts."""
         return needs_of(self.parts)
 
 
@@ -199,7 +199,7 @@ class StackEncoding(nn.Module):
             yield from layer.parts
 
     def needs(self) -> dict[Need, Part]:
-        """What the parts in use need."""
+        """The needs of the parts in use."""
         places = {tuple(map(id, layer.parts)): layer.parts for layer in self.layers}
         needs = needs_of([] if self.additive is None else [self.additive])
         for parts in places.values():
@@ -317,7 +317,7 @@ class PositionEncoding(AddedModule):
         return list({id(part): part for part in found}.values())
 
     def needs(self) -> dict[Need, Part]:
-        """What the parts in use need."""
+        """The needs of the parts in use."""
         return {need: part for stack in self.stacks.values() for need, part in stack.needs().items()}
 
     def reach(self, stacks: Collection[str] | None = None) -> Reach:

@@ -172,7 +172,7 @@ class Journal:
                 self.freeze(one, name)
 
     def freeze_table(self, table: OwnedTable) -> None:
-        """Freezes a table that a module owns, unless it is no parameter."""
+        """Freezes a table that a module owns, if it is a parameter."""
         if isinstance(table.value, nn.Module):
             self.freeze_all(table.value)
         elif table.name in table.module._parameters:

@@ -33,7 +33,7 @@ class NativeConfig(SchemeConfig):
 
     Raises:
         UnknownNameError: for an unknown type of scaling.
-        ValueError: for a value that is no scaling; in `patch_model` for a scaling of a model without RoPE, or whose
+        ValueError: for a value that is not a scaling; in `patch_model` for a scaling of a model without RoPE, or whose
             rotation cannot have it.
     """
 

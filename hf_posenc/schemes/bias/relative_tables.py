@@ -147,7 +147,7 @@ def sinusoidal_products(
     """`query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
 
     The sinusoid of a difference is the sinusoid of the key, rotated by the position of the query. So each query is
-    rotated back once and multiplied with the unrotated sinusoids of the keys. This also holds for positions with gaps
+    rotated back once and multiplied with the unrotated sinusoids of the keys. This also works for positions with gaps
     and for real positions. Positions are counted from the first key, so that neither later tokens nor a shift of all
     positions change the result.
 

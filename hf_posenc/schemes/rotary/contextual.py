@@ -128,7 +128,7 @@ class ContextualPlaces(ContextualRotation):
         self.rotation = rotation
 
     def contributions(self, hidden_states: Tensor) -> Tensor:
-        """What each token contributes to the places.
+        """The contribution of each token to the places.
 
         Args:
             hidden_states: `(batch, length, hidden)` float32, the layer's input.

@@ -136,7 +136,7 @@ def _rotated_without_kernel(x: Tensor, factors: RotationFactors, layout: str) ->
 
 
 def _kernel(x: Tensor, factors: RotationFactors, layout: str, strides: tuple[int, ...] | None = None) -> Tensor:
-    """The same result without autograd, with the memory layout of `x` or with `strides`."""
+    """The result of `apply_rotation` without autograd, with the memory layout of `x` or with `strides`."""
     direct, other = factors
     width = direct.shape[-1] * (2 if other is None else 1)
     if strides is None and width == x.shape[-1]:
