@@ -263,8 +263,8 @@ def _own_message(stack: Stack, what: str) -> str:
     return (
         f"The positions of this {type(stack.module).__name__} ({stack.config.model_type}, transformers "
         f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, or wraps "
-        f"code that does, and they would remain active next to any scheme.{own} Use the class and the attention "
-        "function of transformers, or remove the positions from your code, and add wrappers after patch_model."
+        f"code that has, and they would remain active next to any scheme.{own} Use the class and the attention "
+        "function of transformers, or take positions out of your own, and set a wrapper after patch_model."
     )
 
 
