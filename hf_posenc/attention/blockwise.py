@@ -260,8 +260,7 @@ def blockwise_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of queries, keys and values, recomputing the probabilities a few rows at a time.
 
-    Everything is computed in at least float32, because half precision would lose accuracy compared with the forward
-    pass.
+    Everything is computed in at least float32, because half precision would be less accurate than the forward pass.
 
     `gradient` is that of the output, `(batch, query_len, heads, value_dim)`. `on_scores` is called with that of the
     scores of every block, `(batch, heads, rows, keys)`, queries reversed. The others are as in `blockwise_forward`.
@@ -276,8 +275,7 @@ def blockwise_backward(
     # Blocks differ in size, and separate allocations for each would fragment the memory.
     sizes = [block.items_and_heads * (block.stop - block.start) for block in divided]
     buffers = [keys.new_empty(max(sizes, default=0) * key_length) for _ in range(2)]
-    # A mask together with a bias that is -inf beyond some distance may hide all keys of a padding query. Softmax gives
-    # NaN for it.
+    # A mask and a bias that is -inf beyond a distance may together hide all keys of a padding query: softmax gives NaN.
     may_be_empty = mask is not None
     with without_autocast(query.device):
         for block in divided:

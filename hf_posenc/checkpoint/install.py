@@ -55,10 +55,9 @@ def install() -> None:
 def _get_engine_config(call: Call) -> Any:
     """Gives patched configs that an inference engine reads the architecture of its plug-in.
 
-    vLLM and SGLang choose the class of a model by `architectures`. For the name of a stock class they have
-    their own implementation, which would run the model with its native positions, and SGLang's would ignore the
-    entry in the weights that names the scheme. Without the plug-in, an engine refuses the model, whose name it does
-    not know.
+    vLLM and SGLang choose the class of a model by `architectures`. For the name of a stock class they have their own
+    implementation, which would run the model with its native positions, and SGLang's would ignore the entry in the
+    weights that names the scheme. Without the plug-in, an engine refuses the model, whose name it does not know.
     """
     config = call.run()
     if read_entry(config) is None:

@@ -167,8 +167,7 @@ def _load_distributed(call: Call) -> Any:
     """Wraps the function that all functions which load distributed checkpoints call.
 
     torch reads only the entries of the state dict to fill and ignores all others, so it would load the weights of a
-    patched model into a stock model. The marks of a checkpoint are listed in its metadata and are read with a separate
-    small load.
+    patched model into a stock model. The marks of a checkpoint are listed in its metadata and read separately.
     """
     state_dict = call["state_dict"]
     if getattr(call["planner"], "allow_partial_load", False):

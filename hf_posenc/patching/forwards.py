@@ -277,8 +277,7 @@ def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
     """A view that shares the attributes of a module, later changes included.
 
-    Its class has the name of the module's class, because transformers finds the outputs that a model can record by that
-    name.
+    Its class has the name of the module's class, because transformers finds a model's recordable outputs by it.
     """
     kind: Any = type(module)
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

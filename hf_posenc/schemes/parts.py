@@ -342,8 +342,7 @@ class PairwiseBias(LogitBias):
 class SeparableBias(PairwiseBias):
     """A bias `terms[j] - terms[i]` for every key j that query i sees.
 
-    The softmax is invariant to the query's term, which is the same for all keys, so a kernel needs only the terms of
-    the keys.
+    The softmax is invariant to the query's term, which is the same for all keys. A kernel needs only the keys' terms.
     """
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:

@@ -110,8 +110,7 @@ class Positions:
         coordinates: `(axes, batch or 1, length)` int64 if tokens have positions on several axes, else `None`: (time,
             height, width) that the caller passed, or the place of a patch, (row, column) or (frame, row, column). 0
             for tokens without a place.
-        token_ids: `(batch, length)` int64, the vocabulary ids of the tokens, or `None` if the model did not receive
-            them.
+        token_ids: `(batch, length)` int64, the vocabulary ids of the tokens; `None` if the model did not get them.
         extents: `(axes, batch or 1, length)` int64, the sizes in patches of the grid that each token belongs to; `None`
             if the coordinates are not those of a grid.
         placed: `(batch or 1, length)` bool, false for tokens without a place on the grid (class and register tokens,

@@ -178,8 +178,7 @@ def mpnet(parts: ModelParts) -> StockForm:
     two texts is therefore only approximated.
 
     Raises:
-        UnsupportedError: if there is no such class for the model, or its layers do not share one bias with MPNet's
-            buckets.
+        UnsupportedError: if there is no such class for the model, or its layers do not share a bias with its buckets.
     """
     config, model_class = _bert_config(parts), _other_class(parts, "MPNet", "Bert")
     bias = parts.layers[0].parts.logit_bias

@@ -240,8 +240,7 @@ def _rotary_config(
     if all(torch.equal(one.frequencies, own) and one.scaling == scaling for one in spectra):
         frequencies = tuple(own.tolist())
         return RopeConfig(rotary_dim=width, layout=layout, inverse_frequencies=frequencies, attention_scaling=scaling)
-    # Fixed frequencies would lose the changes beyond the original length. In a model cast to half precision, they are
-    # rounded.
+    # Fixed frequencies would lose the changes beyond the original length. A cast to half precision rounds them.
     if config is not None and spectra[0].rounded and describes(config, spectra, context, tolerance=1e-2):
         return config
     raise UnsupportedError(

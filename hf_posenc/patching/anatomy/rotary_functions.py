@@ -48,8 +48,7 @@ class RotaryCall:
         time_axis: axis of the tokens in those tensors unless the call says otherwise, 1 or 2. Tensors without a batch
             have one axis less.
         parameters: names of the function's parameters, in order.
-        phase_shape: number of axes of the phases (2 without a batch) and of one of the tensors, as the function takes
-            them.
+        phase_shape: number of axes of the phases (2 without a batch) and of one of the tensors in a call.
         other_axes: axis of the tokens by `phase_shape`, if it is not always the same.
     """
 
@@ -247,8 +246,7 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
     """Which dimensions a rotary function rotates together, and in which direction, determined with unit vectors.
 
     With cos = 1, sin = 0 a linear function returns a permutation P of its input; with cos = 0, sin = 1 it returns
-    P G, where G rotates each pair by 90 degrees. `inverse(P) (P G)` therefore shows the pairs even if the function
-    permutes its output.
+    P G, where G rotates each pair by 90 degrees. `inverse(P) (P G)` shows the pairs even if the output is permuted.
 
     Raises:
         UnsupportedError: for a pairing that is neither half, in either direction, nor interleaved.

@@ -56,9 +56,8 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
     """Checks by a run whether discovery was right about causality, for stacks where the evidence is contradictory.
 
     The model is run on three tokens, and its first attention layer again with another last token. In a causal stack,
-    the output for the first token does not change. Only stacks whose attention modules have an `is_causal` that
-    differs from the result of discovery are checked, and only if their architecture is not declared. Other models are
-    not run.
+    the output for the first token does not change. Models are run only if they have a stack whose
+    attention modules have an `is_causal` that differs from the result of discovery, without a declared architecture.
     """
     doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
     if not doubtful:

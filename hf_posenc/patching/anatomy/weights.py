@@ -238,8 +238,7 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
     """A clause for each pair of samples that differs by more than a rounding to half precision on one side.
 
     A sample counts as rounded if it has a half-precision dtype, or if this dtype can represent all samples of its model
-    (a model that was loaded in half precision and converted). A single representable value, such as 1.0, is no
-    evidence.
+    (a model that was loaded in half precision and converted). A single representable value (1.0) is no evidence.
     """
     whole = {
         (side, dtype): all(torch.equal(pair[side].rounded(dtype), pair[side].values) for pair in pairs.values())

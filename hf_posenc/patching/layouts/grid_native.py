@@ -204,8 +204,7 @@ def _bias_of_layer(bias: GridBias, shared: bool) -> SchemeConfig:
 
 
 _INTERPOLATION = "interpolate_pos_encoding"
-#: How some architectures resize their tables: the name of a method, which cannot be called with an image size, and the
-#: options.
+#: How some architectures resize their tables: a method, which cannot be called with an image size, and the options.
 _RESIZED_BY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("resize_positional_embeddings", {"interpolation": "bilinear", "antialias": True}),
     ("_resize_pos_embed", {"interpolation": "bilinear"}),

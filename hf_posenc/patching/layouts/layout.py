@@ -1,7 +1,6 @@
 """The kinds of tokens that a stack may have: words, patches on a grid, frames of a series.
 
-There is one class for each kind. It answers every question whose answer depends on the kind, so no other code asks
-which kind it is.
+There is one class for each kind. It answers all questions that depend on the kind, so no other code asks for the kind.
 """
 
 from __future__ import annotations

@@ -408,8 +408,7 @@ def build_encoding(
         kept: the parts of another encoding that are used again, by name of the stack.
 
     Raises:
-        RuntimeError: on the meta device, for a scheme from outside this package that reads its parameters while it is
-            built.
+        RuntimeError: on the meta device, for a third-party scheme that reads its parameters while it is built.
     """
     built = dict(kept or {})
     for stack in stacks:

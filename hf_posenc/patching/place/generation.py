@@ -324,8 +324,7 @@ def refuse_running_batches(model: nn.Module) -> None:
 def drop_kept_pages(model: nn.Module) -> None:
     """Makes a manager that is kept on the model allocate new pages when it is restarted.
 
-    Requests with a common prefix share pages. Without this, a request could reuse keys from before the scheme was
-    changed.
+    Requests with a common prefix share pages. Without this, a request could reuse keys of the previous scheme.
     """
     manager: Any = model.__dict__.get(KEPT_MANAGER)
     if manager is not None:

@@ -227,8 +227,7 @@ class Transaction:
         """Context manager that yields the stock model. On exit, the scheme is restored.
 
         Raises:
-            UnsupportedError: if the scheme could not be restored, because another library has replaced the forward of a
-                module.
+            UnsupportedError: if another library has replaced a forward, so that the scheme could not be restored.
         """
         with self.installed(None):
             yield self.model

@@ -190,9 +190,7 @@ class LearnedGridEncoding(LearnedTable):
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:
-        """Copies a stock table `(num_prefix_tokens + places, hidden)`; one of a square grid of another size is resized
-        first.
-        """
+        """Copies a stock table `(num_prefix_tokens + places, hidden)`. That of another square grid is resized first."""
         parts = self.separated(native)
         if parts is None:
             return False

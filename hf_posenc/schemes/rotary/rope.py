@@ -169,8 +169,7 @@ class RotaryConfig(SchemeConfig):
         """The frequency of each pair, `(rotary_dim / 2,)` float32, in radians per position; by default those of RoPE.
 
         Raises:
-            ValueError: if the rotary width is odd or does not fit the head, or the config needs a length and there is
-                none.
+            ValueError: if the rotary width is odd or does not fit the head, or if a length is needed and missing.
         """
         return rope_inverse_frequencies(self.theta, resolve_rotary_dim(self, self.rotary_dim, context))
 

@@ -19,8 +19,7 @@ from torch.autograd import forward_ad
 from hf_posenc.schemes.positions import traced
 
 #: Bytes of the heads that one core rotates at a time. With the result and the exchanged pairs this takes 3 MiB. Larger
-#: pieces gain nothing, because allocations of that size are cached; with smaller ones the overhead of calls is
-#: measurable.
+#: pieces gain nothing, because allocations of that size are cached; smaller ones cost more calls.
 _PIECE_BYTES = 2**20
 #: Up to this many numbers (a decoding step), calls cost more than memory accesses.
 _FEW = 2**15

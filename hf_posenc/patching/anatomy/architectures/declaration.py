@@ -56,8 +56,7 @@ class Architecture:
             does not contain the mechanism that a scheme replaces.
         silence: disables native mechanisms that the fields above do not cover.
         native: the scheme that is equivalent to those mechanisms, `(stack) -> config`; `None` if discovery finds it.
-        fixed_tables: tables that `native` describes. Row p must hold the sines and cosines of p (base 10000, sines
-            first).
+        fixed_tables: tables that `native` describes. Row p must hold the sines, then the cosines of p (base 10000).
         bias_table: the native table of relative biases that a layer uses, in the shape that the part of the native
             scheme adopts: `(buckets, heads)` for T5; or `None`.
         logit_terms: `(attention module) -> number` of products for which the factor of its logits is made, such as 3
