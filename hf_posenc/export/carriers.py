@@ -46,7 +46,7 @@ class Carrier(Generic[F]):
         name: in messages.
         form: returns what would be written, or raises `UnsupportedError` with the reason.
         gives: the kinds of parts that it has a place for; `None` if `form` looks at them itself.
-        fits: whether it is worth trying for a model, as far as its config says.
+        fits: whether it is worth trying for a model, judged by its config.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Export(ABC, Generic[F]):
 
     @abstractmethod
     def write(self, form: F) -> None:
-        """Writes a form into the folder, in place of one that was written before."""
+        """Writes a form into the folder, replacing one that was written before."""
 
     @abstractmethod
     def checks(self, form: F) -> Iterable[Check]:

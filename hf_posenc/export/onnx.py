@@ -186,7 +186,7 @@ def _in_a_call(
 ) -> Iterator[Check]:
     """The difference at the last tokens under a mask; none if it is too long for the scheme.
 
-    Cached tokens are those of a short text, repeated to the length of the cache. Random numbers would not have the size
+    The cache contains a short text, repeated to its length. Random numbers would not have the size
     of real keys, and would hide differences in the new tokens or exaggerate them.
     """
     rows, before = len(mask), mask.shape[1] - length

@@ -1,6 +1,6 @@
 """The graph of a model in ONNX: the function that is exported, and the names of its tensors.
 
-Names are those of optimum, which other programs look for: `past_key_values.0.key`, `present.0.key`.
+The names are the same as in optimum, because other programs look for them: `past_key_values.0.key`, `present.0.key`.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def _resolve(
         verify_adopted_tables(transaction.anatomy, stacks, transaction)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
     native = partial(native_scheme_of, transaction, part)
-    # The native scheme may be a schedule, of which only the chosen layers are taken.
+    # The native scheme may be a schedule. Only the chosen layers are taken from it.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
     config = resolve_native(config, stacks, native)
     other = other if layers is None else resolve_native(other, stacks, native)
@@ -278,7 +278,7 @@ _ASSIGNMENT = ("sections", "interleaved", "axes")
 def resolve_native(
     config: SchemeConfig, stacks: list[Stack], native_scheme: Callable[[], SchemeConfig]
 ) -> SchemeConfig:
-    """`config` with the native scheme in place of every `NativeConfig`.
+    """Returns `config` with every `NativeConfig` replaced by the native scheme.
 
     Warns if a scaling that the model has is replaced.
 
@@ -366,7 +366,7 @@ def schedule(
         stacks: the model's stacks.
         layers: indices of layers, counted as in `model.layers`; `None` for all.
         elsewhere: the scheme of the other layers; may itself be a schedule.
-        merged: whether `config` may be a schedule too, of which only `layers` are taken.
+        merged: whether `config` may be a schedule too. Only `layers` are taken from it.
 
     Raises:
         TypeError: for layers that are not given by their indices.

@@ -203,7 +203,7 @@ def stated_rotation(place: Callable[..., GgufForm], parts: ModelParts, *, scaled
     Args:
         place: `(parts, rotations, entries, words about them)` -> the form that has them.
         parts: the model.
-        scaled: whether the options are those of a scaling.
+        scaled: whether the options describe a scaling.
     """
     rotations = rotations_of(parts)
     if scaled:

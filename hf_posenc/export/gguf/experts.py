@@ -1,4 +1,4 @@
-"""Feed-forwards of experts in llama.cpp, of which a router chooses some for each token."""
+"""Mixtures of experts in llama.cpp: feed-forwards from which a router chooses some for each token."""
 
 from __future__ import annotations
 

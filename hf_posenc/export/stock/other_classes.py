@@ -238,5 +238,5 @@ def _renamed(key: str, names: dict[str, str]) -> str:
 
 
 def _copied(config: Any, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Some fields of a config, as far as it has them."""
+    """Those of the given fields that a config has."""
     return {key: getattr(config, key) for key in fields if hasattr(config, key)}

@@ -150,7 +150,7 @@ def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def exchanged(found: Tensor, other: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments with another tensor in place of one of them."""
+    """Returns the arguments with one tensor replaced by another one."""
     return (
         tuple(other if value is found else value for value in args),
         {name: other if value is found else value for name, value in kwargs.items()},

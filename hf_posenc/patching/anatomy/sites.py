@@ -189,7 +189,7 @@ _KINDS: list[type[Layout]] = []
 
 
 def register_layouts(*kinds: type[Layout]) -> None:
-    """Registers kinds of tokens. They are asked in this order."""
+    """Registers kinds of tokens. The first one that recognises a model is taken."""
     _KINDS.extend(kinds)
 
 

@@ -98,7 +98,7 @@ class GridBias(NamedModule):
         return (int(size[0]), int(size[1])) if isinstance(size, tuple | list) else None
 
     def acts_on(self, attention_path: str) -> bool:
-        """Whether the bias is that of an attention module: inside it, next to it, or above it."""
+        """Whether the bias belongs to an attention module: it is inside it, next to it, or above it."""
         owner = self.path.rpartition(".")[0] if self.kind == "module" else self.path
         return not owner or f"{attention_path}.".startswith(f"{owner}.") or self.path.startswith(f"{attention_path}.")
 

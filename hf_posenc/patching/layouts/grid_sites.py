@@ -23,7 +23,7 @@ from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.forwards import PlacedForward, Viewed, forward_parameters, names_used
 from hf_posenc.schemes.parts import AdditiveEncoding
 
-#: An argument without which a module refuses pictures of another size than its table has.
+#: An argument without which a module refuses pictures whose size differs from that of its table.
 OTHER_SIZES = "interpolate_pos_encoding"
 #: The attribute with the table's size, in pixels.
 _SIZE = "image_size"
@@ -56,7 +56,7 @@ class ProjectionSite(PlacedForward):
 
 
 class PictureSite(Viewed, PlacedForward):
-    """Stands in for the `forward` of a module that would refuse pictures of another size than its config states."""
+    """Stands in for the `forward` of a module that would refuse pictures of a size other than that in its config."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward as if its size were that of the pictures of the call."""

@@ -175,7 +175,7 @@ class Layout:
         raise NotImplementedError
 
     def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The features in place of tokens, whose shape does not show the number of tokens; `None` without any."""
+        """The features that replace tokens, if their shape does not show the number of tokens; `None` without any."""
         return None
 
     def tokens_of(self, features: Tensor) -> int:
@@ -200,7 +200,7 @@ class Layout:
         return table.weight[max(table.origin - offset, 0) :], table.path
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
-        """Puts the vectors of a scheme in place of those of the architecture: the rows of the tables."""
+        """Replaces the vectors of the architecture, the rows of the tables, by those of a scheme."""
         for table in stack.tables:
             site = TableSite(table.module, encoding.runtime, encoding.additive, table.origin)
             journal.set_forward(table.module, site)
@@ -224,7 +224,7 @@ _FIRST_WORD, _LAST_WORD = 5, 64
 _CROSS_KEYS = re.compile(
     r"(cross_attn|cross_attention|encoder_attn|encoder_attention)\.k_proj$|crossattention\.(attention|self)\.key$"
 )
-#: Arguments with vectors in place of tokens.
+#: Arguments that take vectors instead of tokens.
 _EMBEDDINGS = ("inputs_embeds", "query_embeds", "hidden_states")
 
 

@@ -79,7 +79,7 @@ class FixedInput:
     convolutions: tuple[nn.Conv1d, ...]
 
     def tokens(self, frames: int) -> int:
-        """Number of tokens that the convolutions make of some frames."""
+        """Number of tokens that the convolutions make from a number of frames."""
         for layer in self.convolutions:
             padding, reach = int(layer.padding[0]), layer.dilation[0] * (layer.kernel_size[0] - 1)
             frames = (frames + 2 * padding - reach - 1) // layer.stride[0] + 1
@@ -200,7 +200,7 @@ class Series(Layout):
         return 0 if self.fixed_input is None else self.fixed_input.tokens(features.shape[-1])
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
-        """Puts the vectors of the scheme in place of those of the architecture. The first module gets them."""
+        """Replaces the vectors of the architecture by those of the scheme, which the first module returns."""
         super().install(stack, encoding, journal, report)
         runtime, additive = encoding.runtime, None if stack.tables else encoding.additive
         if self.fixed_input is not None:

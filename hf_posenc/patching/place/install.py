@@ -106,7 +106,7 @@ class PatchReport:
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
-    """Installs a scheme in place of the native mechanisms of a stack; returns what was replaced and placed."""
+    """Replaces the native mechanisms of a stack by a scheme; returns what was replaced and placed."""
     architecture, journal = stack.architecture, record.journal
     encoding.runtime.slots.measure(stack.module)
     kept = [f"{path}: {why}" for path, why in stack.skipped if path not in encoding.cross]

@@ -32,7 +32,7 @@ from hf_posenc.schemes import from_rope_parameters
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.parts import Reach
 
-#: Lengths of which modules keep a copy.
+#: Lengths that modules copy.
 _COPIED = ("max_source_positions", "max_target_positions")
 
 
@@ -278,7 +278,7 @@ def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
 
 
 def _is_native_length(config: SchemeConfig, made_for: int, stacks: list[Stack], native: int) -> bool:
-    """Whether a length is that of a RoPE scaling of the stock config, which may exceed its stated length."""
+    """Whether a length comes from a RoPE scaling in the stock config, which may exceed the stated length."""
     placed = {type(scaling) for one in walk(config) if (scaling := getattr(one, "scaling", None)) is not None}
     stated = [getattr(stack.config, "rope_parameters", None) or {} for stack in stacks]
     nested = [value for parameters in stated for value in parameters.values() if isinstance(value, dict)]

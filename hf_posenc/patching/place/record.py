@@ -2,7 +2,7 @@
 
 The journal holds what was set on instances, and how to restore it.
 
-`SchemeRecord.agrees` compares the model with what was placed and describes the first difference. It is asked before a
+`SchemeRecord.agrees` compares the model with what was placed and describes the first difference. It is called before a
 model is saved, exported or inspected. The record of each stack is in `stack_record.py`.
 
 Weights name the scheme that they were trained with in an entry of the state dict, its mark. Many schemes have no

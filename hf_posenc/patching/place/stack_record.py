@@ -2,7 +2,7 @@
 
 After a patch, others may replace the forward of an attention module or of its class, add, drop, move or share layers,
 or change a field of the config that has no effect any more. The record of a stack describes the first difference. It is
-asked before each call in which something has changed since the last one.
+checked before each call in which something has changed since the last one.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class StackRecord:
         )
 
     def difference(self) -> str:
-        """Describes how the stack differs from what was placed; empty if it does not. Saved models are asked this."""
+        """Describes how the stack differs from what was placed; empty if it does not. Called before a save."""
         return ("" if self._is_unchanged() else self.problem()) or self.moved()
 
     def problem(self) -> str:

@@ -55,7 +55,7 @@ def asked_scalings(config: SchemeConfig) -> list[RopeScaling]:
 
 
 def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequence[str | None]) -> SchemeConfig:
-    """The config with `native` in place of every `NativeConfig`.
+    """The config in which `native` replaces every `NativeConfig`.
 
     Args:
         config: the requested config.

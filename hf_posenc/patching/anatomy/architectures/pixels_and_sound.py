@@ -112,7 +112,7 @@ PIXELS: dict[tuple[str, ...], Architecture] = {
         },
     ),
     ("seggpt",): Architecture(example_inputs=_image_and_prompt),
-    # Frames in place of a batch of images.
+    # Frames instead of a batch of images.
     ("xclip_vision_model",): Architecture(
         example_inputs=lambda module, tokens: {
             "pixel_values": numbers(module.config.num_frames, module.config.num_channels, *image_sides(module.config))
