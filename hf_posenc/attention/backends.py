@@ -170,7 +170,7 @@ def attention_without_mask(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Attention:
-    """Attention that this package computes alone: every query reads all keys that its bias does not hide.
+    """Attention that this package computes itself: every query reads all keys that its bias does not hide.
 
     The arguments and the result are those of `attention_with` for stock sdpa.
 

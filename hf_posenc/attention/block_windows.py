@@ -18,8 +18,7 @@ _GRADIENT_MARGIN = 2.0**10
 
 
 def narrowed(mask: Any, form: FusedForm, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Any:
-    """Removes blocks that cannot change a result from a block mask. If this cannot be determined, returns the given
-    mask.
+    """Removes blocks that cannot change a result from a block mask. If they are unknown, returns the mask.
 
     No values are read on the host, so there is no device synchronization, and no branch in a compiled graph.
 

@@ -26,7 +26,7 @@ _WINDOW_ROWS = 320
 
 
 class Sizes(NamedTuple):
-    """How far attention with a bias is divided; by default as suits the caches of a CPU (an AMD EPYC, an Intel Xeon).
+    """Sizes of the blocks of attention with a bias. The defaults suit the caches of a CPU (an AMD EPYC, an Intel Xeon).
 
     An accelerator computes a block faster than Python launches it, so blocks are large (docs/results/gpu/blocks.md).
     """
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     #: Numbers of a block of a bias that is computed pair by pair, 4 bytes each. C libraries return freed memory of 32
     #: MiB or more to the system; smaller pieces of growing sizes would fragment the memory.
     bias_numbers: int = 2**23
-    #: Up to this many, each layer keeps what it computed such a bias from, several times its size, for its gradients.
+    #: Up to this many, each layer keeps the inputs of such a bias, several times its size, for its gradients.
     kept_numbers: int = 2**23
     #: From this many queries on, a causal bias has at least four blocks.
     divided_length: int = 512
@@ -49,11 +49,11 @@ class Sizes(NamedTuple):
     #: Queries of a block for a number per key, and of a backward pass.
     term_rows: int = 128
     backward_rows: int = 128
-    #: The most scores of a block, 4 bytes each.
+    #: Maximum number of scores of a block, 4 bytes each.
     scores: int = 2**23
 
 
-#: By `is_cpu` of a tensor.
+#: The sizes, by `is_cpu` of a tensor.
 SIZES = {True: Sizes(), False: Sizes(
     short_pairs=256**2, shared_numbers=2**26, bias_numbers=2**25, divided_length=4096, distance_rows=2048,
     long_distance_rows=2048, term_rows=2048, backward_rows=1024, scores=2**26,
@@ -260,11 +260,10 @@ def blockwise_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of queries, keys and values, recomputing the probabilities a few rows at a time.
 
-    Everything is computed in at least float32, because half precision would lose accuracy compared with the forward
-    pass.
+    Everything is computed in at least float32, because half precision would be less accurate than the forward pass.
 
     `gradient` is that of the output, `(batch, query_len, heads, value_dim)`. `on_scores` is called with that of the
-    scores of every block, `(batch, heads, rows, keys)`, queries reversed. The rest: as in `blockwise_forward`.
+    scores of every block, `(batch, heads, rows, keys)`, queries reversed. The others are as in `blockwise_forward`.
     """
     heads, key_length = query.shape[1], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -276,8 +275,7 @@ def blockwise_backward(
     # Blocks differ in size, and separate allocations for each would fragment the memory.
     sizes = [block.items_and_heads * (block.stop - block.start) for block in divided]
     buffers = [keys.new_empty(max(sizes, default=0) * key_length) for _ in range(2)]
-    # A mask together with a bias that is -inf beyond some distance may hide all keys of a padding query. Softmax gives
-    # NaN for it.
+    # A mask and a bias that is -inf beyond a distance may together hide all keys of a padding query: softmax gives NaN.
     may_be_empty = mask is not None
     with without_autocast(query.device):
         for block in divided:

@@ -37,8 +37,7 @@ def attention_by_blocks(
         form: the bias.
         causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
         query: `(batch, heads, query_len, head_dim)`. Only its shape, dtype and device matter.
-        key: `(batch, key_value_heads, key_len, head_dim)`, those keys of a call that queries see. Only its shape
-            matters.
+        key: `(batch, key_value_heads, key_len, head_dim)`, the keys that queries see. Only its shape matters.
         mask: the mask.
         args: further arguments of the function.
         kwargs: its further arguments by name.

@@ -29,7 +29,7 @@ class DividedForm(RowsForm):
     other: OtherHeads
 
     def of_first(self, key_length: int) -> DividedForm:
-        """Returns the same for the first `key_length` keys only; no query sees later ones."""
+        """Returns the same bias for the first `key_length` keys only; no query sees later ones."""
         return replace(self, key_length=key_length)
 
     def is_fused(self, query: Tensor, value: Tensor) -> bool:

@@ -3,8 +3,7 @@
 `q . k + term[j] - term[i]` is itself a product of two vectors, so any kernel can compute it, including flash kernels
 without a bias, and the kernel's backward pass applies. Terms grow with the length, and adding a large term in float32
 would lose precision of the content. Two measures prevent this. The new dimensions come first, so that the two terms
-cancel first if a product is summed in order. In float32 the kernel's scaling is a power of two, so that dividing a term
-by it is exact.
+cancel first if a product is summed in order. In float32 the kernel's scaling is a power of two, so a division is exact.
 """
 
 from __future__ import annotations

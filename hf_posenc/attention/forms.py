@@ -37,7 +37,7 @@ class DistanceForm:
         query_length: number of queries.
         key_length: number of keys.
         slopes: `(heads,)` float32 if the bias of every earlier key is `slope * distance`.
-        of_layers: whether several layers may have it: not if many forms came before it in this call.
+        of_layers: whether several layers may share it; false if many forms came before it in this call.
     """
 
     vector: Tensor
@@ -76,11 +76,11 @@ class DistanceForm:
         return own.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
 
     def of_first(self, key_length: int) -> DistanceForm:
-        """The same for the first `key_length` keys only."""
+        """The same bias for the first `key_length` keys only."""
         return replace(self, vector=self.vector[:, : self.query_length + key_length - 1], key_length=key_length)
 
     def double(self) -> DistanceForm:
-        """The same in float64."""
+        """The same bias in float64."""
         return replace(self, vector=self.vector.double(), slopes=None if self.slopes is None else self.slopes.double())
 
     def separable(self, query_slots: Tensor | None = None) -> SeparableForm | None:
@@ -125,11 +125,11 @@ class SeparableForm:
         return self.terms.requires_grad
 
     def of_first(self, key_length: int) -> SeparableForm:
-        """The same for the first `key_length` keys only."""
+        """The same bias for the first `key_length` keys only."""
         return SeparableForm(self.terms[..., :key_length], self.query_slots)
 
     def double(self) -> SeparableForm:
-        """The same in float64."""
+        """The same bias in float64."""
         return SeparableForm(self.terms.double(), self.query_slots)
 
     def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
@@ -171,11 +171,11 @@ class SumForm:
         return self.distance.requires_grad or self.separable.requires_grad
 
     def of_first(self, key_length: int) -> SumForm:
-        """The same for the first `key_length` keys only."""
+        """The same bias for the first `key_length` keys only."""
         return SumForm(self.distance.of_first(key_length), self.separable.of_first(key_length))
 
     def double(self) -> SumForm:
-        """The same in float64."""
+        """The same bias in float64."""
         return SumForm(self.distance.double(), self.separable.double())
 
     def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
@@ -201,11 +201,11 @@ class RowsForm:
     heads: int
 
     def of_first(self, key_length: int) -> RowsForm:
-        """Returns the same for the first `key_length` keys only; no query sees later ones."""
+        """Returns the same bias for the first `key_length` keys only; no query sees later ones."""
         return RowsForm(self.compute, self.query_length, key_length, self.heads)
 
     def double(self) -> RowsForm:
-        """The same in float64."""
+        """The same bias in float64."""
         return RowsForm(lambda *rows: self.compute(*rows).double(), self.query_length, self.key_length, self.heads)
 
     def rows(self, start: int = 0, stop: int | None = None, key_count: int | None = None) -> Tensor:
@@ -339,12 +339,12 @@ def masked_rows(
     """
     converts = not query.is_cpu and isinstance(form, DistanceForm) and not form.requires_grad
     if isinstance(form, DistanceForm) and converts and (mask is None or mask.dtype == torch.bool):
-        # Before there is a number for every pair. The sum with an additive mask may be too small for float16.
+        # Converted before there is a number for every pair. The sum with an additive mask may be too small for float16.
         form = replace(form, vector=for_kernel(form.vector, query))
     bias = form.rows(start, stop, seen)
     own = mask_of_rows(mask, causal, start, stop, seen, bias.device)
     if own is not None:
-        # Not a sum: what a scheme computes for hidden pairs may be anything.
+        # Not a sum, because a scheme may compute any number for hidden pairs.
         bias = torch.where(own, bias, torch.finfo(bias.dtype).min) if own.dtype == torch.bool else bias + own
     return for_kernel(bias, query) if converts else bias
 
@@ -352,7 +352,7 @@ def masked_rows(
 def mask_of_rows(
     mask: Tensor | None, causal: bool, start: int, stop: int, seen: int, device: torch.device
 ) -> Tensor | None:
-    """The rows of a mask, and those of a causal one; `None` if every query sees all keys."""
+    """The rows of the given mask, or else of a causal one; `None` if every query sees all keys."""
     if mask is not None:
         return (mask[:, :, start:stop] if mask.shape[2] > 1 else mask)[..., :seen]
     if not causal:

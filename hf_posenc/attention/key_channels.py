@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Bytes.
+#: Size of a unit, in bytes.
 _UNIT = 16
 #: Channels that store a float32 number.
 _CHANNELS = {torch.float64: 1, torch.float32: 1, torch.bfloat16: 3, torch.float16: 3}
 
 
 def num_channels(numbers: int, dtype: torch.dtype) -> int:
-    """Returns the number of channels of a dtype that store so many float32 numbers, padding included."""
+    """Returns the number of channels of a dtype that store some float32 numbers, including padding."""
     in_unit = _UNIT // dtype.itemsize
     return -(-numbers * _CHANNELS[dtype] // in_unit) * in_unit
 

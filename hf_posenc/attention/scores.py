@@ -2,9 +2,9 @@
 
 While the forward of such a module runs, a `TorchFunctionMode` intercepts the torch functions it calls: the first
 product of queries and keys uses the mapped ones, and the bias is added before the softmax over keys. The module's own
-code does everything else, and no forward is copied. What it multiplies the product with on the way is the scaling that
-the bias is told: some modules scale their queries, some their keys, some their scores, and some nothing. The bias is
-also told what the queries and the keys were multiplied with.
+code does everything else, and no forward is copied. The bias receives the
+factor by which the module multiplies the product: some modules scale their queries, some their keys, some their scores,
+and some nothing. The bias also receives the factors of the queries and of the keys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ScoresMode(TorchFunctionMode):
         self.bias = bias
         self.score_shape: tuple[int, int] | None = None
         self.biased = False
-        #: The product of queries and keys, or what the module has made of it, and its factor so far.
+        #: The product of queries and keys, or the result of later operations on it, and its factor so far.
         self.scores: Any = None
         self.factor: Factor = 1.0
         self.query_factor: Factor = 1.0
@@ -107,7 +107,7 @@ class ScoresMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note_factor(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Notes which tensors have been multiplied with a number, which may be queries or keys."""
+        """Records tensors that have been multiplied with a number. They may be queries or keys."""
         if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)):
             return
         factor = self._factor_of(args[0])
@@ -127,7 +127,7 @@ class ScoresMode(TorchFunctionMode):
         self.query_factor, self.key_factor = self._factor_of(query), self._factor_of(key)
 
     def _follow(self, func: Any, given: tuple[Any, ...], result: Any) -> None:
-        """Notes what a torch function made of the scores, and the factor if it is a multiplication or division."""
+        """Records the scores after a torch function, and the factor if it is a multiplication or division."""
         if func in _MULTIPLICATIONS:
             self.factor = self.factor * (given[1] if given[0] is self.scores else given[0])
         elif func in _DIVISIONS and given[0] is self.scores:

@@ -135,8 +135,7 @@ def windows_of(call: Call | None, vector: Tensor | None, terms: Tensor | None) -
     Args:
         call: the other inputs of the logits.
         vector: `(heads, query_len + key_len - 1)`, the bias by rising distance, or `None`.
-        terms: `(batch, heads, key_len)` float32, a number per key, from which each query's own is subtracted, or
-            `None`.
+        terms: `(batch, heads, key_len)` float32, a number per key, of which each query subtracts its own, or `None`.
     """
     if call is None:
         return None

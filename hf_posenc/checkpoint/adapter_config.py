@@ -5,8 +5,8 @@ files and keys. Therefore the adapter type is a sentence: PEFT does not know thi
 that other programs read without checking the type (rank, target modules) are moved into a nested entry.
 
 The config and the weights of an adapter can be loaded separately, with functions that do not get the folder. All of
-these functions create adapter layers from the config. A config that was read keeps the scheme of its adapter, and is
-compared with the model there. So is what a config would train.
+these functions create adapter layers from the config. A config that was read keeps the scheme of its adapter, and both
+the scheme and the modules that a config would train are compared with the model there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the parts of a checkpoint belong together: its config, its weights, and its files among one another.
+"""Checks that the parts of a checkpoint belong together: its config, its weights, and its files.
 
 A state dict, a file, the shards of an index, a checkpoint of `Trainer` and a distributed checkpoint name the schemes of
 their weights in the same way. `NamedSchemes` compares them with those of a model; `stored_schemes.py` reads them.
@@ -8,9 +8,9 @@ shape and can be read without the values, so a scheme that does not match the we
 Without a header (`.bin` files, a model built from a config), the limits of the options apply
 (`hf_posenc.schemes.validation`).
 
-One shard of several names the scheme. So that the others cannot be those of another model, the index holds a digest of
-each shard. It is added to the index that transformers has written; other programs ignore it. An index without digests,
-of a stock tool or of an older version, is accepted.
+One shard of several names the scheme. The index holds a digest of each shard, so that the others cannot come from
+another model. It is added to the index that transformers has written; other programs ignore it. An index without
+digests, of a stock tool or of an older version, is accepted.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class NamedSchemes:
         Args:
             model: any module; unpatched models have stock positions.
             remedy: sentences appended to the message.
-            reader: what has read the config that the model was built from, as in `disagreement`.
+            reader: the program that has read the config that the model was built from, as in `disagreement`.
 
         Raises:
             SchemeMismatchError: naming both schemes, if they differ.
@@ -344,14 +344,14 @@ def check_shard(index: dict[str, Any], path: Path) -> None:
     if not same:
         raise CheckpointError(
             f"{path} is not the file that the index next to it was saved with: it comes from another save, was edited, "
-            "or is being replaced by a save that goes on. Its weights may belong to another position encoding. Copy "
+            "or is being replaced by a save in progress. Its weights may belong to another position encoding. Copy "
             "all files of one save together, or save the model again. If the change is intended, remove "
             f"{SHARDS!r} from the index."
         )
 
 
 def files_read(source: Any, subfolder: str) -> dict[str, tuple[int, ...]] | None:
-    """Identifies the files of a model in a local folder. If it changes, they were replaced; `None` for a hub id."""
+    """A value that identifies the files of a model in a local folder, until they are replaced; `None` for a hub id."""
     folder = os.path.join(source, subfolder) if isinstance(source, str | os.PathLike) else ""
     if not os.path.isdir(folder):
         return None

@@ -334,7 +334,7 @@ def variant_of(name: str) -> str | None:
 
 
 def _remove_if_abandoned(draft: Path, match: re.Match[str]) -> None:
-    """Removes a draft whose process has ended. Of another machine, or without locks, only its age tells."""
+    """Removes a draft whose process has ended. For another machine, or without locks, its age decides."""
     lock = None
     try:
         if match["host"] == socket.gethostname():

@@ -36,7 +36,7 @@ TAGS = ("hf_posenc", "position-encoding")
 #: The section about the scheme between comments, by which a save finds it again.
 _END = "<!-- hf_posenc: end of this section -->"
 _BEGIN = r"<!-- hf_posenc: [^>]*?(?: Name: (?P<name>[^>]*)\.)? Tags: (?P<tags>[^>]*) -->"
-#: If the end of a section was removed by hand, the text behind it is not part of the next section.
+#: If the end of a section was removed by hand, the text after it is not part of the next section.
 _SECTION = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
 #: A sentence in the cards that transformers uploads with every model that has none.
 _OF_TRANSFORMERS = "This model card has been automatically generated"
@@ -107,7 +107,7 @@ def model_card(
 
 
 def card_text(data: ModelCardData, *parts: str) -> str:
-    """A card of its metadata and the parts of its text, without empty ones."""
+    """Returns the text of a card: its metadata, and the parts of its text that are not empty."""
     body = "\n\n".join(part.strip() for part in parts if part.strip())
     return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
 
@@ -186,7 +186,7 @@ def _section(
 ) -> str:
     """Describes the scheme of a patched model in Markdown, between comments by which a save finds it again.
 
-    It is written at every save, so it is made of what the patch has found. Examples load `name`, which later saves
+    It is written at every save, so it uses only what the patch has found. Examples load `name`, which later saves
     keep if it is `named`. `base` is the base model of an adapter.
     """
     class_name, adapter, report = type(inner).__name__, _is_adapter(model, inner), encoding.report
@@ -310,8 +310,8 @@ def _programs(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
     elif model.can_generate():
         kind, problem = unsupported_kind(model.config), engine_problem(model, VLLM)
         lines += [
-            f"`hf-posenc serve {quoted}`: a server with the API of OpenAI.",
-            f"`vllm serve {quoted}`, if `hf_posenc` is installed beside vLLM."
+            f"`hf-posenc serve {quoted}`: a server with an OpenAI-compatible API.",
+            f"`vllm serve {quoted}`, if `hf_posenc` is installed next to vLLM."
             if not kind and not problem
             else f"vLLM does not run it: {problem or kind}.",
         ]
@@ -358,7 +358,7 @@ def _read(path: Path) -> str | None:
 
 
 def _replaced(text: str, section: str) -> str:
-    """The text with the section in place of its first one, and without others, such as those of a pasted card."""
+    """The text with the section in place of its first one. Others, such as those of a pasted card, are removed."""
     start, *rest = _SECTION.split(text)
     after = "".join(rest[_SECTION.groups :: _SECTION.groups + 1])
     if section:

@@ -1,7 +1,7 @@
 """Wrappers of functions of transformers and other packages that load and save models.
 
 Each wrapper checks for an entry, and calls the stock method if there is none. `docs/explanation/wrapped_functions.md`
-says of every function why it is wrapped. Imports that only patched models need are inside functions, so `import
+states for every function why it is wrapped. Imports that only patched models need are inside functions, so `import
 hf_posenc` loads neither torch nor transformers.
 """
 
@@ -55,10 +55,9 @@ def install() -> None:
 def _get_engine_config(call: Call) -> Any:
     """Gives patched configs that an inference engine reads the architecture of its plug-in.
 
-    vLLM and SGLang choose the class of a model by `architectures`. For the name of a stock class they have an
-    implementation of their own, which would run the model with its native positions, and SGLang's would ignore the
-    entry in the weights that names the scheme. Without the plug-in, an engine refuses the model, whose name it does
-    not know.
+    vLLM and SGLang choose the class of a model by `architectures`. For the name of a stock class they have their own
+    implementation, which would run the model with its native positions, and SGLang's would ignore the entry in the
+    weights that names the scheme. Without the plug-in, an engine refuses the model, whose name it does not know.
     """
     config = call.run()
     if read_entry(config) is None:
@@ -69,6 +68,6 @@ def _get_engine_config(call: Call) -> Any:
 
     names = [name.removeprefix(ARCHITECTURE_PREFIX) for name in config.architectures or []]
     generates = ENGINE_ARCHITECTURE in names or set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    # The plug-ins have no implementation of other tasks, whose classes keep their names of `config.json`.
+    # The plug-ins have no implementation of other tasks, whose classes keep the names in `config.json`.
     config.architectures = [ENGINE_ARCHITECTURE] if generates else [ARCHITECTURE_PREFIX + name for name in names]
     return config

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: The name of the argument `position_encoding` while a config is read that has an attribute of this name, to which
 #: transformers would assign it.
 _SET_ASIDE = "_requested_position_encoding"
-#: Arguments of `patch_model` that may stand in the same dictionary as the scheme.
+#: Arguments of `patch_model` that may be in the same dictionary as the scheme.
 _PLACES = ("part", "layers", "elsewhere", "cross_attention")
 
 
@@ -357,7 +357,7 @@ class _Built:
 
 
 def _named(source: Any) -> str:
-    """What was read, for a message."""
+    """The name of a source, for a message."""
     return "the given state dict" if source is None else str(source)
 
 
@@ -369,7 +369,7 @@ def _with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
         build: returns the model, or a tuple that begins with it, for the call without this argument.
 
     Raises:
-        UnknownNameError, ValueError, TypeError, UsageError: for what is not a scheme, before anything is loaded.
+        UnknownNameError, ValueError, TypeError, UsageError: if the value is not a scheme, before anything is loaded.
         UnsupportedError: as `patch_model`, and if the folder is an adapter that was trained with another scheme.
     """
     names = [name for name in (ATTRIBUTE, _SET_ASIDE) if name in call.kwargs]
@@ -388,7 +388,7 @@ def _with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
     before = current_encoding(model)
     patch_model(model, config, **places)
     if getattr(model, "_hf_peft_config_loaded", False):
-        # An Auto class passes the base model on, and the folder of the adapter beside it.
+        # An Auto class passes on the base model, and the folder of the adapter in another argument.
         beside = (call.arguments.get("adapter_kwargs") or {}).get("_adapter_model_path")
         _check_adapter(model, before, beside or call.arguments.get("pretrained_model_name_or_path"))
     return built
@@ -398,7 +398,7 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
     """The scheme that a value of the argument asks for, and the other arguments of `patch_model` in it.
 
     Raises:
-        UnknownNameError, ValueError, TypeError, UsageError: for what is not a scheme.
+        UnknownNameError, ValueError, TypeError, UsageError: for a value that is not a scheme.
     """
     from hf_posenc.schemes import as_scheme
     from hf_posenc.schemes.written import parse_scheme
@@ -410,12 +410,12 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
         return as_scheme(scheme), places
     except UnknownNameError as error:
         if isinstance(requested, Mapping):
-            error.add_note(f"Beside the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
+            error.add_note(f"Besides the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
         raise
 
 
 def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
-    """The scheme, and the arguments of `patch_model` that stand in the same dictionary."""
+    """The scheme, and the arguments of `patch_model` that are in the same dictionary."""
     from hf_posenc.schemes.registry import get_scheme
 
     if not isinstance(requested, Mapping) or "scheme" not in requested:
@@ -437,7 +437,7 @@ def _knows_the_argument(model_class: Any) -> bool:
 def _check_adapter(model: Any, before: Any, source: Any) -> None:
     """Refuses a scheme with which the adapter that transformers has loaded was not trained.
 
-    Warns if the adapter names no scheme, as where it is loaded into a patched model.
+    Warns if the adapter names no scheme, as `PeftModel.from_pretrained` does for a patched model.
     """
     from hf_posenc.checkpoint.peft_hooks import warn_about_no_scheme
 

@@ -1,8 +1,8 @@
 """Wrappers of functions that load weight files and check only names and shapes: of other libraries, and of `Trainer`.
 
 Each wrapper refuses weights of another scheme before anything is copied. For models and weights without a scheme it
-calls the stock function. A map of devices needs no entry for the parts of a scheme: they stand where the layers stand
-that use them.
+calls the stock function. A device map needs no entries for the parts of a scheme: they are placed on the devices of
+the layers that use them.
 """
 
 from __future__ import annotations
@@ -167,8 +167,7 @@ def _load_distributed(call: Call) -> Any:
     """Wraps the function that all functions which load distributed checkpoints call.
 
     torch reads only the entries of the state dict to fill and ignores all others, so it would load the weights of a
-    patched model into a stock model. The marks of a checkpoint are listed in its metadata and are read with a separate
-    small load.
+    patched model into a stock model. The marks of a checkpoint are listed in its metadata and read separately.
     """
     state_dict = call["state_dict"]
     if getattr(call["planner"], "allow_partial_load", False):
@@ -193,9 +192,9 @@ def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
 
 
 def _metadata(call: Call) -> Any:
-    """What a checkpoint contains: in all, or of this process if it was saved without collectives.
+    """The metadata of a checkpoint, or of the part of this process if it was saved without collectives.
 
-    `None` if it cannot be read. Readers are of any class and raise anything; torch then fails on all processes.
+    `None` if it cannot be read. A reader of any class may raise any error; torch then fails on all processes.
     """
     import torch
 
@@ -248,7 +247,7 @@ def _entries(state_dict: Any, before: str = "") -> Iterator[tuple[dict[str, Any]
 
 
 def _with_parts(call: Call) -> Call:
-    """A call with `model` and `device_map`, its map completed."""
+    """Returns a call with `model` and `device_map` in which the map is completed."""
     device_map = completed(call["model"], call["device_map"])
     return call if device_map is call["device_map"] else call.changed(device_map=device_map)
 

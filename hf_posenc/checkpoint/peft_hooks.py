@@ -227,7 +227,7 @@ def _inject_adapter(call: Call) -> Any:
 
 
 def _prepare(model: Any, config: Any) -> None:
-    """Checks the config of a new adapter, and records the weights that the first one is put on.
+    """Checks the config of a new adapter, and records the weights on which the first one is placed.
 
     PEFT may move or change these weights from then on.
     """
@@ -246,7 +246,7 @@ def _prepare(model: Any, config: Any) -> None:
 
 
 def _load_adapter(call: Call) -> Any:
-    """Wraps `from_pretrained` of PEFT's models, which makes a new one, and `load_adapter`, which adds to one."""
+    """Wraps `from_pretrained` of PEFT's models, which makes a model, and `load_adapter`, which extends one."""
     loads_first = "cls" in call.arguments
     model, name = (call["model"], None) if loads_first else (call["self"], call["adapter_name"])
     with _placed(model, call["model_id"], call.arguments, name):

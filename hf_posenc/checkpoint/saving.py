@@ -1,4 +1,4 @@
-"""`save_pretrained` of patched models, or over one, their uploads, and the cards that other code writes for them.
+"""`save_pretrained` of patched models or into their folders, uploads, and the cards that other code writes for them.
 
 A save raises if the saved model could not be loaded again. The folder has a card with a section about the scheme. If an
 upload fails, the error says what to do. Before any model was patched, the wrappers here import nothing.
@@ -91,7 +91,7 @@ def _refuse_other_variants(model: Any, folder: Any, variant: str | None) -> None
     if remaining:
         raise UnsupportedError(
             f"{os.fspath(folder)} has a patched model, and this save would leave its weights {sorted(remaining)} "
-            f"beside the config of this {type(model).__name__}, which would run them with its stock positions. Save "
+            f"next to the config of this {type(model).__name__}, which would run them with its stock positions. Save "
             "it to another folder, or remove these files first."
         )
 

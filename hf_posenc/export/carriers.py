@@ -46,7 +46,7 @@ class Carrier(Generic[F]):
         name: in messages.
         form: returns what would be written, or raises `UnsupportedError` with the reason.
         gives: the kinds of parts that it has a place for; `None` if `form` looks at them itself.
-        fits: whether it is worth trying for a model, as far as its config says.
+        fits: whether it is worth trying for a model, judged by its config.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Carrier(Generic[F]):
 
 
 def of_types(*model_types: str) -> Callable[[PreTrainedModel], bool]:
-    """Whether a model has one of some types."""
+    """Returns a function that tells whether a model has one of these types."""
     return lambda model: model.config.model_type in model_types
 
 
@@ -96,7 +96,7 @@ class Export(ABC, Generic[F]):
 
     @abstractmethod
     def write(self, form: F) -> None:
-        """Writes a form into the folder, in place of one that was written before."""
+        """Writes a form into the folder, replacing one that was written before."""
 
     @abstractmethod
     def checks(self, form: F) -> Iterable[Check]:
@@ -107,7 +107,7 @@ class Export(ABC, Generic[F]):
         """
 
     def finished(self, form: F, checks: tuple[Check, ...]) -> tuple[Check, ...]:
-        """Writes what belongs to the export beside the form. Returns all checks, given those of the form."""
+        """Writes the files of the export other than the form. Returns all checks, given those of the form."""
         return checks
 
     @abstractmethod
@@ -188,8 +188,8 @@ class ExportError(UnsupportedError):
 
 
 def _advice(target: Target, parts: ModelParts) -> str:
-    """What an export to a target would give a model that another one has refused, as far as is known before it is
-    written; empty if it has nothing that could carry the scheme.
+    """The advice to export a model to this target after another one has refused it, as far as is known before anything
+    is written; empty if the target has nothing that could carry the scheme.
     """
     if other_modalities(parts.model):
         return ""
@@ -198,13 +198,13 @@ def _advice(target: Target, parts: ModelParts) -> str:
         several = parts.model.config.is_encoder_decoder
         return "" if several else f"{advice}: {target.program} runs almost every scheme"
     if missing:
-        return f"{advice}, if {target.program} has it, which this message says after: {install_command(target.name)}"
+        return f"{advice}, if {target.program} can express it; to find out, try it after {install_command(target.name)}"
     carrier = proposal(target, parts)
     return carrier and f"{advice}: {target.program} has {carrier}"
 
 
 def proposal(target: Target, parts: ModelParts) -> str:
-    """What could carry the scheme of a model in a target, before it is run; empty if nothing could."""
+    """The first carrier that may hold the scheme of a model in a target, before anything is run; empty if none may."""
     with contextlib.suppress(UnsupportedError):
         for carrier in target.export({}).of(parts, Path(), None).carriers():
             with contextlib.suppress(UnsupportedError):

@@ -1,4 +1,4 @@
-"""Comparing an export with the model it was made from: on which tokens, and what counts as equal."""
+"""Compares an export with the model it was made from: chooses the tokens, and decides what counts as equal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def excess(program: str, checks: Iterable[Check]) -> str:
 
 
 def accepted(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """The same checks without limits."""
+    """The checks without limits: any difference is accepted."""
     return tuple(replace(check, allowed=None) for check in checks)
 
 

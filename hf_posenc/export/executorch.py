@@ -28,10 +28,10 @@ from hf_posenc.export.programs import (
 from hf_posenc.export.records import Check
 from hf_posenc.patching.place.config_entry import find_lengths
 
-#: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. XNNPACK sums in
-#: another order.
+#: Largest difference at which program and model count as equal, in float32; relative for outputs larger than 1.
+#: XNNPACK sums in another order.
 _TOLERANCE = 1e-4
-#: Length of the example. It is none of the compared lengths.
+#: Length of the example, which differs from all compared lengths.
 _LENGTH = 11
 #: The smallest `max_length`.
 _LEAST = 16

@@ -1,4 +1,4 @@
-"""What a scheme does in each layer of a model, in terms that other programs have: rotations, biases, vectors."""
+"""The effect of a scheme in each layer of a model, in terms that other programs have: rotations, biases, vectors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_posenc.schemes.rotary.string import RotationInBasis
 
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
 STOPPED = 1e30
-#: An entry of `rope_parameters` that is no part of a rotation: the attention of Ministral 3 reads it, and multiplies
+#: An entry of `rope_parameters` that is not part of a rotation: the attention of Ministral 3 reads it, and multiplies
 #: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
 QUERY_FACTOR = "llama_4_scaling_beta"
 #: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
@@ -55,7 +55,7 @@ class Layer:
 
 
 class ModelParts:
-    """A model and the parts of its scheme. Those of a stock model are built from its native scheme and weights.
+    """A model and the parts of its scheme. For a stock model, they are built from its native scheme and weights.
 
     Args:
         model: a transformers model without adapters, patched or stock.
@@ -118,7 +118,7 @@ class ModelParts:
         return self.stacks[0][1].additive
 
     def needs(self) -> dict[Need, Part]:
-        """What the scheme needs."""
+        """The needs of the scheme."""
         return {need: part for _, encoding in self.stacks for need, part in encoding.needs().items()}
 
 
@@ -156,11 +156,11 @@ class Rotation:
 
     @property
     def spectrum(self) -> tuple[float, ...]:
-        """The same as a value that can be compared."""
+        """The frequencies as a value that can be compared."""
         return tuple(self.all_frequencies.tolist())
 
     def neighbours(self) -> list[int]:
-        """The dimensions of a head in the order in which the two of each pair stand next to each other."""
+        """The dimensions of a head in the order in which the two of each pair are next to each other."""
         pairs = len(self.frequencies)
         order = [*range(self.rotary_dim)]
         if self.layout == "half":
@@ -199,7 +199,7 @@ class Rotation:
 
 
 def rotation_of(layer: Layer) -> Rotation:
-    """The rotation that a layer does to queries and keys.
+    """The rotation that a layer applies to queries and keys.
 
     Raises:
         UnsupportedError: if its map is another one: with frequencies that depend on the length or on the head, or

@@ -1,4 +1,4 @@
-"""Models that cannot be exported, or of which a target would lose a part."""
+"""Refuses models that cannot be exported, or that would lose a part in a target."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
 
 
 def other_modalities(model: PreTrainedModel) -> list[str]:
-    """The parts of a model that read something else than text."""
+    """The parts of a model that read something other than text."""
     try:
         return [part for part in Anatomy(model).parts if part != TEXT]
     except UnsupportedError:
@@ -78,10 +78,10 @@ def other_modalities(model: PreTrainedModel) -> list[str]:
 
 
 def refuse_unsuited(model: PreTrainedModel, target: Target) -> None:
-    """Refuses a model of which a target would lose a part, or that it cannot compare with the model on token ids.
+    """Refuses a model that would lose a part in a target, or whose export cannot be compared with it on token ids.
 
     Raises:
-        UnsupportedError: saying what can be exported instead.
+        UnsupportedError: with what can be exported instead.
     """
     name, others = type(model).__name__, other_modalities(model)
     if others and target.keeps_images:
@@ -95,7 +95,7 @@ def refuse_unsuited(model: PreTrainedModel, target: Target) -> None:
         whole = 'For the whole model, to="stock" may work. ' if _runs_on_ids(model) else ""
         raise UnsupportedError(
             f"The export to {target.name!r} writes a program that reads token ids alone, so {name} would lose the part "
-            f"{_listed(others)} and its inputs. Export the language model of its own: build it with "
+            f"{_listed(others)} and its inputs. Export only its language model: build it with "
             "AutoModelForCausalLM.from_config(model.config.get_text_config()), load the weights of the stock text part "
             f"into it, call patch_model on it, and export that. {whole}{_WHOLE}"
         )

@@ -19,8 +19,8 @@ from hf_posenc.export.onnx_graph import Past, cached, export_graph, run_decoder
 from hf_posenc.export.programs import ProgramExport, padded, plain_checks, quiet
 from hf_posenc.export.records import Check
 
-#: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
-#: order: the 30 layers of SmolLM2 differ by 4e-6 in short texts, and by 1.3e-5 at position 16,384.
+#: Largest difference at which graph and model count as equal, in float32; relative for outputs larger than 1. They sum
+#: in another order: the 30 layers of SmolLM2 differ by 4e-6 in short texts, and by 1.3e-5 at position 16,384.
 TOLERANCE = 5e-5
 #: Tokens of one comparison after a long cache.
 _TAIL = 32
@@ -29,7 +29,7 @@ _SAMPLE = 256
 #: Longer sequences are not compared.
 _FARTHEST = 2**14
 _FILE, _QUANTIZED, _WEIGHTS = "model.onnx", "model_quantized.onnx", "model.onnx_data"
-#: Protobuf limits a file to 2 GB. Larger weights go to a file of their own.
+#: Protobuf limits a file to 2 GB. Larger weights go to a separate file.
 _LARGEST_FILE = int(1.5 * 2**30)
 #: Weights that share a scale, and onnxruntime's number for products with activations that are int8 in blocks too.
 _BLOCK, _INT8_PRODUCTS = 32, 4
@@ -50,7 +50,7 @@ class OnnxExport(ProgramExport):
             and any is accepted.
 
     Raises:
-        UsageError: for an option that is no truth value, or no version.
+        UsageError: for an option that is not a truth value, or not a version.
     """
 
     opset_version: int | None = None
@@ -103,7 +103,7 @@ class OnnxExport(ProgramExport):
         yield _step_by_step(model, session, sample)
 
     def finished(self, form: Form, checks: tuple[Check, ...]) -> tuple[Check, ...]:
-        """Writes the quantised graph beside the other, if it is asked for."""
+        """Writes the quantised graph next to the other one, if it was requested."""
         if not self.quantize:
             return checks
         quantize(self.draft / _FILE)
@@ -115,7 +115,7 @@ class OnnxExport(ProgramExport):
 
 
 def quantize(path: Path) -> None:
-    """Writes the graph in a file with int8 matrices, beside it."""
+    """Writes a copy of a graph with int8 matrices next to its file."""
     import onnx
 
     with quiet():
@@ -186,7 +186,7 @@ def _in_a_call(
 ) -> Iterator[Check]:
     """The difference at the last tokens under a mask; none if it is too long for the scheme.
 
-    Cached tokens are those of a short text, repeated to the length of the cache. Random numbers would not have the size
+    The cache contains a short text, repeated to its length. Random numbers would not have the size
     of real keys, and would hide differences in the new tokens or exaggerate them.
     """
     rows, before = len(mask), mask.shape[1] - length

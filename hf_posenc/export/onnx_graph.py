@@ -1,6 +1,6 @@
 """The graph of a model in ONNX: the function that is exported, and the names of its tensors.
 
-Names are those of optimum, which other programs look for: `past_key_values.0.key`, `present.0.key`.
+The names are the same as in optimum, because other programs look for them: `past_key_values.0.key`, `present.0.key`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_posenc.patching.place.encoding import current_encoding
 
 #: One pair of keys and values for each layer, `(batch, key_value_heads, past_length, width)` each.
 Past = list[tuple[Tensor, Tensor]]
-#: Sizes of the example. All differ, so that no length can stand for another.
+#: Sizes of the example. All differ, so that no length can be mistaken for another.
 _BATCH, _PAST, _LENGTH = 2, 7, 5
 #: The tensors of a cached layer, and the lengths that are not that of the new tokens.
 _CACHED = ("key", "value")
@@ -32,7 +32,7 @@ _LENGTHS = {
     "past": "past_sequence_length",
     "present": "total_sequence_length",
 }
-#: What an error of the exporter tells, where it does.
+#: Beginnings of the most informative sentences in errors of the exporter.
 _TELLING = ("No ONNX function found", "specialized it to be a constant")
 
 
@@ -93,7 +93,7 @@ def function_of(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Any]]:
     """The function that becomes the graph of a model, with a cache if it generates, and example inputs by name.
 
     Raises:
-        UnsupportedError: for a model that caches something else than keys and values.
+        UnsupportedError: for a model that caches something other than keys and values.
     """
     ids = random_ids(model, _PAST + _LENGTH, _BATCH)
     mask = torch.ones_like(ids)

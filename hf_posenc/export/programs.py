@@ -1,4 +1,4 @@
-"""Models as programs of tensors, which other runtimes execute: what the exports to them have in common."""
+"""Code shared by the exports that write a model as a program of tensors for another runtime."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProgramExport(Export[Form]):
 
     @abstractmethod
     def form(self, parts: ModelParts) -> Form:
-        """What the program is."""
+        """The form of the program."""
 
     def carriers(self) -> Sequence[Carrier[Form]]:
         """The program of the model is the only one."""
@@ -82,7 +82,7 @@ def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Te
 
 
 def padded(length: int, *padding: int) -> Tensor:
-    """`(batch, length)`, 1 at real tokens, after so much padding in each row."""
+    """`(batch, length)`, 1 at real tokens, after the given amount of padding in each row."""
     return (torch.arange(length) >= torch.tensor(padding or (0,)).unsqueeze(-1)).long()
 
 
@@ -129,12 +129,12 @@ def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -
 
 @contextlib.contextmanager
 def tracing(model: PreTrainedModel, program: str, telling: Sequence[str] = ()) -> Iterator[None]:
-    """Quiet, and with attention that can be traced. An error of the exporter is one of the model.
+    """Context manager for tracing: hides notes, uses attention that can be traced, and converts errors of the exporter.
 
     Args:
         model: the model that is traced.
-        program: what it cannot be written as, for messages.
-        telling: beginnings of the sentences that tell most, which the exporter may hide among others.
+        program: the kind of program, for messages.
+        telling: beginnings of the most informative sentences, which the exporter may hide among others.
 
     Raises:
         UnsupportedError: with the reason.
@@ -158,7 +158,7 @@ def tracing(model: PreTrainedModel, program: str, telling: Sequence[str] = ()) -
 def quiet() -> Iterator[None]:
     """Hides the progress reports and the notes of exporters, which concern operators that are not used here.
 
-    onnxruntime's quantizer also changes what the root logger shows. It is as before afterwards.
+    onnxruntime's quantizer also changes what the root logger shows. This is undone afterwards.
     """
     loggers = [
         logging.getLogger(name)

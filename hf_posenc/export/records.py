@@ -1,4 +1,4 @@
-"""What an export is: its carrier, and the differences that were measured in the program that runs it."""
+"""The record of an export: its carrier, and the differences that were measured in the program that runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.report.tables import format_table
 
-#: Name of the file that says what an export is: the fields of its `ExportReport`.
+#: Name of the file that describes an export: the fields of its `ExportReport`.
 MANIFEST = "export.json"
 _SERVERS = ("llama-server ", "vllm serve ", "transformers serve ", "text-embeddings-router ")
 
@@ -44,7 +44,7 @@ class Check:
 
     @property
     def size(self) -> tuple[bool, float]:
-        """Sorts what is not a number as the largest difference."""
+        """A sort key in which NaN counts as the largest difference."""
         return self.difference != self.difference, self.difference
 
 

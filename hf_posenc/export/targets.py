@@ -23,7 +23,7 @@ class Target:
         name: value of `to=`.
         summary: one line for help texts.
         home: its file, a module with a subclass of `Export`, and the name of that class.
-        program: what runs it.
+        program: the program that runs it.
         takes_almost_all: whether it can express almost every scheme, in models that are not an encoder and a decoder.
         keeps_images: whether it writes the whole of a model of images or sound. Others write a program for token ids.
     """
@@ -36,11 +36,11 @@ class Target:
     keeps_images: bool = False
 
     def missing_packages(self) -> list[str]:
-        """The packages that are not installed, of those that write and check it."""
+        """Those packages that write and check it and are not installed."""
         return missing(EXTRAS.get(self.name, ()))
 
     def export(self, options: Mapping[str, Any]) -> Export[Any]:
-        """Returns what writes an export with some options.
+        """Returns the export of this target with some options.
 
         Raises:
             MissingPackageError: if packages are not installed.
@@ -94,7 +94,7 @@ TARGETS = (
 )
 
 
-#: Those that transformers loads, also by the name of a repository.
+#: The targets that transformers loads, also by the name of a repository.
 OF_TRANSFORMERS = ("stock", "remote_code")
 
 

@@ -1,4 +1,4 @@
-"""The forward of a module: reading its code, standing in for it on one instance, running it with another `self`."""
+"""Reads the code of a module's forward, replaces the forward on one instance, and runs it with another `self`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: Depth to which a wrapper is searched for the forward inside it.
 _DEEPEST_WRAPPER = 6
-#: Packages whose decorators and attention functions are those of stock models.
+#: Packages whose decorators and attention functions occur in stock models.
 _OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "hf_posenc")
 
 
 def is_of_transformers(module_name: str) -> bool:
-    """Whether a Python module belongs to transformers, or to a package that it is made of."""
+    """Whether a Python module belongs to transformers, or to one of the other packages that stock models run."""
     return module_name.split(".")[0] in _OWN_PACKAGES
 
 
@@ -68,9 +68,9 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 
 def forward_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a class's forward. One that takes any arguments passes them on to that of a class below it."""
+    """The parameters of a class's forward. One that takes any arguments passes them on to a base class."""
     for one in kind.__mro__:
-        # Not from the class's dictionary, which a compiled forward cannot read if the class was changed.
+        # An attribute, because a compiled forward cannot read the dictionary of a class that was changed.
         found = parameters_of(one.forward) if hasattr(one, "forward") else {}
         if any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in list(found.values())[1:]):
             return found
@@ -136,7 +136,7 @@ def leads_to(found: Any, ours: Any, module: nn.Module) -> bool:
 
 
 def _held_by(found: Any, module: nn.Module) -> list[Any]:
-    """What a wrapper of a module's forward holds."""
+    """All objects to which a wrapper of a module's forward refers."""
     if found is None or isinstance(found, nn.Module | Tensor | type | types.ModuleType):
         return []
     inside: list[Any] = [getattr(found, "__wrapped__", None), getattr(found, "__func__", None)]
@@ -177,7 +177,7 @@ def registered_function(config: PreTrainedConfig) -> Any:
 
 
 class OfStack:
-    """What a scheme places in one module of a stack."""
+    """Base class of objects that a scheme places in one module of a stack."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OfStack:
         """Copies it with its module. In the copy of a single layer, it shares the scheme of its stack."""
@@ -277,8 +277,7 @@ def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
     """A view that shares the attributes of a module, later changes included.
 
-    Its class has the name of the module's class, because transformers finds the outputs that a model can record by that
-    name.
+    Its class has the name of the module's class, because transformers finds a model's recordable outputs by it.
     """
     kind: Any = type(module)
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -289,7 +288,7 @@ def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
 
 
 class Viewed:
-    """Base class of what runs the forward of `module` as a view, which is made once and in no copy."""
+    """Base class of objects that run the forward of `module` on a view. The view is made once and never copied."""
 
     module: Any
     _view: Any = None
@@ -310,7 +309,7 @@ class Viewed:
 
 
 class WithoutTable(Viewed):
-    """A stack that adds the rows of a buffer, as a view that adds zeros at any position. The buffer stays as it is."""
+    """Runs a stack that adds the rows of a buffer on a view that adds zeros instead. The buffer is not changed."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -326,11 +325,11 @@ class _ZeroRows:
         self.table = table
 
     def to(self, **kwargs: Any) -> Tensor | None:
-        """What the stack assigns to its buffer, which it reads again afterwards."""
+        """Returns the table, which the stack assigns to its buffer and reads again afterwards."""
         return self.table
 
     def __getitem__(self, places: tuple[Tensor, slice]) -> Tensor:
-        """A single column, which broadcasts in the addition to embeddings of any dtype."""
+        """Returns a single column of zeros, which can be added to embeddings of any width and dtype."""
         return torch.zeros(*places[0].shape, 1, dtype=torch.bool, device=places[0].device)
 
 

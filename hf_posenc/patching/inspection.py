@@ -1,4 +1,4 @@
-"""What a model has, and what can run it: `native_scheme`, `inspect_model`, and support by inference engines."""
+"""`native_scheme` and `inspect_model`, and the checks of whether an inference engine can run a model."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     in_force = None if encoding is None else encoding.config.to_dict()
     change = transaction.change()
     if change:
-        # In this model, the scheme could not be placed again as it was.
+        # The scheme could not be placed again as it was, so a copy of the model is unpatched.
         stock = copy.deepcopy(transaction.model)
         Transaction(stock).undo()
         return replace(inspect_model(stock), in_force=in_force, disagreement=change)
@@ -231,10 +231,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def unsupported_kind(config: Any) -> str:
-    """What kind of model the plug-ins do not support, as a subject of a sentence; empty for one that they do."""
+    """The kind of a model that the plug-ins do not support, as the subject of a sentence; empty if they support it."""
     try:
         is_composite = config.get_text_config() is not config
-    except ValueError:  # It has several configs of text.
+    except ValueError:  # The config contains several text configs.
         is_composite = True
     if is_composite:
         return f"A {config.model_type!r} model has several parts, such as for images or sound"
@@ -252,7 +252,7 @@ def engine_problem(model: Any, engine: Environment) -> str:
 
 def _model_problem(encoding: PositionEncoding) -> str:
     if encoding.config.part_names is not None:
-        return "the plug-in runs models of text alone, and this model has parts for images or sound"
+        return "the plug-in runs text-only models, and this model has parts for images or sound"
     layers = [layer for stack in encoding.stacks.values() for layer in stack.layers]
     if len(encoding.stacks) != 1 or not all(layer.causal for layer in layers):
         return "the plug-in runs decoders that generate text, and this model has an encoder"

@@ -49,7 +49,7 @@ def patch_model(
     cross_attention: SchemeLike | bool = False,
     **options: Any,
 ) -> ModelType:
-    """Replaces the position encoding of a transformers model. In place, on this instance only.
+    """Replaces the position encoding of a transformers model, in place and on this instance only.
 
     The native mechanisms (rotary functions, position tables, relative biases) are disabled, and the scheme takes their
     place. Their weights stay in the model, frozen, so that `unpatch_model` restores the stock model exactly. If the
@@ -103,7 +103,7 @@ def place_scheme(
 ) -> set[UnfilledTable]:
     """`patch_model` in a transaction, whose anatomy of the model has been used before.
 
-    Returns the tables of the scheme that keep random rows beside a native table.
+    Returns the tables of the scheme that keep random rows although the model has a native table.
     """
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
@@ -169,7 +169,7 @@ def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:
 
 
 def _kept(encoding: PositionEncoding | None, changed: Collection[str]) -> dict[str, StackEncoding]:
-    """What is in place in the stacks of other parts. Its parameters may have been trained."""
+    """The encodings of the stacks of other parts, which are kept because their parameters may have been trained."""
     stacks = {} if encoding is None else encoding.stacks
     return {name: stack for name, stack in stacks.items() if stack.part not in changed}
 
@@ -188,7 +188,7 @@ def _resolve(
         verify_adopted_tables(transaction.anatomy, stacks, transaction)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
     native = partial(native_scheme_of, transaction, part)
-    # The native scheme may differ between layers; then it is asked for in the chosen ones.
+    # The native scheme may be a schedule. Only the chosen layers are taken from it.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
     config = resolve_native(config, stacks, native)
     other = other if layers is None else resolve_native(other, stacks, native)
@@ -198,7 +198,7 @@ def _resolve(
     warn_if_theta_changes(config, stacks)
     warn_of_invented_grid(config, stacks)
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
-    # Where layers were exchanged since the last patch, the scheme in force could not be restored after the run.
+    # If layers were exchanged since the last patch, the scheme in force could not be restored after the run.
     if others and transaction.anatomy.is_runnable and not transaction.change():
         with transaction.suspended():
             refuse_failing(transaction.anatomy, config, others, transaction)
@@ -250,11 +250,11 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
 
 
 def warn_of_random_rows(tables: Iterable[UnfilledTable], config: SchemeConfig) -> None:
-    """Warns of tables of a new scheme that could have taken over the native one, and have rows that it did not fill."""
+    """Warns about tables that could have taken over the native table of the model but still have random rows."""
     for table in tables:
-        remedy = f"For a trained model, make them from its own rows: {TABLE_EXTENSION}."
+        remedy = f"For a trained model, compute them from its own rows: {TABLE_EXTENSION}."
         if not table.taken:
-            remedy = "To keep the table of a trained model, give the scheme the sizes of the model's own, or 'native'."
+            remedy = "To keep the table of a trained model, give the scheme the sizes of that table, or use 'native'."
         warn_user(
             f"{table.random} of the {table.rows} rows of the table of {config.label!r} are drawn at "
             f"random: the model's own table has {table.native_rows} rows"
@@ -278,7 +278,7 @@ _ASSIGNMENT = ("sections", "interleaved", "axes")
 def resolve_native(
     config: SchemeConfig, stacks: list[Stack], native_scheme: Callable[[], SchemeConfig]
 ) -> SchemeConfig:
-    """`config` with the native scheme in place of every `NativeConfig`.
+    """Returns `config` with every `NativeConfig` replaced by the native scheme.
 
     Warns if a scaling that the model has is replaced.
 
@@ -311,8 +311,8 @@ def resolve_native(
 
 
 def _refuse_scaled_softmax(stacks: list[Stack], asked: list[RopeScaling]) -> None:
-    """Refuses a scaling where an attention has computed a factor of its softmax from `rope_parameters` when it was
-    built, as that of DeepSeek does from `mscale_all_dim`.
+    """Refuses a scaling if the attention computed a factor of its softmax from `rope_parameters` when it was built, as
+    DeepSeek's attention does from `mscale_all_dim`.
     """
     for stack in stacks:
         own = (getattr(stack.config, "rope_parameters", None) or {}).get("mscale_all_dim")
@@ -343,7 +343,7 @@ def with_native_options(
     try:
         native = native_scheme()
     except UnsupportedError:
-        return config  # A scaled M-RoPE has no name here. The warning about its base remains.
+        return config  # No scheme here describes a scaled M-RoPE. The warning about its base is still shown.
     if not isinstance(native, MRopeConfig):
         return config
     groups = [_SPECTRUM] if config.by_head else [_SPECTRUM, _ASSIGNMENT]
@@ -366,7 +366,7 @@ def schedule(
         stacks: the model's stacks.
         layers: indices of layers, counted as in `model.layers`; `None` for all.
         elsewhere: the scheme of the other layers; may itself be a schedule.
-        merged: whether `config` may be a schedule too, of which only `layers` are taken.
+        merged: whether `config` may be a schedule too. Only `layers` are taken from it.
 
     Raises:
         TypeError: for layers that are not given by their indices.
@@ -489,7 +489,7 @@ def warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
         )
 
 
-#: Schemes that read a token without coordinates at the same place on every axis.
+#: Schemes that give a token without coordinates the same position on every axis.
 _DIAGONAL = frozenset(("mrope",))
 
 

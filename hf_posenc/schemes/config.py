@@ -94,7 +94,7 @@ class SchemeConfig:
     causal_only: ClassVar[str] = ""
     #: Whether it places anything in a model, where the native positions were.
     has_parts: ClassVar[bool] = True
-    #: What it is instead, if it has no parts of its own and cannot be built; empty if it can.
+    #: The end of the error message if it has no parts and cannot be built; empty if it can be built.
     without_parts: ClassVar[str] = ""
     #: Whether the native scheme of a model takes its place.
     stands_for_native: ClassVar[bool] = False
@@ -374,7 +374,7 @@ def _decode(value: Any) -> Any:
 
 
 def check_parts(config: SchemeConfig, parts: Any) -> None:
-    """Refuses with a `TypeError` what is not `SchemeParts` with parts of the right types."""
+    """Raises a `TypeError` for anything other than `SchemeParts` with parts of the right types."""
     owner = f"{type(config).__name__}.build"
     if not isinstance(parts, SchemeParts):
         raise TypeError(f"{owner} returned {type(parts).__name__}; expected SchemeParts(...).")
@@ -389,7 +389,7 @@ def check_parts(config: SchemeConfig, parts: Any) -> None:
 
 @torch.no_grad()
 def _check_bias(bias: DistanceBias) -> None:
-    """Refuses a bias that does not return `(heads, *distance.shape)`, by three distances. Not on the meta device."""
+    """Refuses a bias that does not return `(heads, *distance.shape)` for three distances. Skipped on meta devices."""
     distance = torch.arange(-2, 1)
     if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
         return

@@ -125,11 +125,11 @@ def tables_of_call(
 
     Args:
         table: `(*size, width)`.
-        positions: of the tokens.
+        positions: the positions of the tokens.
         where: their places.
         resizing: how the table is resized.
         size_of_table: the size of the table for a grid.
-        grid: that the table is for.
+        grid: the grid that the table is for.
         scheme: its name, for error messages.
 
     Returns:

@@ -45,7 +45,7 @@ def places(
     """Returns the places that the model passed, or those of a sequence that fills `grid` row by row.
 
     Args:
-        positions: of the tokens.
+        positions: the positions of the tokens.
         axes: number of axes of the scheme.
         scheme: its name, for error messages.
         grid: sizes of all axes except the first, for tokens without coordinates; `None` if the scheme requires

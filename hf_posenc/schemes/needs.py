@@ -1,7 +1,7 @@
-"""What the parts of a scheme need, and the one comparison with what an environment lacks.
+"""The needs of the parts of a scheme, and the comparison with what an environment lacks.
 
-An environment is whatever runs a scheme or carries it: a cache, an attention kernel, a kind of layer, a way to split a
-model, an engine, a format of exports. `hf_posenc.schemes.refusals` lists them.
+An environment is anything that runs or carries a scheme: a cache, an attention kernel, a kind of layer, a way to split
+a model, an engine, a format of exports. `hf_posenc.schemes.refusals` lists them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_bef
 
 
 class Need(Enum):
-    """What a part does that not every environment allows. The value continues a sentence that begins with "it"."""
+    """Something that a part does and some environments forbid. The value continues a sentence that begins with "it"."""
 
     VECTORS = "adds vectors to the embeddings"
     MAP = "changes queries and keys by their position"
@@ -57,7 +57,7 @@ class Need(Enum):
 BIASES = (Need.SLOPES, Need.KEY_TERMS, Need.BIAS)
 #: Parts that act in the attention of a layer.
 IN_ATTENTION = (Need.MAP, Need.ROTATION_BY_INPUT, *BIASES, Need.SCALE)
-#: What a format has to have a place for, and what that place is called.
+#: The kinds of parts for which a format needs a place, with the name of that place.
 KINDS = {
     Need.VECTORS: "vectors",
     Need.MAP: "map",
@@ -200,7 +200,7 @@ class Environment:
 def generation_problems(
     engines: Iterable[Environment], cache: Environment, needs: Mapping[Need, Part], parts: Iterable[Part]
 ) -> dict[str, str]:
-    """By the name of a way to generate, why it cannot run a scheme, as a clause about the scheme; empty if it can.
+    """The reason why a way to generate cannot run a scheme, by its name, as a clause about the scheme; empty if it can.
 
     Args:
         engines: programs that keep keys.

@@ -149,7 +149,7 @@ class Part(nn.Module):
     #: False if the part depends only on the order of tokens, so that a position map has no effect. A position map of
     #: such parts alone is refused.
     reads_positions: bool = True
-    #: Whether a decrease of the positions is the start of another document for it.
+    #: Whether the part treats a decrease of the positions as the start of another document.
     finds_documents: bool = False
     #: Whether the part reads `Positions.coordinates` if the caller passes positions on several axes.
     reads_coordinates: bool = False
@@ -293,8 +293,8 @@ class PairwiseBias(LogitBias):
 
     #: Number of features per head and token that `key_features` returns. They are cached with the keys.
     num_features: int = 0
-    #: How many of them, the last ones, are numbers of a key head, which all query heads that read it share. They are
-    #: cached once. The other features are numbers of a query head.
+    #: How many of these features, the last ones, belong to a key head and are shared by all query heads that read it.
+    #: They are cached once. The other features are numbers of a query head.
     num_shared_features: int = 0
     #: Whether `forward` reads `pairs.query` or `pairs.key`. Such a bias requires heads of their original width.
     reads_heads: bool = False
@@ -332,7 +332,7 @@ class PairwiseBias(LogitBias):
         raise NotImplementedError
 
     def other_heads(self, pairs: AttentionPairs) -> OtherHeads | None:
-        """Returns what the bias computes the logits of some pairs from, if it does nothing else, or `None`.
+        """Returns the heads from which the bias computes the logits of some pairs, if it does nothing else, or `None`.
 
         A kernel then needs no bias. `None` also if the keys of these pairs are not the first keys of each query.
         """
@@ -342,8 +342,7 @@ class PairwiseBias(LogitBias):
 class SeparableBias(PairwiseBias):
     """A bias `terms[j] - terms[i]` for every key j that query i sees.
 
-    The softmax is invariant to the query's term, which is the same for all keys, so a kernel needs only the terms of
-    the keys.
+    The softmax is invariant to the query's term, which is the same for all keys. A kernel needs only the keys' terms.
     """
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
@@ -368,7 +367,7 @@ class LogitScale(Part):
 
 
 class PositionMap(Part):
-    """A map from positions to new positions, one per token. Its flags say of its positions what those of a part do."""
+    """A map from positions to new positions, one per token. Its flags describe its positions, like those of a part."""
 
     #: Whether all distances stay the same, so that a distance bias does not change.
     keeps_distances: bool = False

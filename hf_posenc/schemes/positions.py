@@ -110,13 +110,12 @@ class Positions:
         coordinates: `(axes, batch or 1, length)` int64 if tokens have positions on several axes, else `None`: (time,
             height, width) that the caller passed, or the place of a patch, (row, column) or (frame, row, column). 0
             for tokens without a place.
-        token_ids: `(batch, length)` int64, the vocabulary ids of the tokens, or `None` if the model did not receive
-            them.
+        token_ids: `(batch, length)` int64, the vocabulary ids of the tokens; `None` if the model did not get them.
         extents: `(axes, batch or 1, length)` int64, the sizes in patches of the grid that each token belongs to; `None`
             if the coordinates are not those of a grid.
         placed: `(batch or 1, length)` bool, false for tokens without a place on the grid (class and register tokens,
             padding); `None` if all tokens have one.
-        grid: the sizes of the one grid that all tokens with a place belong to, if shapes tell it, so that no value of
+        grid: the sizes of the one grid that all tokens with a place belong to, if shapes show it, so that no value of
             `extents` has to be read; `None` if it is unknown or grids differ.
         memo: a dictionary shared by all `Positions` of one forward call of the model, for values that must be drawn or
             computed only once.
@@ -150,7 +149,7 @@ class Positions:
         return moved
 
     def bounded(self, length: int) -> Positions:
-        """These positions, with the remark that all are below `length`, which the host knows without reading them."""
+        """These positions, with the note that all are below `length`, which the host knows without reading them."""
         self.remembered("bound", lambda: length, self.ids)
         return self
 
@@ -272,7 +271,7 @@ class AttentionPairs:
         return self.remembered("distance", lambda: self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1))
 
     def occurring(self, first: int, last: int) -> tuple[int, int]:
-        """Those of the distances `first` to `last` that tokens can have, as far as the host knows their positions."""
+        """The distances within `first` to `last` that tokens can have, as far as the host knows their positions."""
         bound = None if traced() else self.keys.remembered("bound", lambda: None, self.keys.ids)
         return (first, last) if bound is None else (max(first, 1 - bound), min(last, bound - 1))
 

@@ -1,4 +1,4 @@
-"""What each environment lacks, why, and what to do instead: the table of docs/reference/limits.md."""
+"""The environments: what each one lacks, why, and what to do instead. docs/reference/limits.md has the table."""
 
 from __future__ import annotations
 
@@ -161,10 +161,10 @@ SGLANG = Environment(
     _OTHER_PROGRAM,
 )
 
-#: What runs a patched model with a plug-in.
+#: The engines that run a patched model with a plug-in.
 ENGINES = (VLLM, SGLANG)
 
-#: All of them. Formats of exports state what they have a place for in `hf_posenc.export`.
+#: All environments. Export formats state what they have a place for in `hf_posenc.export`.
 ENVIRONMENTS = (
     GROWING_CACHE,
     QUANTISED_CACHE,

@@ -103,7 +103,7 @@ def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
 
 
 def _with_configs(value: Any) -> Any:
-    """Returns a value from JSON with configs in place of the dictionaries that describe schemes."""
+    """Returns a value from JSON in which dictionaries that describe schemes are replaced by configs."""
     if isinstance(value, dict) and "scheme" in value:
         return scheme_from_dict(value)
     return tuple(map(_with_configs, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""What the config of a scheme is written with. What its parts are written with comes from `hf_posenc.schemes.parts`."""
+"""The names with which the config of a scheme is written. Those for its parts are in `hf_posenc.schemes.parts`."""
 
 from hf_posenc.schemes.config import (
     BuildContext as BuildContext,

@@ -400,7 +400,7 @@ def _message(config: object, field: str, value: Any, expected: str) -> str:
     return f"{type(config).__name__}.{field} is {shown(value)}; expected {expected}."
 
 
-#: By the first type that a field declares.
+#: The checks by the first type that a field declares.
 _CHECKS: dict[str, Callable[..., None]] = {
     "int": check_integer,
     "float": check_number,

@@ -60,7 +60,7 @@ def parse_scheme(text: str, pairs: Iterable[str] = ()) -> SchemeConfig:
     name, _, inline = text.partition(":")
     config_class = get_scheme(name)
     texts = [field.name for field in dataclasses.fields(config_class) if is_text(field)]
-    # A comma in front of `name=` stands between options; others are within a value, which may be JSON.
+    # A comma before `name=` separates options; other commas are part of a value, which may be JSON.
     words = re.split(r",(?=\w+=)", inline) if inline else []
     try:
         return config_class.from_options(parse_options([*words, *pairs], texts))

@@ -1,4 +1,4 @@
-"""What an inference engine can compute of a scheme, and a patched model inside its backend for models of transformers.
+"""Decides which schemes an inference engine can compute, and runs a patched model in its transformers backend.
 
 An engine maps each key once, when its token arrives, and stores it in pages. Its kernel then attends over the pages,
 in a batch of many requests. No code of a scheme can run inside the kernel, but some kernels take the slopes of ALiBi.
@@ -84,7 +84,7 @@ def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
     """Puts the patched forwards back after an engine has rewritten the attention modules.
 
     vLLM compiles a forward from the source of the module's class, with one projection in place of three, and sets it on
-    the instance. The patched forward then runs that one.
+    the instance. The patched forward then runs this new forward.
 
     Args:
         model: the patched model.
@@ -99,15 +99,15 @@ def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
             continue
         if not isinstance(found, types.MethodType) or found.__func__ is type(site.module).forward:
             raise UnsupportedError(
-                f"The engine has replaced the forward of {type(site.module).__name__} by {found!r}, which the position "
-                "encoding cannot follow. Use another version of the engine."
+                f"The engine has replaced the forward of {type(site.module).__name__} by {found!r}, which cannot be "
+                "run with the position encoding. Use another version of the engine."
             )
         site.follow(found)
         site.module.forward = site
     encoding = current_encoding(model)
     assert encoding is not None
     for stack in encoding.stacks.values():
-        # It looks for modules that were added after the patch, and would take the engine's modules for such.
+        # The watch reports modules that were added after the patch, and would report the engine's modules.
         stack.runtime.watch = None
 
 

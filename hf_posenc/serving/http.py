@@ -1,4 +1,4 @@
-"""What `transformers serve` needs for patched models: their names in the list of models, and errors with the reason."""
+"""Adapts `transformers serve` to patched models: it lists their names, and its errors state the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def _build_server(call: Call) -> Any:
-    """The server, which answers with the reason where a patched model cannot do what is asked.
+    """Builds the server, which answers with the reason if a patched model does not support a request.
 
     Without a handler, every exception is answered with status 500 and no reason, and clients try again.
     """
@@ -48,7 +48,7 @@ def _models(call: Call) -> list[dict[str, Any]]:
 
     cache_dir = call["cache_dir"]
     if not Path(cache_dir or constants.HF_HUB_CACHE).is_dir():
-        return []  # The stock code raises, which some versions answer with status 500.
+        return []  # The stock code raises an error, which some versions answer with status 500.
     return [*call.run(), *_patched_models(cache_dir)]
 
 

@@ -16,7 +16,7 @@ from hf_posenc.serving.engine_schemes import refuse_settings, restore_forwards, 
 
 
 class HfPosencForCausalLM(TransformersForCausalLM):
-    """SGLang's backend for models of transformers, for a model with a position encoding of this package."""
+    """SGLang's backend for transformers models, for a model with a position encoding of this package."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         parallel = get_parallel()

@@ -28,7 +28,7 @@ BACKENDS_WITH_SLOPES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "ROCM_ATTN", "R
 
 
 class HfPosencForCausalLM(TransformersForCausalLM):
-    """vLLM's backend for models of transformers, for a model with a position encoding of this package."""
+    """vLLM's backend for transformers models, for a model with a position encoding of this package."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config

@@ -205,7 +205,7 @@ def replaced(apply: Callable[[Any], None]) -> Change:
 
 
 def bypassed(change: Callable[[Any], None], which: slice) -> Change:
-    says = r"did not run in this call|in contrast to that of other layers|took the place of an attention"
+    says = r"did not run in this call|unlike that of other layers|took the place of an attention"
     return Change(in_layers(change, which), says, None)
 
 

@@ -253,7 +253,7 @@ def llama(change: str) -> Any:
 #: What other code does to a Llama, and what the refusal says.
 CHANGES = {
     "rotating": r"output of layers\.1\.self_attn \(Rotating\)",
-    "foreign": r"layers\.1\.self_attn \(Foreign, defined in .*\) is no attention that hf_posenc recognises",
+    "foreign": r"layers\.1\.self_attn \(Foreign, defined in .*\) is not attention that hf_posenc recognises",
     "of torch": r"layers\.1\.inner\.self_attn \(MultiheadAttention, .*, so no scheme would act in it",
     "of torch, all": "MultiheadAttention never multiplied queries",
     "layer": r"input of layers\.1\.self_attn depends on the position",

@@ -63,7 +63,7 @@ def _form(parts: ModelParts, architecture: str) -> GgufForm:
     """
     model, config = parts.model, parts.model.config
     _refuse_other_blocks(parts)
-    # The architectures differ in what they do with positions; the names are those of 'bert'.
+    # The architectures differ in how they use positions; the names are those of 'bert'.
     tensors = named_weights(model, "bert", len(parts.layers), without=("pooler",))
     tensors.pop("position_embd.weight", None)
     return GgufForm(

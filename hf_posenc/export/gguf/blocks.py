@@ -1,4 +1,4 @@
-"""What several kinds of blocks of llama.cpp have in common: ALiBi, rotations, factors of logits, and GELU."""
+"""Code for several kinds of blocks of llama.cpp: ALiBi, rotations, factors of logits, and GELU."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def refuse_other_biases(parts: ModelParts) -> None:
 
 
 def logit_factors(parts: ModelParts) -> dict[int, float]:
-    """What layers multiply their logits by, where llama.cpp does not: it divides them by the root of a head's width."""
+    """The factors of the logits that llama.cpp does not apply, by layer. It divides by the root of a head's width."""
     factors = {}
     for index, attention in enumerate(parts.stack.attentions):
         scaling = next((getattr(attention.module, key) for key in _SCALINGS if hasattr(attention.module, key)), None)
@@ -135,7 +135,7 @@ def logit_factors(parts: ModelParts) -> dict[int, float]:
 
 
 def scale_queries(tensors: dict[str, Tensor], index: int, rows: int, factor: float) -> None:
-    """Moves a factor of a layer's logits into the projection of its queries, which has so many rows, or their norm."""
+    """Moves a factor of a layer's logits into the projection of its queries, with `rows` rows, or into their norm."""
     normed = f"blk.{index}.{_NORMS[0]}" in tensors
     for kind in _NORMS[:1] if normed else ("attn_q.weight", "attn_q.bias", "attn_qkv.weight", "attn_qkv.bias"):
         name = f"blk.{index}.{kind}"
@@ -174,10 +174,10 @@ def scaled_entries(parts: ModelParts, rotations: list[Rotation]) -> tuple[Metada
 
 
 def geometric_entries(rotation: Rotation) -> Metadata:
-    """Frequencies `first * base ** (-pair / pairs)`, as a base and a linear scaling. Pairs may also stand still.
+    """Frequencies `first * base ** (-pair / pairs)`, as a base and a linear scaling. Some pairs may not rotate.
 
     Raises:
-        UnsupportedError: for others.
+        UnsupportedError: for other frequencies.
     """
     turning = rotation.all_frequencies.abs()
     turning = turning[turning > 0].sort(descending=True).values
@@ -187,7 +187,7 @@ def geometric_entries(rotation: Rotation) -> Metadata:
     first = float(turning[0])
     base = 10000.0 if count == 1 else float((turning[0] / turning[-1]) ** (count / (count - 1)))
     computed = first * base ** -(torch.arange(count, dtype=torch.float64) / count)
-    # Those of RoPE are rounded to float32.
+    # The frequencies of RoPE are rounded to float32.
     if not torch.allclose(turning, computed, rtol=2 * EQUAL, atol=0):
         raise UnsupportedError(
             "the frequencies do not decrease by a constant factor from pair to pair, so they are not those of RoPE, "
@@ -203,7 +203,7 @@ def stated_rotation(place: Callable[..., GgufForm], parts: ModelParts, *, scaled
     Args:
         place: `(parts, rotations, entries, words about them)` -> the form that has them.
         parts: the model.
-        scaled: whether the options are those of a scaling.
+        scaled: whether the options describe a scaling.
     """
     rotations = rotations_of(parts)
     if scaled:
@@ -232,7 +232,7 @@ def _halves(rotation: Rotation) -> list[int]:
 
 
 def fold_rotations(form: GgufForm, rotations: list[Rotation], order: Callable[[Rotation], list[int]]) -> None:
-    """Moves what llama.cpp does not do in a rotation into the projections of queries and keys.
+    """Moves the parts of a rotation that llama.cpp does not compute into the projections of queries and keys.
 
     Args:
         form: the model.
@@ -240,7 +240,7 @@ def fold_rotations(form: GgufForm, rotations: list[Rotation], order: Callable[[R
         order: the dimensions of a head, in the order in which llama.cpp rotates them.
 
     Raises:
-        UnsupportedError: for a basis in front of which queries and keys are normalised.
+        UnsupportedError: for a basis, if queries and keys are normalised before it.
     """
     heads = int(form.metadata["attention.head_count"])
     key_heads = int(form.metadata.get("attention.head_count_kv", heads))
@@ -253,7 +253,7 @@ def fold_rotations(form: GgufForm, rotations: list[Rotation], order: Callable[[R
             )
         for name in [*(f"blk.{index}.attn_{kind}" for kind in ("q.weight", "q.bias", "k.weight", "k.bias")), *norms]:
             if name in form.tensors:
-                # A norm would undo a factor in front of it, so it has the factor itself.
+                # A norm would undo a factor before it, so its own weight gets the factor.
                 scaled = not norms or name in norms
                 form.tensors[name] = rotation.folded(form.tensors[name].float(), dimensions, scaled=scaled)
         for name in (f"blk.{index}.attn_qkv.weight", f"blk.{index}.attn_qkv.bias"):

@@ -1,4 +1,4 @@
-"""Feed-forwards of experts in llama.cpp, of which a router chooses some for each token."""
+"""Mixtures of experts in llama.cpp: feed-forwards from which a router chooses some for each token."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.file import Metadata
 from hf_posenc.export.layers import ModelParts
 
-#: Weights of such a layer.
+#: Weights of a layer with experts.
 EXPERTS = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _SHARED_GATE, _SHARED = "ffn_gate_inp_shexp.weight", "ffn_up_shexp.weight"
 
 
 def refuse_dense_layers(parts: ModelParts, architecture: str) -> None:
-    """Refuses a model whose config has layers without experts beside others.
+    """Refuses a model whose config has some layers without experts.
 
     Raises:
         UnsupportedError: with the fields.
@@ -31,7 +31,7 @@ def refuse_dense_layers(parts: ModelParts, architecture: str) -> None:
 
 
 def expert_entries(parts: ModelParts, architecture: str, tensors: dict[str, Tensor], *, sum_to_one: bool) -> Metadata:
-    """The hyperparameters of experts; empty for a model without.
+    """The hyperparameters of experts; empty for a model without experts.
 
     Args:
         parts: the model.

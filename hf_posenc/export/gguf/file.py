@@ -1,4 +1,4 @@
-"""A model in the terms of llama.cpp, and how it becomes a GGUF file."""
+"""A model in the terms of llama.cpp, and the code that writes it to a GGUF file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRECISIONS = {
     "f16": (Precision.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0": (Precision.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-#: Tables of positions, token types and biases, and what chooses experts.
+#: Tables of positions, token types and biases, and the routers of experts.
 _PRECISE = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight", "ffn_gate_inp.weight")
 #: Hyperparameters, by their keys without the name of the architecture ("block_count").
 Metadata = dict[str, int | float | str | bool]

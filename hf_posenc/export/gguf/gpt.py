@@ -47,7 +47,7 @@ class _Source:
     by_head: bool = False
 
 
-#: By the type of the model.
+#: The sources by the type of the model.
 _SOURCES = {
     "gpt2": _Source("gpt2", "mlp.act"),
     "gpt_bigcode": _Source("starcoder", "mlp.act"),
@@ -56,7 +56,7 @@ _SOURCES = {
     "gpt_neox": _Source("gptneox", "mlp.act", by_head=True),
 }
 _NORM = ("token_embd_norm.weight", "token_embd_norm.bias")
-#: Architectures of llama.cpp that need a bias in every projection and norm. The others take a model without.
+#: Architectures of llama.cpp that need a bias in every projection and norm. The others take a model without biases.
 _BIASED = ("gpt2", "bloom", "gptneox")
 
 
@@ -186,5 +186,5 @@ def _normalize_embeddings(tensors: dict[str, Tensor], epsilon: float) -> None:
 
 
 def _epsilon(stack: nn.Module) -> float:
-    """That of the first norm. The comparison finds a norm with another one."""
+    """The epsilon of the first norm. The comparison finds a norm with another one."""
     return next(float(module.eps) for module in stack.modules() if isinstance(module, nn.LayerNorm))

@@ -83,7 +83,7 @@ class Library:
     def encode(self, ids: list[int]) -> npt.NDArray[np.float32]:
         """The encoder's last hidden states, `(2, tokens, width)`.
 
-        By `llama_encode`, and by `llama_decode`, which llama.cpp's server calls and which may mask later tokens.
+        From `llama_encode`, and from `llama_decode`, which llama.cpp's server calls and which may mask later tokens.
         """
         self.functions.llama_set_embeddings(self.context, True)
         rows = []
@@ -99,8 +99,8 @@ class Library:
         """The decoder's logits after each batch and step, `(batches + steps, vocabulary)`. Later ones use its cache.
 
         Args:
-            ids: of the encoder; none without one.
-            batches: of the decoder.
+            ids: token ids for the encoder; empty without an encoder.
+            batches: token ids for the decoder, in batches.
             steps: number of tokens after these, each the most probable one.
             without: tokens whose logits are set to minus infinity.
         """

@@ -46,7 +46,7 @@ class _Own:
     """An architecture of llama.cpp for one type of models. It rotates all of a head, and reads no `rope_freqs.weight`.
 
     Args:
-        name: in llama.cpp.
+        name: its name in llama.cpp.
         sum_to_one: whether it divides the weights of the experts of a token by their sum.
         tied: whether its output may be the embeddings.
     """
@@ -56,7 +56,7 @@ class _Own:
     tied: bool = True
 
 
-#: By the type of the model.
+#: The architectures by the type of the model.
 _OWN = {
     "qwen3": _Own("qwen3"),
     "qwen3_moe": _Own("qwen3moe"),
@@ -165,7 +165,7 @@ CARRIERS = (
 
 
 def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufForm:
-    """Adds a spectrum to a form. RoPE's own needs no factors."""
+    """Adds a spectrum to a form. RoPE's own spectrum needs no factors."""
     width = 2 * len(frequencies)
     form.metadata.update({"rope.dimension_count": width, "rope.freq_base": theta})
     rope = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)

@@ -49,7 +49,7 @@ def encode(file: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """The last hidden states of an encoder, computed in float32, so that only the file rounds.
 
     Args:
-        file: of the model.
+        file: the GGUF file of the model.
         prompts: token ids.
 
     Returns:
@@ -75,12 +75,12 @@ def decode(
     """The logits of a decoder.
 
     Args:
-        file: of the model.
+        file: the GGUF file of the model.
         batches: for each text, its token ids in batches. All but the first batch use the cache.
         steps: number of tokens after these, each the most probable one.
         encoded: for each text, token ids of the encoder in front of the decoder.
-        precise: whether all is computed in float32, so that only the file rounds. If false, as by default: the cache is
-            float16, and llama.cpp decides whether it uses flash attention.
+        precise: whether everything is computed in float32, so that only the file rounds. If false, as by default, the
+            cache is float16, and llama.cpp decides whether it uses flash attention.
         without: tokens that are never chosen; their logits are minus infinity.
 
     Returns:
@@ -99,7 +99,7 @@ def decode(
 def _run(
     file: Path, method: str, jobs: Sequence[dict[str, Any]], context: int = 256, precise: bool = True
 ) -> list[Any]:
-    """Runs a method of the script's `Library` for each job, which has its arguments, and returns the results."""
+    """Runs a method of the script's `Library` with the arguments in each job, and returns the results."""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder, "results"), Path(folder, "log.txt")
         task = {"file": str(file), "results": str(results), "threads": torch.get_num_threads(), "precise": precise}

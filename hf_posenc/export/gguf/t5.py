@@ -33,8 +33,8 @@ _LENGTH = 512
 _LAST = 128
 #: A bias is compared at distances up to this one.
 _FURTHEST = 8192
-#: Numbers of buckets to try for a bias that does not have T5's: the most that still end at `_LAST` in a decoder, and in
-#: an encoder, which has half of them for each direction.
+#: Numbers of buckets to try for a bias that is not T5's: the most that still end at `_LAST` in a decoder, and in an
+#: encoder, which has half of them for each direction.
 _COUNTS = (32, 254, 508)
 
 
@@ -60,7 +60,7 @@ CARRIERS = (Carrier("t5", buckets, BIASES, of_types("t5", "mt5", "umt5")),)
 
 
 def _bias_tables(parts: ModelParts, count: int) -> dict[str, Tensor]:
-    """Tables of `(buckets, heads)`. Layers without one have that of the first."""
+    """Tables of `(buckets, heads)`. Layers without a table have that of the first layer."""
     found = {}
     for side, (stack, encoding) in zip(("enc", "dec"), parts.stacks, strict=False):
         tables = [_bias_table(layer, count, not stack.causal) for layer in encoding.layers]
@@ -98,7 +98,7 @@ def llama_cpp_bucket(distance: Tensor, count: int, bidirectional: bool) -> Tenso
     Args:
         distance: key position minus query position, int64 of any shape.
         count: number of buckets.
-        bidirectional: whether later keys have buckets of their own; otherwise they have the bucket of distance 0.
+        bidirectional: whether later keys have their own buckets; otherwise they have the bucket of distance 0.
     """
     half = count // 2 if bidirectional else count
     exact = half // 2
@@ -171,10 +171,10 @@ def _weights(parts: ModelParts, architecture: str, layers: int) -> dict[str, Ten
 
 @torch.no_grad()
 def _output_factor(model: Any) -> float:
-    """What the decoder's states are multiplied by before the output layer: in T5 `d_model**-0.5` or 1.
+    """The factor of the decoder's states before the output layer: in T5 `d_model**-0.5` or 1.
 
-    Which of them is observed for one token, because the field of the config that decides differs between classes and
-    versions. The number itself is not, because models in bfloat16 round it.
+    A run on one token shows which of the two it is, because the deciding field of the config differs between classes
+    and versions. The observed number itself is not used, because models in bfloat16 round it.
     """
     states, inputs = [], []
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)

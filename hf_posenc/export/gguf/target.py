@@ -34,7 +34,7 @@ class GgufExport(Export[GgufForm]):
         dtype: precision of the matrices: "f32", "f16" or "q8_0" (8 bits in blocks of 32; matrices whose rows do not
             divide into blocks are stored as f16).
         pooling: how llama.cpp makes one vector of a text from an encoder's hidden states: "mean", "cls" (the first
-            token), "last" or "none". By default the file says nothing, and programs are told by their own option.
+            token), "last" or "none". By default the file does not say, and programs have an option for it.
 
     Raises:
         UnknownNameError: for an unknown precision or pooling.
@@ -50,17 +50,17 @@ class GgufExport(Export[GgufForm]):
             raise UnknownNameError("pooling", self.pooling, list(_POOLING), owner="the export to 'gguf'")
 
     def carriers(self) -> list[Carrier[GgufForm]]:
-        """Those with the blocks of the model.
+        """The carriers with the blocks of the model.
 
         Raises:
-            UnsupportedError: if there are none, with the blocks that there are.
+            UnsupportedError: if there are none, with the supported blocks.
         """
         found = [carrier for carrier in CARRIERS if carrier.fits(self.model)]
         if not found:
             blocks = "; ".join(kind.BLOCKS for kind in (llama, gpt, t5, bert))
             raise UnsupportedError(
-                f"{self.parts.name} ({self.model.config.model_type}) has other blocks than those that are written: "
-                f"{blocks}"
+                f"{self.parts.name} ({self.model.config.model_type}) has blocks that this export does not write. "
+                f"It writes {blocks}"
             )
         return found
 
@@ -151,7 +151,7 @@ options.embedding = True
 {line}server = xllamacpp.Server(options)
 print(server.handle_embeddings({"input": ["The dog chased"]})["data"][0]["embedding"])
 ```"""
-#: What a program has to be told if the file does not say how to make one vector of a text.
+#: Options for a program if the file does not say how to make one vector of a text.
 _POOLED = " --pooling mean", "options.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN\n"
 _ENCODER_DECODER = (
     "`model.gguf` is an encoder-decoder. Programs that call `llama_encode` and `llama_decode` of llama.cpp run it. "

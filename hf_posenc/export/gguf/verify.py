@@ -17,10 +17,10 @@ from hf_posenc.export.gguf.t5 import start_token
 from hf_posenc.export.records import Check
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 
-#: Differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds 1),
+#: Differences, by the compared quantity: "logits" (minus their mean, relative to the largest where that exceeds 1),
 #: "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
 Differences = dict[str, float]
-#: Token ids by the names of the model's inputs, and what llama.cpp has returned for them: logits of the last `STEPS`
+#: Token ids by the names of the model's inputs, and the results of llama.cpp for them: logits of the last `STEPS`
 #: tokens, or hidden states by each of its functions.
 Case = tuple[dict[str, list[int]], Tensor]
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
@@ -30,7 +30,7 @@ STEPS = 8
 _LENGTHS = (5, 48, 512)
 #: A prompt that is longer than the original length of a scaling is added if it has at most this length.
 _LONGEST = 2048
-#: Added to what was compared if the model computes GELU as llama.cpp does.
+#: Added to the compared quantity if the model computes GELU as llama.cpp does.
 SAME_GELU = " with llama.cpp's GELU"
 #: llama.cpp returns 0 below the negative of this, and its argument above it, for GELU.
 _LIMIT = 10.0
@@ -45,8 +45,8 @@ _GELU = 2e-2
 #: more: one wrong row of 512 in a table 6e-2, a base of RoPE that is wrong by 1 % 2e-2, lost ALiBi 0.8.
 #: A new model (weights of std 0.02) hardly depends on positions, so there a wrong slope or base can stay below this.
 _SAME_GELU = 2e-3
-#: The same for rounded weights. A position encoding that is lost or wrong changes more (see tests/export/test_gguf.py),
-#: and is found before, because the carrier is first compared in float32.
+#: Largest accepted differences for rounded weights. A position encoding that is lost or wrong changes more (see
+#: tests/export/test_gguf.py), and is found before, because the carrier is first compared in float32.
 _ROUNDED = {
     "f16": {"logits": 1e-2, "probabilities": 1e-2, "hidden states": 1e-2},
     "q8_0": {"logits": 0.25, "probabilities": 0.15, "hidden states": 0.25},
@@ -80,7 +80,7 @@ def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iter
 
 
 def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[str, Differences]]:
-    """Runs the model, and compares it with what llama.cpp has returned, in a mode, "prefill" or "decode"."""
+    """Runs the model, and compares it with the results of llama.cpp in a mode, "prefill" or "decode"."""
     # The last logits alone, and no cache, if the model has these options.
     known = inspect.signature(model.forward).parameters
     options = {name: value for name, value in {"logits_to_keep": STEPS, "use_cache": False}.items() if name in known}
@@ -103,7 +103,7 @@ def _encoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
 def _decoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
     """The logits after random tokens, and after further ones, which come one by one, with the cache.
 
-    A decoder behind an encoder reads random tokens only. Any other decoder continues with the tokens that llama.cpp
+    A decoder after an encoder reads random tokens only. Any other decoder continues with the tokens that llama.cpp
     chose, so that one early difference does not make all later ones.
     """
     more = STEPS - 1

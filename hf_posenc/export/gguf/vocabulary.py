@@ -1,4 +1,4 @@
-"""Tokenizers as llama.cpp's metadata, and the proof that llama.cpp gives the same tokens."""
+"""Tokenizers as llama.cpp's metadata, and the check that llama.cpp gives the same tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _AWKWARD = (
     "🙂👍🏽 emoji👨‍👩‍👧‍👦", "!!??...---___", "def f(x):\n    return x**2  # ok\n", "a@b.c https://example.org/?q=1&r=%20",
     "\u00a0non-breaking\u2003em", "e\u0301 combining", "\x00\x01\x7f", "½ ² Ⅷ ①", "", " ", "\n", "don’t “quote” — dash",
 )  # fmt: skip
-#: What llama.cpp reads differently with every WordPiece tokenizer, by the string that shows it; and with every one that
-#: strips accents.
+#: Text that llama.cpp reads differently with every WordPiece tokenizer, and with every one that strips accents, by the
+#: string that shows it.
 _WORD_PIECE = {
     _LONG: "words of more than 100 letters, which WordPiece reads as unknown",
 }
@@ -135,7 +135,7 @@ def _kinds(
     tokenizer: Any, description: dict[str, Any], entries: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
     """The tokenizers of llama.cpp that may be right, with a name for messages, and the awkward strings on which they
-    are known to differ. Refuses a kind that is not written.
+    are known to differ. Refuses a kind that this export does not write.
     """
     model = description["model"]
     kind, parts = model.get("type"), json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
@@ -168,8 +168,8 @@ def _kinds(
             yield name, {**pieces, **spaces}, {}
         return
     raise UnsupportedError(
-        f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which is not written; byte-level BPE is (as in GPT-2, "
-        "Llama 3, Qwen2 and SmolLM2), WordPiece (as in BERT) and Unigram without bytes (as in T5). Export to 'onnx', "
+        f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which cannot be written. Supported are byte-level BPE "
+        "(as in GPT-2, Llama 3, Qwen2 and SmolLM2), WordPiece (BERT) and Unigram without bytes (T5). Export to 'onnx', "
         "which is run with the transformers tokenizer."
     )
 
@@ -184,7 +184,7 @@ def _marked(tokenizer: Any, tokens: list[str]) -> list[str]:
 
 
 def _charsmap(normalizer: dict[str, Any] | None) -> dict[str, bytes]:
-    """The map of characters of a SentencePiece model, wherever it is among the normalizers."""
+    """The map of characters of a SentencePiece model, at any place among the normalizers."""
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     found = [step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled"]
     return {"ggml.precompiled_charsmap": b64decode(found[0])} if found and found[0] else {}

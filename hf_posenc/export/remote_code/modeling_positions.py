@@ -28,7 +28,7 @@ from transformers import initialization
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-#: The attention function of the layers, registered under a name of this file's own.
+#: The attention function of the layers, registered under a name that belongs to this file.
 ATTENTION = f"positions of {__name__}"
 #: A stock class, which would use other positions, takes this for the name of the weights and quotes it in its error.
 GUARD = (
@@ -113,7 +113,7 @@ class DistanceBias(nn.Module):
     """A function of the distance: key position minus query position, negative in the past."""
 
     def features(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """What is remembered of new tokens: their positions."""
+        """The features that are kept of new tokens: their positions."""
         return positions[:, None, :, None]
 
     def forward(self, features: Tensor, query_length: int) -> Tensor:
@@ -245,7 +245,7 @@ class ForgetGateBias(nn.Module):
         initialization.zeros_(self.bias)
 
     def features(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """What is remembered of new tokens: minus the logarithms of their gates; 0 at padding."""
+        """The features that are kept of new tokens: minus the logarithms of their gates; 0 at padding."""
         weight, bias = (one.to(hidden_states.device, torch.float32) for one in (self.weight, self.bias))
         decays = nn.functional.softplus(-nn.functional.linear(hidden_states.float(), weight, bias))
         return decays.masked_fill((positions < 0).unsqueeze(-1), 0.0).transpose(1, 2).unsqueeze(-1)
@@ -387,7 +387,7 @@ class NoVectors(nn.Module):
 
 
 class AttentionConfig:
-    """What an attention layer takes for the config of the model: it names `attend` as its attention function."""
+    """Takes the place of the config of the model in an attention layer: it names `attend` as its attention function."""
 
     _attn_implementation = ATTENTION
 
@@ -455,7 +455,7 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
     return kwargs.get("cache", kwargs.get("past_key_values"))
 
 
-# What the classes of a checkpoint have in common
+# The base classes of the classes of a checkpoint
 
 
 class PositionedConfig:

@@ -1,6 +1,6 @@
 """The target "remote_code": a checkpoint with one file of code, which plain transformers loads after consent.
 
-The file is a copy of `modeling_positions.py` beside this one, with classes of the model at its end. The config says
+The file is a copy of `modeling_positions.py` in this folder, with classes of the model at its end. The config says
 which parts of it act.
 """
 
@@ -38,7 +38,7 @@ from hf_posenc.schemes.bias.kerple import KerpleBias
 from hf_posenc.schemes.bias.t5 import T5Bias
 
 TEMPLATE = Path(__file__).with_name("modeling_positions.py")
-#: Where the attention layers are in the base model, and the heads that such models have beside `AutoModel`.
+#: Where the attention layers are in the base model, and the heads that these models have besides `AutoModel`.
 _DECODER = "layers.{}.self_attn"
 _ENCODER = "encoder.layer.{}.attention.self"
 #: Largest difference of decoding, which sums in another order than a whole forward: the gates of SmolLM2 by 1.1e-5.
@@ -56,7 +56,7 @@ class RemoteForm(StockForm):
     """A class of the file, with its config and weights.
 
     Args:
-        code: what the file says.
+        code: the text of the file.
     """
 
     code: str

@@ -1,1 +1,1 @@
-"""Plain transformers checkpoints: the carriers of a scheme, and the comparison that proves one."""
+"""Plain transformers checkpoints: the carriers of a scheme, and the comparison that verifies one."""

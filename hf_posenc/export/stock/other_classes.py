@@ -54,7 +54,7 @@ _GPT_NEOX_NAMES = {
     r"\bmlp\.c_fc\.": "mlp.dense_h_to_4h.",
     r"\bmlp\.c_proj\.": "mlp.dense_4h_to_h.",
 }
-#: The same for a BERT's weights in an MPNet.
+#: Parts of the names of a BERT's weights, and what they are in an MPNet.
 _MPNET_NAMES = {
     r"^bert\.": "mpnet.",
     r"attention\.self\.(q|k|v)\w+\.": r"attention.attn.\1.",
@@ -174,12 +174,11 @@ def roformer(parts: ModelParts) -> StockForm:
 def mpnet(parts: ModelParts) -> StockForm:
     """Returns an MPNet with the weights of a BERT and the bias of the scheme.
 
-    MPNet has no token types: type 0 becomes a part of every row of its table of positions. A BERT that tells two texts
-    apart is therefore only approximated.
+    MPNet has no token types: type 0 becomes a part of every row of its table of positions. A BERT that distinguishes
+    two texts is therefore only approximated.
 
     Raises:
-        UnsupportedError: if there is no such class for the model, or its layers do not share one bias with MPNet's
-            buckets.
+        UnsupportedError: if there is no such class for the model, or its layers do not share a bias with its buckets.
     """
     config, model_class = _bert_config(parts), _other_class(parts, "MPNet", "Bert")
     bias = parts.layers[0].parts.logit_bias
@@ -219,7 +218,7 @@ def _bert_config(parts: ModelParts) -> Any:
 
 
 def _other_class(parts: ModelParts, family: str, own: str) -> type[PreTrainedModel]:
-    """The class of another family that takes the place of a model's class, whose name begins with that of its own."""
+    """The class of another family that takes the place of a model's class, whose name begins with `own`."""
     name = _CLASSES.get(parts.name, parts.name.replace(own, family, 1))
     found: type[PreTrainedModel] | None = getattr(transformers, name, None)
     config, more = parts.model.config, ("is_decoder", "add_cross_attention")
@@ -239,5 +238,5 @@ def _renamed(key: str, names: dict[str, str]) -> str:
 
 
 def _copied(config: Any, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Some fields of a config, as far as it has them."""
+    """Those of the given fields that a config has."""
     return {key: getattr(config, key) for key in fields if hasattr(config, key)}

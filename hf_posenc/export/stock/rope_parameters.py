@@ -81,7 +81,7 @@ def rotation_parameters(
     parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / head_dim}
     if rotation.scaling == 1.0 and all(factor == 1.0 for factor in factors):
         return parameters
-    # vLLM does not read `attention_factor`. Without names of its own it computes the factor from the model's length and
+    # vLLM does not read `attention_factor`. Without its own names, it computes the factor from the model's length and
     # the original one, which is 1 because they are equal.
     of_vllm = {} if rotation.scaling == 1.0 else dict.fromkeys(("short_mscale", "long_mscale"), rotation.scaling)
     return parameters | {

@@ -57,7 +57,7 @@ class StockExport(Export[StockForm]):
     variant: str | None = None
 
     def carriers(self) -> list[Carrier[StockForm]]:
-        """A model without a scheme of this package needs no other class than its own."""
+        """The carriers to try. A model without a scheme of this package needs only its own class."""
         carriers = CARRIERS[:1] if self.parts.placed is None else CARRIERS
         return [carrier for carrier in carriers if carrier.fits(self.model)]
 
@@ -93,7 +93,7 @@ class StockExport(Export[StockForm]):
                 yield Check(f"transformers {transformers.__version__}", mode, quantity, found, TOLERANCE, place)
 
     def _reading_ids(self) -> list[str]:
-        """The paths of what is compared: the whole model, or the stacks of text of one that also needs an image."""
+        """The paths of the compared modules: the whole model, or the stacks of text of one that also needs an image."""
         if self.model.can_generate() or not other_modalities(self.model):
             return [""]
         return [stack.path for stack, _ in self.parts.stacks]

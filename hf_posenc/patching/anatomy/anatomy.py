@@ -1,6 +1,6 @@
-"""What a model has: its parts and their stacks. Found in one walk over its modules, and passed on.
+"""Finds the parts of a model and their stacks, in one walk over its modules.
 
-The parts of a model are text, vision, audio and others, each with a position encoding of its own.
+The parts of a model are text, vision, audio and others, each with its own position encoding.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def name_parts(model: PreTrainedModel, stacks: Sequence[StackModules]) -> None:
     """Writes the name of its part to every `PreTrainedModel` in a model.
 
     A part is named after the key of its sub-config (`vision_config` -> "vision"), or after what its forward reads if
-    the key says nothing about it (the encoder of Whisper). In nested composites the names of outer parts precede it
-    where it would otherwise be ambiguous ("talker.text"). Attention that belongs to no part of a composite, but
-    connects two of them, is the part "connector".
+    the key says nothing about it (the encoder of Whisper). In nested composites, an ambiguous
+    name gets the names of outer parts as a prefix ("talker.text"). Attention that belongs to no part of a composite,
+    but connects two of them, is the part "connector".
     """
     keys = _config_keys(model.config)
     own = [_key_of(stack.path, stack.module, model, keys) for stack in stacks]
@@ -90,7 +90,7 @@ def _key_of(
 
 
 def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
-    """The last names of a key that no other part shares."""
+    """The shortest ending of a key that no other part shares."""
     for count in range(1, len(key)):
         own = key[-count:]
         if not any(other != key and other[-count:] == own for other in known):
@@ -99,7 +99,7 @@ def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
 
 
 def _modality_of(module: nn.Module) -> str:
-    """What a module reads, according to its forward or else to its class."""
+    """The modality that a module reads, according to its forward or else to its class."""
     parameters = forward_parameters(type(module))
     for name, part in _ARGUMENTS.items():
         if name in parameters:
@@ -111,13 +111,13 @@ def _modality_of(module: nn.Module) -> str:
 
 @dataclass
 class StackModules:
-    """A `PreTrainedModel`, and the modules that belong to it and to no other one inside it.
+    """A `PreTrainedModel`, and the modules that belong to it and to no `PreTrainedModel` inside it.
 
     Args:
         path: path below the model; empty for the model itself.
         module: the `PreTrainedModel`.
-        members: path and module of what belongs to it, in the order of definition. One that is used at several places
-            stands at each.
+        members: path and module of everything that belongs to it, in the order of definition. A module that is used at
+            several places is listed at each of them.
         part: the part of the model that it belongs to.
         name: its name among the stacks of the model.
     """
@@ -139,14 +139,14 @@ class StackModules:
         return architecture_of(self.module.config)
 
     def select(self, wanted: Callable[[str, nn.Module], Any]) -> list[tuple[str, nn.Module]]:
-        """Some of what belongs to it, in the order in which layers are counted."""
+        """The members that `wanted` accepts, in the order in which layers are counted."""
         if self.kind.in_definition_order:
             return [(path, module) for path, module in self.in_definition_order()[1:] if wanted(path, module)]
         chosen = [(path, module) for path, module in self.members if wanted(path, module)]
         return sorted(chosen, key=lambda item: natural_order(item[0]))
 
     def in_definition_order(self) -> list[tuple[str, nn.Module]]:
-        """The stack itself, then what belongs to it, each module once."""
+        """The stack itself, then its members, each module once."""
         first: dict[int, tuple[str, nn.Module]] = {id(self.module): ("", self.module)}
         for path, module in self.members:
             first.setdefault(id(module), (path, module))
@@ -257,11 +257,11 @@ class Anatomy:
         return [self._read[owner.path] for owner in owners]
 
     def verify(self, part: str, changes: TemporaryChanges) -> None:
-        """Checks by short runs that discovery was right about a part, once. A model on the meta device is not checked.
+        """Checks once, by short runs, that discovery was right about a part. A model on the meta device is not checked.
 
         Raises:
-            UnsupportedError: if a stack is causal and was taken for another, or the other way round, or if positions
-                act in it although every mechanism that was found is disabled.
+            UnsupportedError: if a stack was found to be causal and is not, or the other way round, or if positions act
+                in it although every mechanism that was found is disabled.
         """
         if part in self._verified or not self.is_runnable:
             return
@@ -369,8 +369,8 @@ def _refuse_recomputed_queries(model: nn.Module) -> None:
         kind = type(module)
         if (kind.__module__, kind.__name__) == ("peft.tuners.adaption_prompt.layer", "AdaptedAttention"):
             raise UnsupportedError(
-                f"{_PROMPTS}, so the scheme of this {type(model).__name__} cannot change under them. Patch the model "
-                "before they are made, or remove them (delete_adapter of the PeftModel, for each adapter) and patch "
+                f"{_PROMPTS}, so the scheme of this {type(model).__name__} cannot be changed now. Patch the model "
+                "before they are added, or remove them (delete_adapter of the PeftModel, for each adapter) and patch "
                 "the model inside (peft_model.base_model.model)."
             )
 

@@ -1,4 +1,4 @@
-"""Reading a stack: the modules in which it uses positions, by their structure instead of by model name."""
+"""Finds the modules in which a stack uses positions, by their structure instead of by model name."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hf_posenc.schemes import ShawConfig, TransformerXLConfig
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import StackModules
 
-#: The config attribute with the number of tokens that the table of an encoder of features has.
+#: The config attribute with the number of tokens in the position table of an encoder that reads features.
 SOURCE_LENGTH = "max_source_positions"
 
 
 def inner_part(module: nn.Module, config: Any) -> str | None:
-    """The part of a stack that a module belongs to, if its config is not that of the stack, but one inside it."""
+    """The part of a stack that a module belongs to, if its config is a sub-config of the stack's config."""
     own = getattr(module, "config", None)
     names = (name for name, inner in config.__dict__.items() if isinstance(inner, PreTrainedConfig) and inner is own)
     name = next(names, None)
@@ -149,14 +149,14 @@ def position_tables(modules: StackModules) -> list[PositionTable]:
 
 
 def _on_the_way(path: str, stack: nn.Module) -> Iterator[nn.Module]:
-    """The modules that lead from a stack to one inside it, which is the last of them."""
+    """The modules on the path from a stack to a module inside it, including that module."""
     return map(stack.get_submodule, itertools.accumulate(path.split("."), lambda above, name: f"{above}.{name}"))
 
 
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
 #: Why cross-attention is left alone if it gets no scheme.
 CROSS_ATTENTION = "cross-attention: its keys belong to another sequence"
-#: What a stack names that asks bidirectional modules for causal attention: the text model of CLIP.
+#: Names in the code of a stack that asks bidirectional modules for causal attention, such as the text model of CLIP.
 _CAUSAL_CALL = {"create_causal_mask", "is_causal"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
@@ -323,15 +323,15 @@ def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) 
         own = is_of_transformers(forward.__module__) and not (alone and forward.__module__.startswith("torch."))
         if path not in known and not own:
             raise UnsupportedError(
-                f"{path} ({type(module).__name__}, defined in {forward.__module__}) is no attention that hf_posenc "
-                f"recognises, in contrast to that of other layers, so no scheme would act in it. Let its forward use "
-                f"the names {INTERFACE} and apply_rotary_pos_emb, imported into its file, as those of transformers do."
+                f"{path} ({type(module).__name__}, defined in {forward.__module__}) is not attention that hf_posenc "
+                f"recognises, unlike that of other layers, so no scheme would act in it. Let its forward use the names "
+                f"{INTERFACE} and apply_rotary_pos_emb, imported into its file, as transformers' own classes do."
             )
         while path in known and hasattr(forward, "__wrapped__"):
             if not is_of_transformers(forward.__globals__["__name__"]):
                 raise UnsupportedError(
                     f"The forward of the class {type(module).__name__} ({path}) is wrapped by code of "
-                    f"{forward.__globals__['__name__']}, which a scheme would bypass. Take the wrapper off the class."
+                    f"{forward.__globals__['__name__']}, which a scheme would bypass. Remove the wrapper."
                 )
             forward = forward.__wrapped__
 
@@ -428,7 +428,7 @@ def _transformer_xl(projection: Tensor, content: Tensor, position: Tensor) -> Te
 def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
     """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
 
-    A stage contains its layers and is none, if it projects pixels to patches or is a list itself.
+    A stage that projects pixels to patches, or is a list itself, contains layers and is not a layer.
     """
     parts = attention_path.split(".")
     for index, part in enumerate(parts):

@@ -112,7 +112,7 @@ def find_native_scheme(anatomy: Anatomy, stacks: list[Stack], changes: Temporary
     rotations = _observe_rotations(anatomy, stacks, changes) if rotating else {}
     schemes = [stack.layout.native_scheme(stack, rotations, anatomy, changes) for stack in stacks]
     if len(set(schemes)) > 1 and all(isinstance(scheme, LearnedConfig) for scheme in schemes):
-        # Tables of their own lengths, as in LED.
+        # The tables have different lengths, as in LED.
         schemes = [dataclasses.replace(scheme, num_positions=None) for scheme in schemes]
     if any(scheme != schemes[0] for scheme in schemes):
         raise UnsupportedError(
@@ -133,7 +133,7 @@ def find_native_scheme(anatomy: Anatomy, stacks: list[Stack], changes: Temporary
 
 
 def declared_scheme(stack: Stack) -> SchemeConfig | None:
-    """The scheme that a declaration names for the whole stack; `None` if it is to be found.
+    """The scheme that a declaration names for the whole stack; `None` if discovery has to find it.
 
     Raises:
         UnsupportedError: if no scheme describes a declared mechanism.
@@ -171,7 +171,7 @@ def several_tables(stack: Stack, names: list[str]) -> UnsupportedError:
 
 
 def composed(parts: list[SchemeConfig]) -> SchemeConfig:
-    """One scheme with the parts that act."""
+    """Combines the schemes that have an effect into one."""
     acting = [part for part in parts if not isinstance(part, NoneConfig)]
     if not acting:
         return NoneConfig()
@@ -199,7 +199,7 @@ def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotations: Mapping
 def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.Module, str | None]:
     """The rotary module and layer type whose phases a layer received.
 
-    Several may have the same phases at so few positions, so the layer's own type is tried first.
+    Several modules may have the same phases at these few positions, so the layer's own type is tried first.
     """
     length = rotation.phases.shape[1]
     position_ids = torch.arange(length, device=rotation.phases.device).unsqueeze(0)
@@ -240,8 +240,7 @@ def _rotary_config(
     if all(torch.equal(one.frequencies, own) and one.scaling == scaling for one in spectra):
         frequencies = tuple(own.tolist())
         return RopeConfig(rotary_dim=width, layout=layout, inverse_frequencies=frequencies, attention_scaling=scaling)
-    # Fixed frequencies would lose the changes beyond the original length. A model cast to half precision has rounded
-    # ones.
+    # Fixed frequencies would lose the changes beyond the original length. A cast to half precision rounds them.
     if config is not None and spectra[0].rounded and describes(config, spectra, context, tolerance=1e-2):
         return config
     raise UnsupportedError(

@@ -2,8 +2,8 @@
 
 Transformers has about ten variants of `apply_rotary_pos_emb`. They differ in which arguments are queries and keys, in
 the axis order of those tensors, in which dimensions form a pair, and in whether they permute the result. The signature
-names the tensors, and applying a function to unit vectors shows the rest, so no table per model is needed. What a
-module rotates that looks its phases up in a table is read from the phases of the first tokens.
+names the tensors, and applying a function to unit vectors shows the rest, so no table per model is needed. If a
+module looks its phases up in a table, its rotation is read from the phases of the first tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class RotaryCall:
         time_axis: axis of the tokens in those tensors unless the call says otherwise, 1 or 2. Tensors without a batch
             have one axis less.
         parameters: names of the function's parameters, in order.
-        phase_shape: number of axes of the phases, 2 without a batch, and of one of the tensors, as the function takes
-            them.
+        phase_shape: number of axes of the phases (2 without a batch) and of one of the tensors in a call.
         other_axes: axis of the tokens by `phase_shape`, if it is not always the same.
     """
 
@@ -81,7 +80,7 @@ class RotaryCall:
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         axis = self._axis(given[self.query_name], args, kwargs) if self.other_axes else self.time_axis
         if "unsqueeze_dim" in given:
-            # The new axis is that of the heads: behind the tokens, or before them.
+            # The new axis is that of the heads, after the tokens or before them.
             axes = given["cos"].dim() + 1 if isinstance(given.get("cos"), Tensor) else 4
             axis = 1 if given["unsqueeze_dim"] % axes == axes - 2 else 2
         return given[self.query_name], given.get(self.key_name) if self.key_name else None, axis
@@ -96,7 +95,7 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     """Reads the signature of a rotary function and finds its axis order.
 
     Raises:
-        UnsupportedError: for a signature in which queries and keys cannot be told apart.
+        UnsupportedError: for a signature in which queries and keys cannot be distinguished.
     """
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     names = list(signature.parameters)
@@ -132,7 +131,7 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
 def _observed_axes(
     function: Callable[..., Any], names: list[str], query: str, key: str | None
 ) -> dict[tuple[int, int], int]:
-    """The axis of the tokens by the numbers of axes of the phases and of a tensor, where the function works.
+    """Maps the numbers of axes of the phases and of a tensor to the axis of the tokens, if the function accepts them.
 
     The phases of the last token are zero, so its part of the result is zero, and only that part.
     """
@@ -184,7 +183,7 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
 def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """Calls the forward of a rotary module's class with positions on one axis, ignoring a forward on the instance.
 
-    A module that has one spectrum for all layers is not told the layer type.
+    A module that has one spectrum for all layers does not receive the layer type.
 
     Raises:
         UnsupportedError: if it requires other positions or arguments.
@@ -216,7 +215,7 @@ def inverse_frequencies_of(module: torch.nn.Module, layer_type: str | None = Non
 
 
 def _first_phases(module: torch.nn.Module, length: int) -> Any:
-    """What a rotary module without frequencies returns for the first tokens."""
+    """The output of a rotary module without frequencies for the first tokens."""
     ids = torch.arange(length, device=next((buffer.device for buffer in module.buffers()), None)).unsqueeze(0)
     return call_rotary(module, torch.zeros(1, length, 1, device=ids.device), ids)
 
@@ -247,8 +246,7 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
     """Which dimensions a rotary function rotates together, and in which direction, determined with unit vectors.
 
     With cos = 1, sin = 0 a linear function returns a permutation P of its input; with cos = 0, sin = 1 it returns
-    P G, where G rotates each pair by 90 degrees. `inverse(P) (P G)` therefore shows the pairs even if the function
-    permutes its output.
+    P G, where G rotates each pair by 90 degrees. `inverse(P) (P G)` shows the pairs even if the output is permuted.
 
     Raises:
         UnsupportedError: for a pairing that is neither half, in either direction, nor interleaved.

@@ -32,7 +32,7 @@ class NotRunnableError(UnsupportedError):
 
 
 def _subjects(anatomy: Anatomy, stacks: list[Stack]) -> list[PreTrainedModel]:
-    """The modules that are run to observe some stacks: as little of the model as has them.
+    """The modules that are run to observe some stacks: the smallest parts of the model that contain them.
 
     Heads may need other inputs, such as an end of the text, and know nothing about positions. A composite model would
     need images or audio, so each stack of its part is run on its own. A class from outside transformers is run whole,
@@ -79,7 +79,7 @@ def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
     try:
         return module(**arguments)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        # What an architecture requires beyond its tokens is unknown, so are its errors.
+        # It is unknown what an architecture requires beyond its tokens, so any error may occur.
         if isinstance(error, PositionEncodingError):
             raise
         raise NotRunnableError(
@@ -115,7 +115,7 @@ def _is_real(value: Any) -> bool:
 
 
 def missing_arguments(module: nn.Module, given: Collection[str]) -> list[str]:
-    """The names of the arguments that a forward requires, besides some."""
+    """The names of the arguments that a forward requires in addition to those that are `given`."""
     return [
         name
         for name, parameter in list(forward_parameters(type(module)).items())[1:]
@@ -128,12 +128,12 @@ def missing_arguments(module: nn.Module, given: Collection[str]) -> list[str]:
 def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
     """The first tensor of vectors among arguments or outputs, and a view of it, `(batch, length, hidden)`.
 
-    Images and windows of sound may be packed in one row, and patches may have rows and columns on axes of their own.
+    Images and windows of sound may be packed in one row, and patches may have separate axes for rows and columns.
     """
     values = (values,) if isinstance(values, Tensor) else values.values() if isinstance(values, dict) else values
     tensors = [value for value in values if isinstance(value, Tensor)]
     if stack.layout.takes_tokens:
-        # Hidden states come first. Of another shape, they are those of several streams.
+        # Hidden states come first. If they have another shape, they belong to several streams.
         tensors = tensors[:1]
     found = next((tensor for tensor in tensors if tensor.dim() in stack.layout.token_axes), None)
     if found is None:
@@ -150,7 +150,7 @@ def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def exchanged(found: Tensor, other: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments with another tensor in place of one of them."""
+    """Returns the arguments with one tensor replaced by another one."""
     return (
         tuple(other if value is found else value for value in args),
         {name: other if value is found else value for name, value in kwargs.items()},
@@ -160,7 +160,7 @@ def exchanged(found: Tensor, other: Tensor, args: tuple[Any, ...], kwargs: dict[
 def seen_briefly(
     anatomy: Anatomy, stacks: list[Stack], tokens: int, watch: Callable[[Stack], Any], **options: Any
 ) -> list[Any]:
-    """What was seen of each stack in a short run, by a context manager that watches it."""
+    """The observations of each stack in a short run, recorded by a context manager that watches it."""
     with ExitStack() as hooks:
         seen = [hooks.enter_context(watch(stack)) for stack in stacks]
         run_briefly(anatomy, stacks, tokens, **options)
@@ -190,10 +190,10 @@ def attended_twice(stack: Stack, chosen: Callable[[int], list[int]]) -> Iterator
 
     Args:
         stack: the stack.
-        chosen: the places of the vectors that the tokens have instead of their own, for a number of tokens.
+        chosen: for a number of tokens, returns the places of the vectors that the tokens get instead of their own.
 
     Yields:
-        For each call, the outputs with the other vectors and with the own ones, `(batch, length, hidden)`.
+        For each call, the outputs with the other vectors and with the original ones, `(batch, length, hidden)`.
     """
     before: list[Tensor] = []
     seen: list[tuple[Tensor, Tensor]] = []
@@ -243,8 +243,8 @@ class TokenOrder:
     """Observes a run of one stack on two rows, which hold the same tokens in two orders.
 
     In front of every layer, and of its attention, the second row becomes the first in the other order, because
-    the layers before may have told tokens apart by what they see. Without positions, attention then computes the same
-    for the last token, and a bidirectional one for all.
+    the layers before may have distinguished tokens by what they see. Without positions, attention then computes
+    the same output for the last token, and bidirectional attention for all tokens.
 
     Args:
         stack: the stack, in which no scheme and no native mechanism is active.
@@ -338,7 +338,7 @@ class TokenOrder:
 
 
 def one_word(arguments: dict[str, Any], length: int) -> dict[str, Any]:
-    """The arguments of a run on `length` tokens, with the first token in place of all."""
+    """The arguments of a run on `length` tokens, with all tokens replaced by the first one."""
 
     def repeated(name: str, value: Any) -> Any:
         return value[:, :1].expand_as(value).contiguous() if name in _TOKENS else value

@@ -74,7 +74,7 @@ class AttentionLayer:
         rotary_functions: names of the rotary functions its forward calls.
         num_heads: number of query heads.
         num_key_value_heads: number of key heads.
-        num_cached_heads: number of key heads that it caches: fewer, if it repeats them behind the cache (JetMoe).
+        num_cached_heads: number of key heads that it caches: fewer, if it repeats them after the cache (JetMoe).
         head_dim: width of a head.
         layer_type: the layer's entry in `config.layer_types`, if there is one.
         causal: whether queries see only keys at or before them.
@@ -132,7 +132,7 @@ class Stack:
         rotaries: its rotary modules.
         first_layer: the module whose input is the embedded sequence.
         hidden_size: width of the hidden states that the first layer receives.
-        layout: what its tokens are.
+        layout: the kind of its tokens.
         skipped: attention-like modules that are not patched, with the reason (cross-attention).
     """
 
@@ -189,7 +189,7 @@ _KINDS: list[type[Layout]] = []
 
 
 def register_layouts(*kinds: type[Layout]) -> None:
-    """Registers kinds of tokens. They are asked in this order."""
+    """Registers kinds of tokens. The first one that recognises a model is taken."""
     _KINDS.extend(kinds)
 
 

@@ -1,7 +1,7 @@
-"""Verifying by short runs that discovery was right: causality, mechanisms that it has missed, native tables.
+"""Verifies discovery by short runs: causality, mechanisms that it may have missed, and native tables.
 
-The comparisons are made with everything that was found disabled, or with the scheme in its place that a declaration
-names, so they hold for whatever version of transformers runs.
+In the comparisons, every mechanism that was found is disabled, or replaced by the scheme that a declaration names, so
+they are valid for any version of transformers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
     from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
-#: Number of tokens of which two are exchanged, and of those whose outputs are compared.
+#: Number of tokens in runs that exchange two tokens, and in runs whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8
 #: Maximum change of the first token, relative to the change of the last one, at which a stack still counts as causal.
 #: It is not 0, because 8-bit quantisation shares a scale between tokens.
 _MAX_RELATIVE_CHANGE = 1e-2
-#: A module that makes several tokens of each repeats itself after so many.
+#: Maximum number of tokens after which a module that makes several tokens of each one repeats itself.
 _LONGEST_PERIOD = 8
 #: Maximum difference of outputs, relative to their size: another order of summation, or an extra rounding per layer.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
@@ -56,9 +56,8 @@ def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
     """Checks by a run whether discovery was right about causality, for stacks where the evidence is contradictory.
 
     The model is run on three tokens, and its first attention layer again with another last token. In a causal stack,
-    the output for the first token does not change. Only stacks whose attention modules have an `is_causal` that
-    differs from the result of discovery are checked, and only if their architecture is not declared. Other models are
-    not run.
+    the output for the first token does not change. Models are run only if they have a stack whose
+    attention modules have an `is_causal` that differs from the result of discovery, without a declared architecture.
     """
     doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
     if not doubtful:
@@ -100,7 +99,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: Temp
 
     Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
     position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
-    embeddings, in the forward of an attention class and in an attention function, whoever has written them.
+    embeddings, in the forward of an attention class and in an attention function, no matter who wrote them.
 
     Text with sparse attention: one word, repeated, must be the same vector everywhere at the input of the first layer.
     Which keys such attention reads may depend on their order.
@@ -129,7 +128,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: Temp
                     if found:
                         check(anatomy, found)
                 except NotRunnableError:
-                    # What other inputs a stock model needs is unknown. Its positions were found in its code.
+                    # It is unknown which other inputs a stock model needs. Its positions were found in its code.
                     if any(_nothing_found(stack) or _is_silenced(stack) or has_other_code(stack) for stack in found):
                         raise
 
@@ -314,10 +313,10 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
 
 
 def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> None:
-    """Runs stacks of features or pixels with a scheme in place, which may have no place for its vectors or need more.
+    """Runs stacks of features or pixels with a scheme, which may need more than they have, such as a place for vectors.
 
-    Which coordinates reach the layers of such a stack, and in which order, only a run shows. Stacks of text are not
-    run: their tokens have one axis, and the order in which the caller passes them.
+    Only a run shows which coordinates reach the layers of these stacks, and in which order. Stacks of text are not run:
+    their tokens have one axis, and the order in which the caller passes them.
 
     Raises:
         UnsupportedError: if a short run fails with the scheme and succeeds without.
@@ -331,7 +330,7 @@ def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], 
         try:
             run_briefly(anatomy, stacks, _TOKENS)
         except NotRunnableError:
-            return  # What the stock model needs is unknown.
+            return  # It is unknown which inputs the stock model needs.
         cause = error.__cause__
         raise UnsupportedError(
             f"{config.name!r} cannot be computed in this {type(stacks[0].module).__name__}. A short run of the stock "

@@ -10,8 +10,8 @@ if it was fine-tuned from the same model.
 - Not compared: heads and poolers (stock code initialises them at random if a checkpoint lacks them), and the parameters
   of the scheme.
 
-PEFT moves, copies, replicates and changes modules. While it has some in a model, the base is known by the samples that
-were taken before (`SchemeRecord.base_weights`). Only weights that are trained outside of PEFT are read again.
+PEFT moves, copies, replicates and changes modules. While a model contains PEFT modules, its base is known by samples
+that were taken before (`SchemeRecord.base_weights`). Only weights that are trained outside of PEFT are read again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import ATTRIBUTE
 
 Module = TypeVar("Module", bound=nn.Module)
-#: What accelerate's hooks set on a module.
+#: Attributes that accelerate's hooks set on a module.
 _HOOKED = ("_hf_hook", "_old_forward", "forward")
 
 
@@ -79,7 +79,7 @@ def _copied(module: Module, device: torch.device) -> Module:
         for name in _HOOKED:
             state.pop(name, None)
     if getattr(state.get("forward"), "__self__", None) is module:
-        # accelerate leaves it behind when it removes a hook.
+        # accelerate does not delete this attribute when it removes a hook.
         del state["forward"]
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: None if weight is None else weight.to(device) for name, weight in state[kind].items()}
@@ -238,8 +238,7 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
     """A clause for each pair of samples that differs by more than a rounding to half precision on one side.
 
     A sample counts as rounded if it has a half-precision dtype, or if this dtype can represent all samples of its model
-    (a model that was loaded in half precision and converted). A single representable value, such as 1.0, is no
-    evidence.
+    (a model that was loaded in half precision and converted). A single representable value (1.0) is no evidence.
     """
     whole = {
         (side, dtype): all(torch.equal(pair[side].rounded(dtype), pair[side].values) for pair in pairs.values())
@@ -265,7 +264,7 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """A parameter of a base model, its name in the state dict of the model, and what holds it."""
+    """A parameter of a base model, its name in the state dict of the model, and the module that holds it."""
 
     parameter: Tensor
     path: str

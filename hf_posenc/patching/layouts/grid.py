@@ -43,13 +43,13 @@ _TABLE = re.compile(
 _PIXELS = frozenset({"image", "video"})
 #: The method with which a module reads a table `(1, hidden, rows, columns)`.
 _READS_CHANNELS_FIRST = "_get_pos_embed"
-#: Rows of a table for class tokens and registers, at most.
+#: Maximum number of rows of a table for class tokens and registers.
 _MOST_PREFIX_ROWS = 16
-#: Of fewer patches of an image, all may be at its edges.
+#: If an image has fewer patches, all of them may be at its edges.
 _FEWEST_PATCHES = 16
 #: Pixels of a side if the config does not state the size of its images.
 _SIDE = 64
-#: What to do about schemes that number patches row by row, for messages.
+#: The advice about schemes that number patches row by row, for messages.
 TWO_DIMENSIONAL = (
     "For rows and columns use 'rope_nd', 'swin', axes=2 (sinusoidal, alibi, t5, log_cpb), or grid=(rows, columns) "
     "(learned); for videos axes=3 or a grid of three sizes."
@@ -110,7 +110,7 @@ class Grid(Layout):
 
     @classmethod
     def is_causal(cls, attention: nn.Module) -> bool | None:
-        """Whether the module says so."""
+        """Whether the module has `is_causal=True`."""
         return getattr(attention, "is_causal", None) is True
 
     @classmethod
@@ -167,11 +167,11 @@ class Grid(Layout):
         return f"{start}; {' x '.join(map(str, self.native))} patches at the image size in the config"
 
     def runs_alone(self, stack: Stack, model: nn.Module) -> bool:
-        """Whether a head or a decoder is around it."""
+        """Whether the stack is inside a larger model, with a head or a decoder."""
         return stack.module is not model
 
     def is_comparable(self, stack: Stack, tokens: Tensor | None) -> bool:
-        """Whether there are patches away from the edges. Those of another stack come with the positions of that one."""
+        """Whether there are patches away from the edges. Patches from another stack contain its positions."""
         return self.projection is not None and tokens is not None and tokens.shape[1] >= _FEWEST_PATCHES
 
     def native_scheme(
@@ -189,7 +189,7 @@ class Grid(Layout):
                 raise UnsupportedError(other_axes(number, config.name, axes))
 
     def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
-        """What those parts do that read positions but no rows and columns."""
+        """The effects of the parts that read positions but not rows and columns."""
         return sorted({_effect(part) for part in parts if _reads_order_only(part)})
 
     def state_of_call(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GridState:
@@ -307,7 +307,7 @@ def _pixel_argument(model: Any) -> str | None:
 
 
 def _is_projection(module: nn.Module, config: Any) -> bool:
-    """Whether a module is a convolution of pixels that makes them fewer."""
+    """Whether a module is a convolution of pixels that reduces their number."""
     if not isinstance(module, nn.Conv2d | nn.Conv3d) or module.stride[-1] == 1:
         return False
     return module.in_channels == _channels(config)
@@ -365,7 +365,7 @@ def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
 
 
 def _rows_before_square(rows: int) -> int:
-    """The rows before the patches in a table for another grid than that of the config, which is a square."""
+    """The rows before the patches in a table whose grid is a square, and not the grid of the config."""
     return next((more for more in range(_MOST_PREFIX_ROWS) if math.isqrt(rows - more) ** 2 == rows - more), 0)
 
 

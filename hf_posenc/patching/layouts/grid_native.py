@@ -1,7 +1,7 @@
-"""The native mechanisms of a stack of patches: how those in attention are disabled, and the scheme of all of them.
+"""Disables the native mechanisms in the attention of a stack of patches, and finds the native scheme of the stack.
 
-Mechanisms in attention are tables and networks of displacements, flags and rotations. The native scheme is that of the
-position tables, of these mechanisms, and of the rotations.
+Mechanisms in attention are tables and networks of displacements, flags and rotations. The native scheme describes
+the position tables, these mechanisms, and the rotations.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class GridBias(NamedModule):
 
     @property
     def table(self) -> Tensor | None:
-        """The `(displacements, heads)` table of the bias. Of a network, the weights of its inputs, the offset and the
-        weights of the heads, in a row for each hidden unit. `None` for other mechanisms.
+        """The `(displacements, heads)` table of the bias. For a network, the weights of its inputs, the offset and
+        the weights of the heads, with a row for each hidden unit. `None` for other mechanisms.
         """
         if self.kind == "network":
             layers = list(getattr(self.module, self.name).children())
@@ -98,7 +98,7 @@ class GridBias(NamedModule):
         return (int(size[0]), int(size[1])) if isinstance(size, tuple | list) else None
 
     def acts_on(self, attention_path: str) -> bool:
-        """Whether the bias is that of an attention module: inside it, beside it, or above it."""
+        """Whether the bias belongs to an attention module: it is inside it, next to it, or above it."""
         owner = self.path.rpartition(".")[0] if self.kind == "module" else self.path
         return not owner or f"{attention_path}.".startswith(f"{owner}.") or self.path.startswith(f"{attention_path}.")
 
@@ -137,7 +137,7 @@ def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[GridBias]:
             found.append(GridBias(path, module, "", "module"))
             continue
         for name, kind in _ATTRIBUTES.items():
-            # A flag of a module without parameters of its own only repeats a setting.
+            # The flag of a module that has no parameters only repeats a setting.
             repeats = kind == "flag" and not any("rel_pos" in own for own in module._parameters)
             value = getattr(module, name, None)
             if value is not None and value is not False and not repeats:
@@ -148,7 +148,7 @@ def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[GridBias]:
 def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:
     """Sizes of the windows that an attention module states.
 
-    The module of a bias states the sizes of its table. In a model without windows, they are not those of a window.
+    The module of a bias states the sizes of its table. In a model without windows, these are not window sizes.
     """
     for module in attention.modules():
         if hasattr(module, _BIAS_TABLE) and not hasattr(config, "window_size"):
@@ -204,8 +204,7 @@ def _bias_of_layer(bias: GridBias, shared: bool) -> SchemeConfig:
 
 
 _INTERPOLATION = "interpolate_pos_encoding"
-#: How architectures whose method cannot be called with an image size resize their tables: the method's name and the
-#: options.
+#: How some architectures resize their tables: a method, which cannot be called with an image size, and the options.
 _RESIZED_BY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("resize_positional_embeddings", {"interpolation": "bilinear", "antialias": True}),
     ("_resize_pos_embed", {"interpolation": "bilinear"}),

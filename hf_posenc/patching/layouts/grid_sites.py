@@ -1,4 +1,4 @@
-"""What stands in for the modules of a stack of patches: projections, rotary modules and tables.
+"""Replacements for the modules of a stack of patches: projections, rotary modules and tables.
 
 The module that owns a table runs its own forward with another `self`: a view that shares all attributes of the module,
 except that the table is the vectors of this call, and that a method which interpolates the table returns them too. What
@@ -23,15 +23,15 @@ from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.forwards import PlacedForward, Viewed, forward_parameters, names_used
 from hf_posenc.schemes.parts import AdditiveEncoding
 
-#: An argument without which a module refuses pictures of another size than its table has.
+#: An argument without which a module refuses pictures whose size differs from that of its table.
 OTHER_SIZES = "interpolate_pos_encoding"
-#: The attribute with that size, in pixels.
+#: The attribute with the table's size, in pixels.
 _SIZE = "image_size"
 #: Methods that return the table for the grid of a call.
 _INTERPOLATIONS = (
     "interpolate_pos_encoding", "_resize_pos_embed", "interpolation", "_interpolate_position_embedding",
 )  # fmt: skip
-#: Methods that return it as `(1, rows, columns, hidden)`, without prefix rows.
+#: Methods that return the table as `(1, rows, columns, hidden)`, without prefix rows.
 _MAPS = ("get_absolute_positions", "_get_pos_embed")
 #: Functions with which a module reads its table at the places of patches, whatever their number. Such a module adds the
 #: result to the patches and returns the sum.
@@ -56,7 +56,7 @@ class ProjectionSite(PlacedForward):
 
 
 class PictureSite(Viewed, PlacedForward):
-    """Stands in for the `forward` of a module that would refuse pictures of another size than its config states."""
+    """Stands in for the `forward` of a module that would refuse pictures of a size other than that in its config."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward as if its size were that of the pictures of the call."""
@@ -66,7 +66,7 @@ class PictureSite(Viewed, PlacedForward):
         return type(self.module).forward(self.view, *args, **kwargs)
 
     def replaced(self) -> dict[str, Any]:
-        """The size."""
+        """The size of the pictures."""
         return _size_of_call(self.module, self.runtime)
 
 
@@ -78,13 +78,13 @@ def refuses_other_sizes(module: nn.Module) -> bool:
 
 
 def _note_size(runtime: StackRuntime, args: Any, kwargs: dict[str, Any]) -> None:
-    """Records the sizes of the pictures that such a module gets."""
+    """Records the sizes of the pictures that a module with a fixed size gets."""
     if isinstance(runtime.state, GridState):
         runtime.state.pixels = pixels_among((*args, *kwargs.values()))
 
 
 def _size_of_call(module: nn.Module, runtime: StackRuntime) -> dict[str, Any]:
-    """A property of a view of such a module: the noted `(height, width)`, in pixels."""
+    """The property of a view of a module with a fixed size: the recorded `(height, width)`, in pixels."""
 
     def size(view: Any) -> Any:
         state = runtime.state
@@ -98,8 +98,8 @@ class GridRotarySite(PlacedForward):
     """Stands in for the `forward` of a rotary module, records the coordinates of the call, and numbers its tokens.
 
     Some models bring their patches into another order after the phases are computed, for attention in windows. No layer
-    uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. What a
-    layer receives then shows the order of its tokens.
+    uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. The
+    numbers that a layer receives then show the order of its tokens.
     """
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class GridTableSite(Viewed, PlacedForward):
         main: the table of the stack that becomes the vectors of the scheme, if it is among them; others become zeros.
         runtime: the runtime of its stack.
         additive: the scheme's part, or `None` for no position encoding.
-        alone: whether the stack has no other table. The rows of several may be those of frames, or of a frame.
+        alone: whether the stack has no other table. With several tables, one may have a row per frame.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class GridTableSite(Viewed, PlacedForward):
             return self.stock(*args, **kwargs)
         names = list(forward_parameters(type(self.module)))[1:]
         named = dict(zip(names, args, strict=False)) | kwargs
-        # Perceiver's tables of texts have the argument too, but no call of theirs has pixels or a size.
+        # Perceiver's text tables have the argument too, but are never called with pixels or a size.
         if OTHER_SIZES in names and any(isinstance(value, Tensor | tuple) for value in named.values()):
             args, kwargs = (), named | {OTHER_SIZES: True}
         if self.compares_sizes:
@@ -204,7 +204,7 @@ class GridTableSite(Viewed, PlacedForward):
         return replaced
 
     def _instead(self, table: str, name: str, vectors: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A method of the view that returns vectors of the scheme if they stand in for a table."""
+        """A method of the view that returns vectors of the scheme if they replace a table."""
         module, of_class = self.module, inspect.getattr_static(type(self.module), name, None)
 
         def method(view: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -263,7 +263,7 @@ class GridTableSite(Viewed, PlacedForward):
         return self.vectors(name)[:, self.prefix_rows[name] :].reshape(1, *state.grid[-2:], -1)
 
     def vectors(self, name: str, length: int | None = None) -> Tensor:
-        """`(batch or 1, prefix rows + patches, hidden)`: what stands in for a table in this call.
+        """`(batch or 1, prefix rows + patches, hidden)`: the vectors that replace a table in this call.
 
         Raises:
             UnsupportedError: if the grid of the call is unknown.
@@ -295,7 +295,7 @@ class GridTableSite(Viewed, PlacedForward):
         return self.native(name).new_zeros(1, state.table_length(self.prefix_rows[name]), self.hidden_size)
 
     def stands_in(self, name: str) -> bool:
-        """Whether something in the size of the call stands in for a table: vectors of the scheme, or zeros.
+        """Whether a table is replaced by something in the size of the call: vectors of the scheme, or zeros.
 
         Otherwise the table is zero, and the stock code resizes it.
         """
@@ -317,7 +317,7 @@ class GridTableSite(Viewed, PlacedForward):
 
 
 class _EmbeddingView:
-    """Stands in for an `nn.Embedding` that holds a table: it returns the vectors for whatever rows are looked up."""
+    """Stands in for an `nn.Embedding` that holds a table. It returns the vectors for any rows that are looked up."""
 
     def __init__(self, site: GridTableSite, name: str) -> None:
         self.site = site

@@ -1,7 +1,6 @@
-"""What the tokens of a stack are: words, patches on a grid, frames of a series.
+"""The kinds of tokens that a stack may have: words, patches on a grid, frames of a series.
 
-There is one class for each kind. It answers every question whose answer depends on the kind, so no other code asks
-which kind it is.
+There is one class for each kind. It answers all questions that depend on the kind, so no other code asks for the kind.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
 
 
 class Layout:
-    """The tokens of one stack. What is defined here holds for tokens on one axis, with ordinary position tables.
+    """The tokens of one stack. The methods of this class apply to tokens on one axis, with ordinary position tables.
 
     It is plain data that refers to modules of the stack: a runtime holds it, and is copied with its model.
     """
@@ -41,7 +40,7 @@ class Layout:
     has_axes: ClassVar[bool] = False
     #: Whether the caller passes the tokens one by one, as ids or embeddings, so that their order can be changed.
     takes_tokens: ClassVar[bool] = False
-    #: Whether the config states its length beside that of a text.
+    #: Whether the config states its length in addition to that of a text.
     has_own_length: ClassVar[bool] = False
     #: Whether layers are counted in the order in which modules are defined, and not in that of their paths.
     in_definition_order: ClassVar[bool] = False
@@ -49,27 +48,27 @@ class Layout:
     left_alone: ClassVar[tuple[str, str] | None] = None
     #: Numbers of axes that a tensor of its tokens may have.
     token_axes: ClassVar[tuple[int, ...]] = (3,)
-    #: The convolution that makes tokens of the input, if it may stand among the layers.
+    #: The convolution that makes tokens of the input, if it may be among the layers.
     projection: Any = None
     #: Native mechanisms in attention that belong to the kind of tokens.
     biases: Any = ()
 
-    # Finding it. These methods are asked of the class.
+    # Discovery. These methods are called on the class.
 
     @classmethod
     def recognises(cls, module: PreTrainedModel) -> bool:
-        """Whether a stack, or a part of a model, has such tokens. Only text is asked about one with `input_ids`."""
+        """Whether a stack, or a part of a model, has such tokens. With `input_ids`, only `Text` is asked."""
         raise NotImplementedError
 
     @classmethod
     def find(cls, stack: Stack, modules: StackModules) -> Layout:
-        """What a stack has for its tokens: its tables. The stack already has its attention layers."""
+        """Finds the tables of a stack, whose attention layers are already known."""
         stack.tables = position_tables(modules)
         return cls()
 
     @classmethod
     def includes(cls, child: PreTrainedModel, stack: nn.Module) -> bool:
-        """Whether a `PreTrainedModel` inside a stack belongs to it, and is not a stack of its own."""
+        """Whether a `PreTrainedModel` inside a stack belongs to it, and is not a separate stack."""
         return False
 
     @classmethod
@@ -84,7 +83,7 @@ class Layout:
 
     @classmethod
     def tables_in(cls, modules: StackModules) -> Iterable[tuple[str, nn.Module]]:
-        """Path and module of what must have a forward of the scheme, besides attention: the tables."""
+        """Path and module of everything besides attention whose forward a scheme must replace: the tables."""
         return [(table.path, table.module) for table in position_tables(modules)]
 
     @classmethod
@@ -101,7 +100,7 @@ class Layout:
         """
         raise NotImplementedError
 
-    # What discovery has found.
+    # Results of discovery.
 
     @property
     def computes_tables(self) -> bool:
@@ -113,7 +112,7 @@ class Layout:
         return stack.tables[0].weight[stack.tables[0].origin :] if stack.tables else None
 
     def vector_sites(self, stack: Stack) -> list[Any]:
-        """What adds vectors of positions, each with `path` and `module`: the tables."""
+        """The objects that add position vectors, each with `path` and `module`: the tables."""
         return [*stack.tables]
 
     def native_bias(self, stack: Stack, attention: AttentionLayer) -> Tensor | None:
@@ -133,7 +132,7 @@ class Layout:
         return tables, []
 
     def stated_length(self) -> str | None:
-        """What determines the number of tokens, if that is the input and no length in the config."""
+        """Describes what determines the number of tokens, if it is the input and not a length in the config."""
         return None
 
     # Observing it in a short run.
@@ -176,7 +175,7 @@ class Layout:
         raise NotImplementedError
 
     def features_among(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The features in place of tokens, whose shape does not show the number of tokens; `None` without any."""
+        """The features that replace tokens, if their shape does not show the number of tokens; `None` without any."""
         return None
 
     def tokens_of(self, features: Tensor) -> int:
@@ -189,7 +188,7 @@ class Layout:
         """Refuses parts that cannot encode such tokens."""
 
     def in_raster_order(self, parts: Iterable[Part]) -> list[str]:
-        """What those parts do that number tokens with rows and columns one after the other."""
+        """The effects of the parts that number tokens in order although the tokens have rows and columns."""
         return []
 
     def native_vectors(self, stack: Stack, additive: AdditiveEncoding) -> tuple[Tensor, str] | None:
@@ -201,7 +200,7 @@ class Layout:
         return table.weight[max(table.origin - offset, 0) :], table.path
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
-        """Puts the vectors of a scheme in place of those of the architecture: the rows of the tables."""
+        """Replaces the vectors of the architecture, the rows of the tables, by those of a scheme."""
         for table in stack.tables:
             site = TableSite(table.module, encoding.runtime, encoding.additive, table.origin)
             journal.set_forward(table.module, site)
@@ -219,18 +218,18 @@ class Layout:
         return RotaryModuleSite(module, runtime, unused=unused)
 
 
-#: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs so many words.
+#: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs more words.
 _FIRST_WORD, _LAST_WORD = 5, 64
 #: The projection of keys in cross-attention.
 _CROSS_KEYS = re.compile(
     r"(cross_attn|cross_attention|encoder_attn|encoder_attention)\.k_proj$|crossattention\.(attention|self)\.key$"
 )
-#: Arguments with vectors in place of tokens.
+#: Arguments that take vectors instead of tokens.
 _EMBEDDINGS = ("inputs_embeds", "query_embeds", "hidden_states")
 
 
 class Text(Layout):
-    """Words, or embeddings in their place. Every stack is taken for one of text that is of no other kind."""
+    """Words, or embeddings in their place. Every stack of no other kind counts as text."""
 
     takes_tokens = True
 
@@ -257,7 +256,7 @@ class Text(Layout):
     def _words(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         parameters = forward_parameters(type(module))
         tokens = _token_ids(module, length)
-        # One question with one choice, which is a text, where a model reads `(batch, choices, length)`.
+        # A multiple-choice model reads `(batch, choices, length)`. It gets a single choice, which is a text.
         known = MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
         chooses = any(kind.__name__ in known for kind in type(module).__mro__)
         given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if chooses else tokens}

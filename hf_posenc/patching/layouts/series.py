@@ -39,7 +39,7 @@ _USUAL_BINS = 80
 _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "input_feat_size")
 #: Number of positions at which sinusoids are compared with their formula.
 _COMPARED = 512
-#: Of fewer tokens, none are next to each other and away from both ends.
+#: With fewer tokens, none are both next to each other and away from the ends.
 _FEWEST_TOKENS = 3
 _DESCRIPTIONS = {
     "convolution": "convolution over neighbours in place of positions",
@@ -79,7 +79,7 @@ class FixedInput:
     convolutions: tuple[nn.Conv1d, ...]
 
     def tokens(self, frames: int) -> int:
-        """Number of tokens that the convolutions make of some frames."""
+        """Number of tokens that the convolutions make from a number of frames."""
         for layer in self.convolutions:
             padding, reach = int(layer.padding[0]), layer.dilation[0] * (layer.kernel_size[0] - 1)
             frames = (frames + 2 * padding - reach - 1) // layer.stride[0] + 1
@@ -162,11 +162,11 @@ class Series(Layout):
         return self.parameters[0].weight if self.parameters else super().table(stack)
 
     def vector_sites(self, stack: Stack) -> list[Any]:
-        """The tables, and what else is added to the embeddings."""
+        """The tables, and the modules and parameters that are added to the embeddings."""
         return [*stack.tables, *self.vectors, *self.parameters]
 
     def runs_alone(self, stack: Stack, model: nn.Module) -> bool:
-        """The inputs of the model around it are unknown."""
+        """True, because the inputs of the model around it are unknown."""
         return True
 
     def is_comparable(self, stack: Stack, tokens: Tensor | None) -> bool:
@@ -174,7 +174,7 @@ class Series(Layout):
         if tokens is None and stack.first_layer is not None:
             raise UnsupportedError(
                 f"No position mechanism was found in this {type(stack.module).__name__}, and the input of its first "
-                "layer is no tensor in which one could be seen. Declare the architecture with "
+                "layer is not a tensor, so none can be seen in it. Declare the architecture with "
                 f"hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...)."
             )
         return tokens is not None and tokens.shape[1] >= _FEWEST_TOKENS
@@ -196,11 +196,11 @@ class Series(Layout):
         return next((value for value in found if isinstance(value, Tensor)), None)
 
     def tokens_of(self, features: Tensor) -> int:
-        """Those of an encoder that accepts one number of frames only."""
+        """The number of tokens of an encoder that accepts one number of frames only; 0 for any other."""
         return 0 if self.fixed_input is None else self.fixed_input.tokens(features.shape[-1])
 
     def install(self, stack: Stack, encoding: Any, journal: Any, report: Any) -> None:
-        """Puts the vectors of the scheme in place of those of the architecture. The first module gets them."""
+        """Replaces the vectors of the architecture by those of the scheme, which the first module returns."""
         super().install(stack, encoding, journal, report)
         runtime, additive = encoding.runtime, None if stack.tables else encoding.additive
         if self.fixed_input is not None:
@@ -234,7 +234,7 @@ def _kind_of(path: str, module: nn.Module) -> VectorKind | None:
 
 
 def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None:
-    """Recognises an encoder with a table and convolutions of its own whose forward adds the whole table."""
+    """Recognises an encoder with its own table and convolutions, whose forward adds the whole table."""
     direct = [name for name in tables if "." not in name]
     convolutions = tuple(child for child in stack.children() if isinstance(child, nn.Conv1d))
     known = hasattr(stack.config, SOURCE_LENGTH) and not forward_parameters(type(stack)).keys().isdisjoint(FEATURES)
@@ -258,7 +258,7 @@ def _scheme_of(vectors: VectorModule, stack: Stack) -> SchemeConfig:
 
 
 def starts_with_bins(model: nn.Module) -> bool:
-    """Whether features are `(batch, bins, frames)`: the stack passes them to a convolution of its own."""
+    """Whether features are `(batch, bins, frames)`: the stack passes them to its own convolution."""
     return any(isinstance(child, nn.Conv1d) for child in model.children())
 
 
@@ -362,14 +362,14 @@ def _periodic(value: Tensor, axis: int | None, period: int) -> Tensor:
 
 
 class InputView(Viewed):
-    """Runs an encoder that accepts one number of frames only with as many as a call has.
+    """Runs an encoder that accepts one number of frames only with the number of frames of a call.
 
     Such an encoder adds all rows of its position table to its tokens, and raises an error unless the config says that
     there are as many. In its view, the table and the config state the number of tokens of this call.
 
     Args:
         module: the encoder.
-        found: what fixes its number of tokens.
+        found: the properties that fix its number of tokens.
         runtime: its runtime, which knows the number of tokens of the call in progress.
     """
 

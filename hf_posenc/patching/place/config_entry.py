@@ -13,8 +13,7 @@ keys and would run the model with its native positions. Three fields of `config.
 - `architectures` has a prefix: converters and servers choose their implementation by this field.
 
 A stock class creates its position tables with the lengths in its config, and a patched model keeps the weights of these
-tables. If a patch changes a length in the config, the entry therefore stores the native value, with which the stock
-class is built.
+tables. If a patch changes a length in the config, the entry stores the native value, which the stock class gets.
 
 `to_dict` returns the `model_type` of the model in memory, which PEFT and others rely on, and users write its result to
 `config.json` themselves. It therefore contains the sentence as well. A config built from it drops the sentence.
@@ -69,7 +68,7 @@ NAMES = (
 SOURCE_NAMES = (SOURCE_LENGTH,)
 #: Fields of a config that describe a position mechanism.
 _POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
-#: Fields with such a name that state a length, or that belong to this package.
+#: Fields whose names match, but that state a length or belong to this package.
 _OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
 WEIGHTS_KEY = "transformers_weights"
 _WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"

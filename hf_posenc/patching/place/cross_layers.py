@@ -15,14 +15,14 @@ from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 from hf_posenc.schemes.refusals import CROSS_ATTENTION
 
-#: The arguments in which a decoder takes what its cross-attention reads, and which of that is padding.
+#: The argument with the states that the cross-attention of a decoder reads.
 _STATES = "encoder_hidden_states"
 
 
 def cross_parts(
     config: SchemeConfig, stack: Stack, build: Callable[[SchemeConfig, BuildContext, str], SchemeParts]
 ) -> list[tuple[AttentionLayer, SchemeParts]]:
-    """Each cross-attention layer of a stack, with the parts of a scheme; empty without such.
+    """Each cross-attention layer of a stack, with the parts of a scheme; empty if there are none.
 
     Args:
         config: the scheme.
@@ -67,7 +67,7 @@ def refuse_without_encoder(anatomy: Anatomy, part: str | None) -> None:
     Only `patch_model` asks: a class without a decoder loads the other parts of a checkpoint.
 
     Raises:
-        UnsupportedError: saying which.
+        UnsupportedError: with the reason.
     """
     name = type(anatomy.model).__name__
     if not any(map(cross_attentions, anatomy.stacks([anatomy.part(part)]))):

@@ -85,13 +85,13 @@ class LayerEncoding:
     def __post_init__(self) -> None:
         # Computed once, because every layer reads these in every call.
         bias, parts = self.logit_bias, (self.query_key_map, self.logit_bias, self.logit_scale)
-        #: Those that are not `None`.
+        #: The parts that are not `None`.
         self.parts: list[Part] = [part for part in parts if part is not None]
         pairwise = bias if isinstance(bias, PairwiseBias) else None
         own, shared = (0, 0) if pairwise is None else feature_counts(pairwise)
         #: Number of heads for which the bias caches features next to the keys.
         self.feature_heads = self.num_key_value_heads if shared else self.num_heads
-        #: Number of features of each of them per token.
+        #: Number of features per token of each of these heads.
         self.num_features = own + shared
         if shared:
             self.num_features = self.num_heads // self.num_key_value_heads * own + shared
@@ -99,16 +99,16 @@ class LayerEncoding:
         self.zero_below = 0 if pairwise is None else pairwise.zero_below
         #: Whether the scheme changes keys, or caches something next to them.
         self.has_keys = self.num_features > 0 or self.query_key_map is not None
-        #: Whether it combines features of neighbouring tokens.
+        #: Whether the bias combines features of neighbouring tokens.
         self.needs_oldest_keys = pairwise is not None and pairwise.needs_oldest_keys
-        #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
+        #: The biases whose sum the bias is. Some may be rotations of heads by the layer's input.
         summands = self.summands = () if bias is None else tuple(bias.summands())
         kinds = [isinstance(one, ContextualRotation) for one in summands]
         whole = self.num_cached_heads in (None, self.num_key_value_heads)
         self.rotates_by_input = any(kinds)
-        #: Whether it consists of such rotations only.
+        #: Whether the bias consists only of rotations by the layer's input.
         self.only_rotates_by_input = any(kinds) and all(kinds)
-        #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
+        #: The rotation that can be applied to keys before they are cached; the bias then needs no features.
         self.rotation_before_cache = rotation_before_cache(summands) if whole and any(kinds) else None
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
@@ -118,17 +118,17 @@ class LayerEncoding:
         self.repeats_bias = (
             bool(summands) and all(isinstance(one, DistanceBias) for one in summands) and rotates and not again
         )
-        #: The same for layers whose parts and heads are the same.
+        #: A value that is equal for layers with the same parts and heads.
         self.identity = (id(bias), self.causal, self.num_heads, self.num_key_value_heads, self.head_dim, id(self.shard))
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again
-        #: The same where the bias is zero, once a call has shown that the module changes no rotated heads.
+        #: Like `only_rotates`, where the bias is zero, once a call has shown that the module changes no rotated heads.
         self.only_rotates_near = rotates and again and self.zero_below > 0
         #: Whether paged keys (continuous batching) must be read before the attention function is called.
         self.reads_pages = self.widens_heads or bias is not None
 
     def needs(self) -> dict[Need, Part]:
-        """What the parts need."""
+        """The needs of the parts."""
         return needs_of(self.parts)
 
 
@@ -153,11 +153,11 @@ class StackEncoding(nn.Module):
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
         self.layers: list[LayerEncoding] = []
-        #: The parts in each cross-attention layer; empty if it keeps what it has.
+        #: The parts in each cross-attention layer; empty if cross-attention is not changed.
         self.cross: dict[str, LayerEncoding] = {}
         #: The native weights that parts took over when they were first placed; `None` before that.
         self.adopted: list[str] | None = None
-        #: What native tables did not fill of the tables that could have taken them over.
+        #: The tables that could have taken over a native table but still have random rows.
         self.unfilled: list[UnfilledTable] = []
         self._built: dict[Hashable, SchemeParts] = {}
         self._build(config, stack)
@@ -199,7 +199,7 @@ class StackEncoding(nn.Module):
             yield from layer.parts
 
     def needs(self) -> dict[Need, Part]:
-        """What the parts in use need."""
+        """The needs of the parts in use."""
         places = {tuple(map(id, layer.parts)): layer.parts for layer in self.layers}
         needs = needs_of([] if self.additive is None else [self.additive])
         for parts in places.values():
@@ -269,7 +269,7 @@ def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> Additiv
 
 
 def _environments(stack: Stack, attention: AttentionLayer) -> Iterator[Environment]:
-    """What limits the parts of a scheme in one attention layer."""
+    """The environments that limit the parts of a scheme in one attention layer."""
     found: Any = (
         (stack.architecture.limits, stack.architecture.limits),
         (attention.sparse, refusals.SPARSE_ATTENTION),
@@ -311,13 +311,13 @@ class PositionEncoding(AddedModule):
         return self.record.lengths_by_part.get(None)
 
     def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
-        """The parts in use in some stacks, by default all. One that contains others stands in their place."""
+        """The parts in use in some stacks, by default all. A part that contains others is listed in their place."""
         chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
         found = [part for stack in chosen for part in stack.acting_parts()]
         return list({id(part): part for part in found}.values())
 
     def needs(self) -> dict[Need, Part]:
-        """What the parts in use need."""
+        """The needs of the parts in use."""
         return {need: part for stack in self.stacks.values() for need, part in stack.needs().items()}
 
     def reach(self, stacks: Collection[str] | None = None) -> Reach:
@@ -408,8 +408,7 @@ def build_encoding(
         kept: the parts of another encoding that are used again, by name of the stack.
 
     Raises:
-        RuntimeError: on the meta device, for a scheme from outside this package that reads its parameters while it is
-            built.
+        RuntimeError: on the meta device, for a third-party scheme that reads its parameters while it is built.
     """
     built = dict(kept or {})
     for stack in stacks:
@@ -470,13 +469,13 @@ def difference(model: PreTrainedModel) -> str:
     if entry is not None:
         return (
             f"it uses its stock positions, but its config names the scheme {entry['scheme']!r}: it is the config of a "
-            "patched model, with whose positions it would be loaded. Give it the config that it was built with."
+            "patched model, so a saved copy would be loaded with that scheme. Restore the config it was built with."
         )
     return ""
 
 
 def refuse_changed(model: PreTrainedModel) -> None:
-    """Refuses to save or export a model that is not what was placed, or whose positions are not those of its config."""
+    """Refuses to save or export a model that was changed after it was patched, or that its config does not describe."""
     problem = difference(model)
     if problem:
         raise UnsupportedError(f"This {type(model).__name__} is not saved or exported: {problem}")

@@ -74,8 +74,8 @@ def refuse_growing_caches(call: GenerateCall) -> None:
     """Refuses assisted decoding and chunked prefill with a scheme that does not support growing caches.
 
     Raises:
-        UnsupportedError: for such a scheme. Not if the caller asks for a cache: the forward pass then refuses a cache
-            that it cannot extend correctly.
+        UnsupportedError: for a call with such a scheme, unless the caller asks for a cache. In that case, the forward
+            pass refuses a cache that it cannot extend correctly.
     """
     if not is_length_dependent(call.encoding):
         return
@@ -102,7 +102,7 @@ def refuse_growing_caches(call: GenerateCall) -> None:
 
 
 def refuse_unnoticed_caches(call: GenerateCall) -> None:
-    """Refuses prompt learning by a PEFT that looks for the cache under another name than the model's."""
+    """Refuses prompt learning by a version of PEFT that looks for the cache under another name than the model's."""
     prepare: Any = call.model.prepare_inputs_for_generation
     config: Any = getattr(prepare.__self__, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
@@ -204,7 +204,7 @@ class CheckedGenerate(CheckedMethod):
 #: Attribute of the manager that `generate_batch(persistent_manager=True)` keeps on the model for later calls.
 KEPT_MANAGER = "_cached_continuous_batching_manager"
 _CONFIG = "continuous_batching_config"
-#: A note about a cache: the check that it has passed.
+#: Attribute of a cache with the check that it has passed.
 _CHECKED_FOR = "_hf_posenc_checked_for"
 
 
@@ -324,8 +324,7 @@ def refuse_running_batches(model: nn.Module) -> None:
 def drop_kept_pages(model: nn.Module) -> None:
     """Makes a manager that is kept on the model allocate new pages when it is restarted.
 
-    Requests with a common prefix share pages. Without this, a request could reuse keys from before the scheme was
-    changed.
+    Requests with a common prefix share pages. Without this, a request could reuse keys of the previous scheme.
     """
     manager: Any = model.__dict__.get(KEPT_MANAGER)
     if manager is not None:

@@ -106,7 +106,7 @@ class PatchReport:
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
-    """Installs a scheme in place of the native mechanisms of a stack; returns what was replaced and placed."""
+    """Replaces the native mechanisms of a stack by a scheme; returns what was replaced and placed."""
     architecture, journal = stack.architecture, record.journal
     encoding.runtime.slots.measure(stack.module)
     kept = [f"{path}: {why}" for path, why in stack.skipped if path not in encoding.cross]
@@ -155,7 +155,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
 
 
 class UnfilledTable(NamedTuple):
-    """How many rows of a scheme's table stay random, of how many; rows of the native table; whether it was adopted."""
+    """A scheme's table: its random rows, all its rows, the rows of the native table, and whether it took that over."""
 
     random: int
     rows: int
@@ -273,9 +273,9 @@ class PartParameters:
                 journal.set(module, "parameters", cls(module, inside))
 
 
-#: Styles of a plan with which every process has all heads of a projection.
+#: Styles of a tensor-parallel plan that give every process all heads of a projection.
 _GATHERED = ("colwise_gather_output", "colwise_rep")
-#: Styles of a plan with which a module sees only some of the tokens.
+#: Styles of a tensor-parallel plan that give a module only some of the tokens.
 _SEQUENCE = ("sequence_parallel",)
 
 

@@ -32,7 +32,7 @@ from hf_posenc.schemes import from_rope_parameters
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.parts import Reach
 
-#: Lengths of which modules keep a copy.
+#: Lengths that modules copy.
 _COPIED = ("max_source_positions", "max_target_positions")
 
 
@@ -70,7 +70,7 @@ class Lengths:
 def rows_of_tables(model: PreTrainedModel) -> int | None:
     """The number of positions of the shortest learned table of a stock model; `None` if it has no such table.
 
-    It is also `None` for an architecture that cannot be patched. Its own forward is then the judge.
+    It is also `None` for an architecture that cannot be patched. Its own forward then decides.
     """
     try:
         stacks = find_stacks(model)
@@ -97,13 +97,13 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
 
     This is the length that the user has chosen; otherwise the length that the scheme was made for, if it is longer than
     the native length; otherwise the native length. It never exceeds the longest sequence that the scheme can encode.
-    An encoder that reads features beside another part has a length of its own.
+    An encoder that reads features has its own length if the model has another main part.
     """
     by_part: dict[str | None, list[Stack]] = {}
     for stack in stacks:
         if stack.part != main and stack.layout.has_own_length and _stated(model, [stack]):
             by_part.setdefault(stack.part, []).append(stack)
-    # Neither images nor another part beside the text have the length of the model.
+    # The length of the model applies to its main part only, and not to images.
     by_part[None] = [stack for stack in stacks if stack.part == main and main != VISION]
     stated = (_stated(model, stacks_of_part) for stacks_of_part in by_part.values())
     remember(model.config, NATIVE_LENGTHS, functools.reduce(operator.or_, stated))
@@ -278,7 +278,7 @@ def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
 
 
 def _is_native_length(config: SchemeConfig, made_for: int, stacks: list[Stack], native: int) -> bool:
-    """Whether a length is that of a RoPE scaling of the stock config, which may exceed its stated length."""
+    """Whether a length comes from a RoPE scaling in the stock config, which may exceed the stated length."""
     placed = {type(scaling) for one in walk(config) if (scaling := getattr(one, "scaling", None)) is not None}
     stated = [getattr(stack.config, "rope_parameters", None) or {} for stack in stacks]
     nested = [value for parameters in stated for value in parameters.values() if isinstance(value, dict)]
@@ -301,12 +301,12 @@ def context_length(model: Any) -> int | None:
 def update_tokenizer_length(tokenizer: Any, model: Any, before: int | None = None) -> None:
     """Gives a tokenizer the length of a patched model, if it still has the native one or that of the scheme before.
 
-    A scheme that was made for longer sequences, such as a scaled rotation, changes the length of the model alone. For
-    tools that save a model together with its tokenizer. In place.
+    A scheme that was made for longer sequences, such as a scaled rotation, changes only the length of the model. This
+    function is for tools that save a model together with its tokenizer, which is changed in place.
 
     Args:
-        tokenizer: of the model, or a processor that holds one; without a length, as of images or sound, or `None`, it
-            stays as it is.
+        tokenizer: the tokenizer of the model, or a processor that holds one. `None`, or a processor without a length,
+            such as one for images or sound, is not changed.
         model: patched or not.
         before: the `context_length` of the model before it got its scheme.
     """

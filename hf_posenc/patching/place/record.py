@@ -2,7 +2,7 @@
 
 The journal holds what was set on instances, and how to restore it.
 
-`SchemeRecord.agrees` compares the model with what was placed and describes the first difference. It is asked before a
+`SchemeRecord.agrees` compares the model with what was placed and describes the first difference. It is called before a
 model is saved, exported or inspected. The record of each stack is in `stack_record.py`.
 
 Weights name the scheme that they were trained with in an entry of the state dict, its mark. Many schemes have no
@@ -134,7 +134,7 @@ class Journal:
         module.__dict__[place] = value
 
     def adopt_forward(self, module: nn.Module, forward: PlacedForward) -> None:
-        """Records a forward that came to a module as a copy of one that this journal has placed."""
+        """Records the forward of a copied module, which is a copy of a forward that this journal has placed."""
         place, inner = place_of_forward(module), forward.inner
         self.changes.append(_Change(module, place, inner is not None, (forward, inner), "forward"))
 
@@ -172,7 +172,7 @@ class Journal:
                 self.freeze(one, name)
 
     def freeze_table(self, table: OwnedTable) -> None:
-        """Freezes a table that a module owns, unless it is no parameter."""
+        """Freezes a table that a module owns, if it is a parameter."""
         if isinstance(table.value, nn.Module):
             self.freeze_all(table.value)
         elif table.name in table.module._parameters:
@@ -285,7 +285,7 @@ class SchemeRecord:
 
 
 class OwnConfig:
-    """Copies of a model's config and generation config, which stand in every module that holds the originals.
+    """Copies of a model's config and generation config, which replace the originals in every module.
 
     A patch writes its entry and lengths into the copies. Other models that were built from the same objects keep them.
 
@@ -398,8 +398,8 @@ def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None, r
     Args:
         found: the scheme named in the weights; `None` for weights without a mark.
         config: the scheme in force; `None` for a stock model.
-        reader: what has read the scheme from a config. The user then has no model yet that could be patched, so the
-            caller says what to do.
+        reader: the program that has read the scheme from a config. The user then has no model yet that could be
+            patched, so the caller says what to do.
     """
     if found is config or (found is not None and config is not None and same_scheme(found, config)):
         return None

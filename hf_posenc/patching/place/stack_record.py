@@ -1,8 +1,8 @@
-"""What was placed in one stack of a model, and whether its layers still are what was placed.
+"""The record of what was placed in one stack of a model, and checks that its layers are unchanged.
 
 After a patch, others may replace the forward of an attention module or of its class, add, drop, move or share layers,
 or change a field of the config that has no effect any more. The record of a stack describes the first difference. It is
-asked before each call in which something has changed since the last one.
+checked before each call in which something has changed since the last one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: The field of a config that names its attention function.
 _BACKEND = "_attn_implementation_internal"
-#: Training calls that a module may miss in a row. One that is dropped in 9 of 10 calls does so once in 40,000 times.
+#: Training calls that a module may miss in a row. A module dropped in 9 of 10 calls does so once in 40,000 times.
 _MISSED_IN_TRAINING = 100
 
 
@@ -78,7 +78,7 @@ class StackRecord:
         self._forwards: list[tuple[nn.Module, dict[str, Any], Any, type, Any]] = []
         self._settings: dict[str, Any] = {}
         self._found: list[nn.Module] = []
-        #: Of the stack's config. Never equal before the first check.
+        #: Number of fields of the stack's config; -1 before the first check, so that it never matches.
         self._number_of_fields = -1
         self._called: Any = None
         self._missed = 0
@@ -93,7 +93,7 @@ class StackRecord:
         self._reset()
 
     def check(self) -> None:
-        """Refuses a call of a stack that is not what was placed."""
+        """Refuses a call of a stack that was changed after it was patched."""
         if not torch.compiler.is_compiling() and self._is_unchanged():
             return
         problem = answer_of(self.number, "problem")
@@ -119,7 +119,7 @@ class StackRecord:
         )
 
     def difference(self) -> str:
-        """Describes how the stack differs from what was placed; empty if it does not. Saved models are asked this."""
+        """Describes how the stack differs from what was placed; empty if it does not. Called before a save."""
         return ("" if self._is_unchanged() else self.problem()) or self.moved()
 
     def problem(self) -> str:
@@ -201,7 +201,7 @@ class StackRecord:
         return ""
 
     def _replaced(self, known: set[int]) -> str:
-        """Describes a module with weights that stands where an attention was, and holds none of the known ones."""
+        """Describes a module with weights that took the place of an attention module, and contains no known one."""
         for place in self.places:
             module, path = self.stack, []
             for name in place.split("."):
@@ -322,7 +322,7 @@ class StackRecord:
         return [module for _, module in sorted(found, key=operator.itemgetter(0))]
 
     def _attentions_to_run(self) -> tuple[int, ...]:
-        """The ids of those of the layers that the config counts: a model that exits early counts fewer than it has."""
+        """The ids of the attention modules in the layers that the config counts; for an early exit, fewer than all."""
         found, depth = self._found, getattr(self.stack.config, "num_hidden_layers", None)
         fewer = isinstance(depth, int) and len(self.attentions) == self.depth
         return tuple(id(module) for module in (found[:depth] if fewer else found) if is_attention_site(module))
@@ -439,13 +439,13 @@ def number_of(record: Any) -> int:
 
 @torch.compiler.assume_constant_result
 def answer_of(number: int, question: str, *about: int) -> Any:
-    """What a method of a record returns. It becomes a constant of a graph, which is retraced if the modules change."""
+    """The result of a method of a record. It becomes a constant of a graph, which is retraced if the modules change."""
     return getattr(_records[number], question)(*about)
 
 
 @torch.no_grad()
 def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> bool:
-    """Whether an attention function tells the same keys in two orders apart, for a query that sees them all."""
+    """Whether an attention function depends on the order of the keys, for a query that sees all of them."""
     weight = next(attention.parameters(), None)
     if weight is None or weight.is_meta or not weight.is_floating_point() or torch.compiler.is_compiling():
         return False

@@ -80,7 +80,7 @@ class Transaction:
 
     @property
     def anatomy(self) -> Anatomy:
-        """What the model has, found once for each encoding in force, which may hide native mechanisms."""
+        """The anatomy of the model, found once for each encoding in force, because it may hide native mechanisms."""
         # Kept with it, so that its id names no other encoding.
         placed = self.model.base_model._modules.get(ATTRIBUTE)
         if id(placed) not in self._anatomies:
@@ -88,7 +88,7 @@ class Transaction:
         return self._anatomies[id(placed)][1]
 
     def verified_stacks(self, part: str) -> list[Stack]:
-        """The stacks of a part, of which short runs have shown that discovery was right. Patched ones are not run."""
+        """The stacks of a part, after short runs have confirmed discovery. Patched stacks are not run."""
         if self.encoding is None:
             self.anatomy.verify(part, self)
         return self.anatomy.stacks([part])
@@ -227,8 +227,7 @@ class Transaction:
         """Context manager that yields the stock model. On exit, the scheme is restored.
 
         Raises:
-            UnsupportedError: if the scheme could not be restored, because another library has replaced the forward of a
-                module.
+            UnsupportedError: if another library has replaced a forward, so that the scheme could not be restored.
         """
         with self.installed(None):
             yield self.model
@@ -250,7 +249,7 @@ class Transaction:
         return all(encoding.record.stacks[stack.name].holds(stack) for stack in stacks)
 
     def change(self) -> str:
-        """What has changed since the model was patched, so that the encoding could not be placed again as it was."""
+        """Describes a change since the patch because of which the encoding could not be placed again; empty if none."""
         encoding = self.encoding
         problem = "" if encoding is None else encoding.record.agrees(self.model)
         if encoding is None or problem or self._holds(encoding):

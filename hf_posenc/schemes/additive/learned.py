@@ -114,7 +114,7 @@ class LearnedEncoding(LearnedTable):
 
 
 class LearnedGridEncoding(LearnedTable):
-    """The row of a token's place in a table that is resized to the grid of the call, or an own row without a place."""
+    """The row of a token's place in a table that is resized to the grid of the call, or a separate row without one."""
 
     reads_coordinates = True
 
@@ -125,7 +125,7 @@ class LearnedGridEncoding(LearnedTable):
         self.grid = config.grid
         self.num_prefix_tokens = config.num_prefix_tokens
         self.resizing = config.resizing
-        # Of a model without coordinates; otherwise the table is resized.
+        # The reach in a model without coordinates. Otherwise the table is resized.
         self.length_reach = Reach(
             len(self.weight),
             f"of the learned grid of {by(self.grid)}, and without coordinates from the model it cannot be resized. "
@@ -169,7 +169,7 @@ class LearnedGridEncoding(LearnedTable):
         return nn.functional.embedding(row if start is None else row + start, rows)
 
     def _of_prefix(self, unplaced: Tensor) -> Tensor:
-        """The own row of each token without a place, in their order; zeros past the last row."""
+        """The separate row of each token without a place, in their order; zeros past the last row."""
         rank = unplaced.long().cumsum(-1) - 1
         if not self.num_prefix_tokens:
             return self.weight.new_zeros(*rank.shape, self.weight.shape[-1])
@@ -190,9 +190,7 @@ class LearnedGridEncoding(LearnedTable):
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:
-        """Copies a stock table `(num_prefix_tokens + places, hidden)`; one of a square grid of another size is resized
-        first.
-        """
+        """Copies a stock table `(num_prefix_tokens + places, hidden)`. That of another square grid is resized first."""
         parts = self.separated(native)
         if parts is None:
             return False

@@ -95,8 +95,8 @@ class SinusoidalConfig(SchemeConfig):
     "tensor2tensor"  "interleaved"    none, given for completeness
     ===============  ===============  ==================================================
 
-    With two or three `axes`, each coordinate of a token on a grid has such a vector of its own, of half or a third of
-    the width, and the vectors are concatenated (MoCo v3, arXiv:2104.02057; MAE, arXiv:2111.06377)::
+    With two or three `axes`, each coordinate of a token on a grid has its own vector, of half or a third of the
+    width, and the vectors are concatenated (MoCo v3, arXiv:2104.02057; MAE, arXiv:2111.06377)::
 
         PE(row, column) = [PE(row), PE(column)]
 

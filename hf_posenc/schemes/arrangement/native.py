@@ -33,7 +33,7 @@ class NativeConfig(SchemeConfig):
 
     Raises:
         UnknownNameError: for an unknown type of scaling.
-        ValueError: for a value that is no scaling; in `patch_model` for a scaling of a model without RoPE, or whose
+        ValueError: for a value that is not a scaling; in `patch_model` for a scaling of a model without RoPE, or whose
             rotation cannot have it.
     """
 
@@ -55,7 +55,7 @@ def asked_scalings(config: SchemeConfig) -> list[RopeScaling]:
 
 
 def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequence[str | None]) -> SchemeConfig:
-    """The config with `native` in place of every `NativeConfig`.
+    """The config in which `native` replaces every `NativeConfig`.
 
     Args:
         config: the requested config.

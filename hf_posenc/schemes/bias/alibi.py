@@ -14,8 +14,7 @@ from hf_posenc.schemes.parts import DeviceConstant, DistanceBias, LogitBias, Pos
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 
 #: Added to keys that a head of the asymmetric form must not see. Its exponential is zero relative to any visible key (a
-#: token always sees itself), but a row in which all keys have this value, such as a padding row, keeps a finite
-#: softmax.
+#: token always sees itself), but a row in which all keys have this value, such as padding, keeps a finite softmax.
 AWAY_BIAS = -10000.0
 
 
@@ -88,9 +87,7 @@ class AlibiBias(AlibiSlopes, DistanceBias):
         return torch.cat((left, right))
 
     def slopes_behind(self, device: torch.device) -> Tensor | None:
-        """Returns `(heads,)` float32, or `None` for the asymmetric form, in which half of the heads do not see earlier
-        keys.
-        """
+        """`(heads,)` float32, or `None` for the asymmetric form, in which half of the heads see no earlier keys."""
         return None if self.num_left is not None else self.slopes_on(device)
 
 

@@ -14,9 +14,7 @@ from hf_posenc.schemes.weights import NormalWeights
 
 
 class CopeBias(NormalWeights, PairwiseBias):
-    """The product of each query with a learned vector per position. Positions count the keys that pass the query's
-    gates.
-    """
+    """The product of each query with a learned vector per position. Positions count keys that pass its gates."""
 
     whole_heads = False
     reads_later_keys = False

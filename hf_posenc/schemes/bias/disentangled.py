@@ -22,7 +22,7 @@ class LogBuckets:
     """The buckets of distances, which keep their sign (DeBERTa-v2).
 
     Up to `buckets // 2` tokens, every distance has its own bucket. The next ones grow logarithmically, so that
-    `max_distance - 1` tokens have the bucket `2 * (buckets // 2) - 1`. Farther distances go on beyond it.
+    `max_distance - 1` tokens have the bucket `2 * (buckets // 2) - 1`. Farther distances have higher buckets.
 
     Args:
         buckets: number of buckets of one direction.

@@ -14,7 +14,7 @@ from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import check_declared
 
-#: Parameters of a function that are no options: the place in the model gives them.
+#: Parameters of a function that are not options, because the place in the model determines them.
 _OF_PLACE = ("head", "num_heads")
 
 
@@ -95,7 +95,7 @@ class FunctionConfig(SchemeConfig):
     function: ClassVar[Callable[..., Tensor]]
     #: The options that are learned.
     learned: ClassVar[frozenset[str]]
-    #: The parameters of the function that the place in the model gives.
+    #: The parameters of the function that the place in the model determines.
     of_place: ClassVar[frozenset[str]]
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ def config_of_function(function: Callable[..., Tensor], per_layer: bool = False,
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or parameter.name in taken:
             raise ValueError(
                 f"The parameter {parameter.name!r} of {function.__name__} cannot be an option of a scheme: it collects "
-                "several arguments, or has a name that configs or modules use. Give every option a name of its own."
+                "several arguments, or has a name that configs or modules use. Give every option its own name."
             )
     config_class = dataclasses.make_dataclass(
         function.__name__,

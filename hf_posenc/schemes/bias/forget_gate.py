@@ -40,8 +40,7 @@ class ForgetGateBias(SeparableBias):
         return softplus(-logits).transpose(1, 2).unsqueeze(-1)
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
-        """Returns minus the sum of the log gates up to and including each key's own, `(batch, heads, key_len)` in
-        float32.
+        """Returns minus the sum of the log gates up to and including each key's, `(batch, heads, key_len)` float32.
 
         Raises:
             ValueError: if the features of the keys are missing.

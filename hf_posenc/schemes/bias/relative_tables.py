@@ -12,8 +12,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
 from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
 
-#: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 compared with its peak of
-#: 1.
+#: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 next to its peak of 1.
 RICKER_SUPPORT = 7.0
 #: Maximum number of products of keys with all rows of a table that are stored at a time, 4 bytes each.
 _MOST_PRODUCTS = 2**23
@@ -92,7 +91,7 @@ def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
 
 
 def _of_one_row(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
-    """The same for keys whose pairs all have the same row."""
+    """Like `select_rows_of_keys`, for keys whose pairs all have the same row."""
     vector = table[:, int(rows[0, 0, 0])].unsqueeze(-1)
     return (key @ vector).transpose(-1, -2).expand(-1, -1, rows.shape[1], -1)
 
@@ -106,8 +105,7 @@ def _pieces(start: int, stop: int, products_per_key: int) -> list[tuple[int, int
 
 
 def leading_keys_of_one_row(rows: Tensor) -> int:
-    """Returns how many leading keys share one row of a clipped table for all queries, because they are far from all of
-    them.
+    """Returns how many leading keys share one row of a clipped table for all queries, because they are far from all.
 
     Args:
         rows: `(batch or 1, query_len, key_len)` int64.
@@ -128,8 +126,7 @@ def turn_frequencies(width: int, base: float) -> DeviceConstant:
 
 def angles_of_turns(positions: Tensor, frequencies: DeviceConstant) -> Tensor:
     """`(*positions.shape, width / 2)` float32: angles at positions or distances, for those of `turn_frequencies`."""
-    # Full turns are removed in float64 (which the mps device lacks), because float32 angles are off by 1e-4 at position
-    # 4096.
+    # Full turns are removed in float64 (which mps lacks), because float32 angles are off by 1e-4 at position 4096.
     where = torch.device("cpu") if positions.device.type == "mps" else positions.device
     turns = positions.to(where).unsqueeze(-1).double() * frequencies.on(where)
     return ((turns - turns.round()).float() * (2 * math.pi)).to(positions.device)
@@ -147,7 +144,7 @@ def sinusoidal_products(
     """`query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
 
     The sinusoid of a difference is the sinusoid of the key, rotated by the position of the query. So each query is
-    rotated back once and multiplied with the unrotated sinusoids of the keys. This also holds for positions with gaps
+    rotated back once and multiplied with the unrotated sinusoids of the keys. This also works for positions with gaps
     and for real positions. Positions are counted from the first key, so that neither later tokens nor a shift of all
     positions change the result.
 

@@ -55,7 +55,7 @@ class SwinBias(NativeTable, PairwiseBias):
         if where.placed is not None:
             keys = where.placed.unsqueeze(-2)
             queries = where.placed.index_select(-1, pairs.query_slots).unsqueeze(-1)
-            # Which of the entries after the displacements: the query has no place, the key, or both; 3 is a zero.
+            # The entry after the displacements: for a query without a place, a key, or both; entry 3 is a zero.
             kind = torch.where(queries, 1, torch.where(keys, 0, 2)) if self.class_entries else CLASS_ENTRIES
             rows = rows.where(queries & keys, entries.shape[0] + kind)
             without_place = self.weight[displacements(self.grid) :].float()

@@ -13,12 +13,12 @@ from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import MOST_ROWS, option, rows_of_table, whole_positions
 
-#: Row 0 of the table stands for every pair whose query is the first token, row 1 for those whose key it is.
+#: Row 0 of the table is for all pairs whose query is the first token, row 1 for all pairs whose key it is.
 _FIRST_ROW = 1
 
 
 class UntiedPositionBias(PairwiseBias):
-    """Products of learned positions, with projections of their own."""
+    """Products of learned positions, with separate projections."""
 
     whole_positions = True
     reads_content = False
@@ -104,7 +104,7 @@ class TupeConfig(SchemeConfig):
 
     In an encoder, the first token is `[CLS]`, which sees everything: pairs with it as the query have one number per
     head, and pairs with it as the key another. TUPE-R adds T5's bias: `["tupe", "t5"]`. In the paper, T5's bias is not
-    divided by sqrt(2), as it is here, and has buckets of its own for the first token.
+    divided by sqrt(2), as it is here, and has separate buckets for the first token.
 
     Args:
         num_positions: number of positions with a vector, at most 2**20; `None` takes the model's own length.

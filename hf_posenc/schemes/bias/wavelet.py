@@ -16,8 +16,7 @@ from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, registe
 class WaveletBias(PairwiseBias):
     """The product of each query with the values of Ricker wavelets at the distance.
 
-    Beyond `RICKER_SUPPORT` times the largest scale all wavelets vanish, so a table of bounded size covers all
-    distances.
+    Beyond `RICKER_SUPPORT` times the largest scale all wavelets vanish, so a bounded table covers all distances.
     """
 
     whole_heads = False

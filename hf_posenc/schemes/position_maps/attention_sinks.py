@@ -89,5 +89,5 @@ class AttentionSinksConfig(FarPositionsConfig):
         return (keys >= self.sinks) & (keys <= (query_ids - self.window).unsqueeze(-1))
 
     def mask(self) -> HiddenPairs:
-        """Hides what is neither near nor a sink."""
+        """Returns a bias that hides pairs that are neither near nor sinks."""
         return HiddenPairs(self)

@@ -150,8 +150,7 @@ class FarPositionsConfig(PositionMapConfig):
         Raises:
             UnsupportedError: in a bidirectional model.
             ValueError: for a scheme that has neither a rotation proportional to positions nor a distance bias, has
-                parts that far positions cannot be applied to, or needs integer positions if far positions are not
-                integers.
+                parts that far positions cannot be applied to, or needs integer positions if far positions are real.
         """
         owner = type(self).__name__
         if not context.causal:

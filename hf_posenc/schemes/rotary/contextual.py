@@ -80,7 +80,7 @@ class ContextualRotation(PairwiseBias):
         """
         if pairs.key_features is None:
             raise ValueError(
-                f"{type(self).__name__} computes angles from hidden states, but this layer does not provide them."
+                f"{type(self).__name__} computes angles from hidden states, which this layer lacks. Use 'rope'."
             )
         factors = self.factors(pairs.key_features, pairs.keys, pairs.key.dtype)
         # As many queries as keys are the same tokens. A graph must not depend on these numbers.
@@ -128,7 +128,7 @@ class ContextualPlaces(ContextualRotation):
         self.rotation = rotation
 
     def contributions(self, hidden_states: Tensor) -> Tensor:
-        """What each token contributes to the places.
+        """The contribution of each token to the places.
 
         Args:
             hidden_states: `(batch, length, hidden)` float32, the layer's input.

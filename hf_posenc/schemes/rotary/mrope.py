@@ -90,7 +90,7 @@ class MRopeConfig(RotaryConfig):
     Text keeps its positions, also after the image, where the model continues from the largest coordinate of the image
     plus 1. So decoding continues on the time axis as without the reset. Images are recognised by coordinates that
     differ between axes, so the paper's reset of a video with timestamps between its frames (Qwen3-VL) applies to each
-    frame, and an image of a single patch is not told from text. A call must contain an image as a whole.
+    frame, and an image of a single patch looks like text. A call must contain an image as a whole.
 
     Args:
         theta: the base; the released models have 1e6.
@@ -150,7 +150,7 @@ class MRopeConfig(RotaryConfig):
         return MRopeMap(frequencies, self.layout, self.spatial_reset)
 
     def frequencies(self, context: BuildContext) -> Tensor:
-        """Those of the option, or of `theta`; raises as in `RotaryConfig`, or if the option has another number."""
+        """The given frequencies, or those of `theta`; raises as in `RotaryConfig`, or if the number does not fit."""
         if self.inverse_frequencies is None:
             return super().frequencies(context)
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
@@ -228,7 +228,7 @@ def default_head_sections(heads: int) -> tuple[int, int, int]:
     if heads < len(AXES):
         raise ValueError(
             f"MRopeConfig.by_head gives each of {len(AXES)} axes a key head, but this model has {heads}. Use "
-            "interleaved=True, which needs a single head, or sections for the axes that shall have one."
+            "interleaved=True, which needs a single head, or sections for the axes that should have one."
         )
     time = max(heads // 4, 1)
     height = (heads - time + 1) // 2

@@ -13,9 +13,7 @@ from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
 def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:
-    """Returns RoPE's frequencies for the first `floor(fraction * rotary_dim / 2)` pairs, then zeros: `(rotary_dim /
-    2,)` float32.
-    """
+    """RoPE's frequencies of the first `floor(fraction * rotary_dim / 2)` pairs, then 0: `(rotary_dim / 2,)` float32."""
     # Only the kept powers are computed. The last bit of vectorised `pow` may depend on the number of elements, and
     # transformers' "proportional" type uses this number.
     kept = rope_exponents(rotary_dim)[: int(fraction * rotary_dim // 2)]

@@ -20,8 +20,7 @@ def resonant(inverse_frequencies: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ResonanceScaling(OuterScaling):
-    """Integer wavelengths (arXiv:2403.00071, section 4.1): `w -> 2 pi / round(2 pi / w)`, after another scaling or
-    alone.
+    """Integer wavelengths (arXiv:2403.00071, section 4.1): `w -> 2 pi / round(2 pi / w)`, alone or after a scaling.
 
     Args:
         scaling: the scaling to round; `None` for RoPE's own frequencies.

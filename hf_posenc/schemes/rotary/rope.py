@@ -20,7 +20,7 @@ from hf_posenc.schemes.validation import (
     option,
 )
 
-#: What to say of a rotation that cannot be scaled, after its name.
+#: The end of an error message about a rotation that cannot be scaled, after its name.
 STATED_BY_FREQUENCIES = (
     "is stated by its frequencies and not by theta, which a scaling needs. A model whose buffers were cast, by "
     "model.to(torch.bfloat16) for example, reads like this too: load it with from_pretrained(dtype=...) or build it "
@@ -140,7 +140,7 @@ class LengthDependentRotaryMap(RotaryMap):
         return self.scaling.at_lengths(constants, self.theta, self.rotary_dim, lengths)
 
     def attention_factor(self, lengths: Tensor) -> Tensor | float:
-        """That of the scaling, unless another was given."""
+        """The factor of the scaling, unless another one was given."""
         factor = self.scaling.attention_at_lengths(lengths, self.max_positions)
         if not isinstance(factor, Tensor) or not self._of_scaling:
             return self.attention_scaling
@@ -169,8 +169,7 @@ class RotaryConfig(SchemeConfig):
         """The frequency of each pair, `(rotary_dim / 2,)` float32, in radians per position; by default those of RoPE.
 
         Raises:
-            ValueError: if the rotary width is odd or does not fit the head, or the config needs a length and there is
-                none.
+            ValueError: if the rotary width is odd or does not fit the head, or if a length is needed and missing.
         """
         return rope_inverse_frequencies(self.theta, resolve_rotary_dim(self, self.rotary_dim, context))
 
@@ -236,7 +235,7 @@ class RopeConfig(RotaryConfig):
             self._check_inverse_frequencies(self.inverse_frequencies)
 
     def frequencies(self, context: BuildContext) -> Tensor:
-        """Those of the option, of the scaling, or of `theta`; `(2, rotary_dim / 2)` for two sets of factors."""
+        """The frequencies of the option, the scaling, or `theta`; `(2, rotary_dim / 2)` for two sets of factors."""
         rotary_dim = self._rotary_dim(context)
         if self.inverse_frequencies is not None:
             return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")

@@ -126,7 +126,7 @@ class CoordinateRotaryMap(RotaryMap):
             return super().map_query(query, phases)
         if not isinstance(phases[0], RotationFactors):
             phases = self.prepared(phases, query.dtype)
-        # Each block of a head is rotated like a head of its own.
+        # Each block of a head is rotated like a separate head.
         turned = super().map_query(self._blocks_as_tokens(query[..., : self.rotary_dim]), phases)
         turned = turned.unflatten(-2, (-1, self.blocks)).flatten(-2)
         return torch.cat((turned, query[..., self.rotary_dim :]), dim=-1)

@@ -78,8 +78,8 @@ class RopePpConfig(RotaryConfig):
     with half of its key heads. The paper's RoPE++_EC adds heads instead, so that the output projection has another
     shape; it is the same function in a model that was built with twice as many query heads.
 
-    In a model with a key head for each query head, both heads of a pair also have the key of the first one, but values
-    of their own, which the paper does not have. If each of them kept its own query, the scheme would be RoPE with
+    In a model with a key head for each query head, both heads of a pair also have the key of the first one, but
+    separate values, which the paper does not have. If each of them kept its own query, the scheme would be RoPE with
     another initialization, because the projection can contain the rotation by -90 degrees.
 
     The paper trains causal models from scratch. A trained model changes half of its heads, so it has to be trained

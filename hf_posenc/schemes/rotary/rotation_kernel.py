@@ -19,8 +19,7 @@ from torch.autograd import forward_ad
 from hf_posenc.schemes.positions import traced
 
 #: Bytes of the heads that one core rotates at a time. With the result and the exchanged pairs this takes 3 MiB. Larger
-#: pieces gain nothing, because allocations of that size are cached; with smaller ones the overhead of calls is
-#: measurable.
+#: pieces gain nothing, because allocations of that size are cached; smaller ones cost more calls.
 _PIECE_BYTES = 2**20
 #: Up to this many numbers (a decoding step), calls cost more than memory accesses.
 _FEW = 2**15
@@ -80,7 +79,7 @@ def rotation_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dty
 
 
 def factors_of_angles(angles: Tensor, layout: str, dtype: torch.dtype) -> RotationFactors:
-    """The same from the angle of each pair, `(batch or 1, heads or 1, length, rotary_dim / 2)`."""
+    """Computes the factors from the angle of each pair, `(batch or 1, heads or 1, length, rotary_dim / 2)`."""
     if layout == "interleaved":
         both = for_both_of_pair(angles.transpose(1, 2), layout)
         return rotation_factors(both.cos(), both.sin(), layout, dtype)
@@ -130,13 +129,13 @@ def _rotated_without_kernel(x: Tensor, factors: RotationFactors, layout: str) ->
     elif direct.shape[1] == 1:
         rotated = rotated * direct + _partner(rotated, layout) * other
     else:
-        # Factors of heads are those of no model in transformers, so bits need not be equal.
+        # No model in transformers has factors per head, so the result need not be bit-equal to any.
         rotated = torch.addcmul(rotated * direct, _partner(rotated, layout), other)
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
 
 def _kernel(x: Tensor, factors: RotationFactors, layout: str, strides: tuple[int, ...] | None = None) -> Tensor:
-    """The same result without autograd, with the memory layout of `x` or with `strides`."""
+    """The result of `apply_rotation` without autograd, with the memory layout of `x` or with `strides`."""
     direct, other = factors
     width = direct.shape[-1] * (2 if other is None else 1)
     if strides is None and width == x.shape[-1]:

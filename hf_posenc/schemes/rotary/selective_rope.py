@@ -72,8 +72,7 @@ class SelectiveRotation(ContextualRotation):
         if not keys.may_hold_padding:
             neighbours = keys.remembered(f"neighbours {steps}", lambda: _neighbours(keys.ids, steps), keys.ids)
             return self._sums(features, neighbours)
-        # Tokens on both sides of padding are neighbours, so the padding is moved behind them, and back. Layers share
-        # the order.
+        # Tokens on both sides of padding are neighbours, so padding is moved after them, and back. Layers share it.
         compute = functools.partial(_without_padding, keys, steps)
         order, back, neighbours = keys.remembered(f"order and neighbours {steps}", compute, keys.ids)
         return _along_tokens(self._sums(_along_tokens(features, order), neighbours), back)

@@ -32,9 +32,7 @@ class RotationInBasis(QueryKeyMap):
         self.whole_heads = num_key_heads is not None
 
     def basis(self) -> Tensor:
-        """Returns an orthogonal matrix with the basis in its rows, `(key_value_heads or 1, rotary_dim, rotary_dim)`
-        float32.
-        """
+        """An orthogonal matrix with the basis in its rows, `(key_value_heads or 1, rotary_dim, rotary_dim)` float32."""
         raise NotImplementedError
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from hf_posenc.schemes.validation import LARGEST_LENGTH, SMALLEST_FACTOR
 
 #: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the product with the heads needs a margin.
 MAX_LOG_MAGNITUDE = 80.0
-#: The same in float16, which ends at 65504, so that a pair of queries or keys may have a length of up to 256.
+#: Its value in float16, which ends at 65504, so that a pair of queries or keys may have a length of up to 256.
 MAX_LOG_MAGNITUDE_FLOAT16 = 5.5
 
 

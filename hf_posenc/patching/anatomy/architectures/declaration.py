@@ -1,4 +1,4 @@
-"""The class of declarations, their registry, and what they are made of: silencers, and inputs of short runs.
+"""The class of declarations, their registry, and the contents of declarations: silencers, and inputs of short runs.
 
 Silencers are small replacements that disable a native mechanism on one instance. Inputs are fixed numbers: the random
 generator of the caller is not used.
@@ -52,12 +52,11 @@ class Architecture:
         time_major: whether hidden states are `(time, batch, hidden)`.
         channels_first: whether its attention layers receive `(batch, hidden, time)`.
         bias_arguments: arguments of its attention forward that carry a native bias; they are replaced by zeros.
-        keeps_bias: whether what its attention passes as `position_bias` to an attention function stays, because the
-            mechanism that a scheme replaces is not in it.
+        keeps_bias: whether the `position_bias` that its attention passes to an attention function is kept, because it
+            does not contain the mechanism that a scheme replaces.
         silence: disables native mechanisms that the fields above do not cover.
         native: the scheme that is equivalent to those mechanisms, `(stack) -> config`; `None` if discovery finds it.
-        fixed_tables: tables that `native` describes. Row p must hold the sines and cosines of p (base 10000, sines
-            first).
+        fixed_tables: tables that `native` describes. Row p must hold the sines, then the cosines of p (base 10000).
         bias_table: the native table of relative biases that a layer uses, in the shape that the part of the native
             scheme adopts: `(buckets, heads)` for T5; or `None`.
         logit_terms: `(attention module) -> number` of products for which the factor of its logits is made, such as 3
@@ -110,7 +109,7 @@ class Architecture:
 
 
 def refused_if(applies: Callable[[Any], bool], reason: str) -> Callable[[Any], str | None]:
-    """The `unsupported` of an architecture that some configs make unsuited."""
+    """Returns an `unsupported` function for an architecture that is refused with some configs."""
     return lambda config: reason if applies(config) else None
 
 
@@ -121,7 +120,7 @@ def undescribed(what: str, them: str = "it") -> UnsupportedError:
 
 
 def no_native(what: str, them: str = "it", *, if_set: str = "") -> Callable[[Stack], SchemeConfig | None]:
-    """The `native` of a mechanism that no scheme describes, and that a module has if an attribute of it is set."""
+    """Returns a `native` function for a mechanism that no scheme describes, active if `if_set` is set or empty."""
 
     def native(stack: Stack) -> SchemeConfig | None:
         if if_set and not operator.attrgetter(if_set)(stack.module):
@@ -222,5 +221,5 @@ def image_sides(config: Any) -> tuple[int, int]:
 
 
 def cut_patches(*shape: int) -> dict[str, Tensor]:
-    """The arguments for an image that is cut into patches of a shape before."""
+    """The arguments for an image that was already cut into patches of the given shape."""
     return {"pixel_values": numbers(*shape), "grid_thw": torch.tensor([[1, SIDE, SIDE]])}

@@ -65,19 +65,19 @@ _PREDICTOR = (
     r"^predictor\.",
     "it receives patches of the context and of the targets, in an order that its arguments do not show",
 )
-_WINDOW_MERGER = (r"^vit_merger\.", "it compares the four patches of a window, which have an order of their own")
+_WINDOW_MERGER = (r"^vit_merger\.", "it compares the four patches of a window, which have their own order")
 
 
 def _image_and_prompt(module: Any, tokens: int) -> dict[str, Any]:
     """An image, another one, and the segmentation of the latter."""
     height, width = image_sides(module.config)
-    # The image size of the config is that of both images, one above the other.
+    # The image size in the config covers both images, one above the other.
     image = numbers(1, module.config.num_channels, height // 2, width)
     return {"pixel_values": image, "prompt_pixel_values": image.flip(3), "prompt_masks": image.flip(2)}
 
 
 def _patch_images(module: Any, tokens: int) -> dict[str, Any]:
-    """The pixels of every patch, as an image of its own."""
+    """The pixels of every patch, as a separate image."""
     size = module.config.patch_size
     return cut_patches(SIDE**2, 3, *((size, size) if isinstance(size, int) else size))
 
@@ -112,7 +112,7 @@ PIXELS: dict[tuple[str, ...], Architecture] = {
         },
     ),
     ("seggpt",): Architecture(example_inputs=_image_and_prompt),
-    # Frames in place of a batch of images.
+    # Frames instead of a batch of images.
     ("xclip_vision_model",): Architecture(
         example_inputs=lambda module, tokens: {
             "pixel_values": numbers(module.config.num_frames, module.config.num_channels, *image_sides(module.config))
@@ -164,7 +164,7 @@ PIXELS: dict[tuple[str, ...], Architecture] = {
             )
         }
     ),
-    # Features of patches, without the queries behind them.
+    # Features of patches, without the queries that follow them.
     ("deepseek_ocr2_encoder",): Architecture(
         example_inputs=lambda module, tokens: {
             "inputs_embeds": numbers(1, tokens, module.config.hidden_size),
@@ -329,7 +329,7 @@ SOUND: dict[tuple[str, ...], Architecture] = {
     ("csm",): Architecture(
         example_inputs=lambda module, tokens: _codes_of_streams(tokens, module.config.num_codebooks)
     ),
-    # A word stands before the codes.
+    # A word precedes the codes.
     ("kyutai_speech_to_text",): Architecture(
         example_inputs=lambda module, tokens: _codes_of_streams(tokens, module.config.num_codebooks + 1)
     ),
@@ -355,8 +355,8 @@ SOUND: dict[tuple[str, ...], Architecture] = {
     ("voxtral_realtime_encoder",): Architecture(
         example_inputs=lambda module, tokens: {"input_features": numbers(1, module.config.num_mel_bins, FRAMES)}
     ),
-    # Phases are those of the number of a head, so queries and keys of a head are rotated alike. The wave, and the
-    # spectrogram of it.
+    # Phases depend on the index of the head, so queries and keys of a head are rotated alike. The inputs are the wave
+    # and its spectrogram.
     ("neucodec", "xcodec2"): Architecture(
         native=lambda stack: NoneConfig(),
         example_inputs=lambda module, tokens: {

@@ -48,7 +48,7 @@ _PROJECTIONS = ("pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj")
 
 
 def _is_first_version(module: Any) -> bool:
-    """Whether a module is that of DeBERTa, and not that of DeBERTa-v2 or SEW-D."""
+    """Whether a module is DeBERTa's, and not that of DeBERTa-v2 or SEW-D."""
     return hasattr(module, "disentangled_att_bias")
 
 
@@ -147,7 +147,7 @@ def _deberta_tables(stack: Stack, attention: AttentionLayer) -> Tensor | None:
 
 
 def _block_sparse(prefix: str) -> Callable[[Any], tuple[str, ...]]:
-    """The attention of a BigBird, which becomes full when it reads a short text, and stays so."""
+    """The attention classes of BigBird. Its attention becomes full when it reads a short text, and stays full."""
     classes = (f"{prefix}BlockSparseAttention", f"{prefix}SelfAttention")
     return lambda config: classes if config.attention_type != "original_full" else ()
 
@@ -278,7 +278,7 @@ def _words_on_a_page(module: Any, tokens: int) -> dict[str, Any]:
 
 
 def _inkling(prefix: str) -> Architecture:
-    """An Inkling in which each token also attends to its own states in earlier blocks of layers."""
+    """An Inkling model in which each token also attends to its own states in earlier blocks of layers."""
     classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
     return dataclasses.replace(_INKLING, attention_classes=classes)
 

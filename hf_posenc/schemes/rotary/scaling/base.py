@@ -131,11 +131,11 @@ class OuterScaling(RopeScaling):
         return self.changed(frequencies, theta) if self.length_dependent else frequencies
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
-        """Returns that of the inner scaling."""
+        """Returns the factor of the inner scaling."""
         return self.inner.attention_scaling(max_positions)
 
     def attention_at_lengths(self, lengths: Tensor, max_positions: int | None = None) -> Tensor | float:
-        """Returns that of the inner scaling."""
+        """Returns the factor of the inner scaling."""
         return self.inner.attention_at_lengths(lengths, max_positions)
 
     def made_for(self, native_length: int | None) -> int | None:

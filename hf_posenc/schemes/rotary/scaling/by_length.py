@@ -53,7 +53,7 @@ class DynamicScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class DynamicYarnScaling(YarnRamp):
-    """Dynamic YaRN: YaRN whose factor is that of the sequence (arXiv:2309.00071, section 3.3 applied to 3.4).
+    """Dynamic YaRN: YaRN with a factor for each sequence (arXiv:2309.00071, section 3.3 applied to 3.4).
 
     For a length `T` the factor is `max(s, T / L)`. With `s = 1`, a sequence of at most `L` tokens has RoPE's own
     frequencies. Cosine and sine are multiplied by `0.1 ln(max(s, T / L)) + 1`. Defined by the authors' code,

@@ -52,7 +52,7 @@ class NtkScaling(Factor, RopeScaling):
 
 
 class YarnRamp(RopeScaling):
-    """What YaRN and dynamic YaRN share: how much of each frequency is kept. Each declares the options itself."""
+    """Base class of YaRN and dynamic YaRN: how much of each frequency is kept. Each declares the options itself."""
 
     original_max_positions: int
     beta_fast: float
