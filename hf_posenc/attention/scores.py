@@ -2,9 +2,9 @@
 
 While the forward of such a module runs, a `TorchFunctionMode` intercepts the torch functions it calls: the first
 product of queries and keys uses the mapped ones, and the bias is added before the softmax over keys. The module's own
-code does everything else, and no forward is copied. The bias receives the
-factor by which the module multiplies the product: some modules scale their queries, some their keys, some their scores,
-and some nothing. The bias also receives the factors of the queries and of the keys.
+code does everything else, and no forward is copied. The bias receives the factor by which the module multiplies the
+product: some modules scale their queries, some their keys, some their scores, and some nothing. The bias also receives
+the factors of the queries and of the keys.
 """
 
 from __future__ import annotations
