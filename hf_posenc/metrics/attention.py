@@ -29,8 +29,7 @@ def attention_test(
     """Measures the distance and the entropy of attention in every layer, on windows of a text.
 
     Args:
-        model: any transformers model, patched or not; it is left unchanged. For an encoder-decoder, the encoder is
-            measured.
+        model: any transformers model, patched or not; left unchanged. For an encoder-decoder, the encoder is measured.
         tokenizer: its tokenizer.
         texts: documents to read; by default a short English text.
         schemes: the schemes to measure, one after the other; see `measure_schemes`.

@@ -71,8 +71,7 @@ def dog_test(
         - `relative_l2` and `cosine`, by `layer` (0: the embeddings): distance between the two hidden states.
         - `probe`: the relative L2 distance in the random attention layer.
         - `identical`: passed if no distance in the model is larger than rounding (`settings["tolerance"]`).
-        - `told_apart`: passed if positions distinguish the two: in the model, or in the probe if a causal mask
-          distinguishes them too.
+        - `told_apart`: passed if positions distinguish the two: in the model, or in the probe if the model is causal.
 
         If the architecture cannot take a scheme, the `error` of its subject has the reason, and it has no records.
 

@@ -30,8 +30,7 @@ def run(
 ) -> Any:
     """Runs a model, or the encoder of an encoder-decoder, on `(batch, length)` tokens in evaluation mode without cache.
 
-    The mask is omitted if the model does not take one. `wanted` is "hidden_states" or "attentions", and adds these to
-    the output.
+    The mask is omitted if the model does not take one. `wanted` adds "hidden_states" or "attentions" to the output.
 
     Raises:
         SequenceLengthError: if a stock model has too few positions for the sequence.

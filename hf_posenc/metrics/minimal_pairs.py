@@ -299,9 +299,8 @@ def causal_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Ten
 def masked_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Tensor:
     """Pseudo-log-likelihood of the words in which two texts differ (Salazar et al., arXiv:1910.14659).
 
-    Each token of these words is predicted while it and the tokens of these words to its right are masked: a token of
-    the same word would reveal the others (Kauf and Ivanova, arXiv:2305.10588, "PLL-word-l2r", here for all the
-    differing words at once).
+    Each token of these words is predicted with itself and those to its right masked, because a token of the same word
+    reveals the others (Kauf and Ivanova, arXiv:2305.10588, "PLL-word-l2r", here for all differing words at once).
 
     Returns `(pairs, 2)` float64, the right text first.
     """

@@ -239,7 +239,7 @@ def quantization_test(
         length: tokens per window.
         max_windows: maximum number of windows, evenly spread over the text; `None` reads all of it.
         positions: positions of the first token of each window in the context.
-        variants: what is rounded, names from `VARIANTS`.
+        variants: names of what is rounded, from `VARIANTS`.
         tokens_per_batch: tokens per forward call.
         seed: seed of the masks and of new scheme weights.
 
@@ -293,8 +293,7 @@ def quantized_positions(
     time is rounded. These are position ids, as `position_ids.to(dtype)` rounds them; encodings (vectors, cosines and
     sines, biases); or keys, before or after the map that makes them positional, with one integer scale per token and
     head (a quantised key cache has keys after the map; KVQuant, arXiv:2401.18079, section 3.2, quantises before it).
-    The text is at several places of the context. These do not matter to a relative scheme in float32, but they change
-    the cost of its rounding.
+    The text is at several positions of the context: with a relative scheme, only the cost of rounding depends on them.
 
     The model is left unchanged, also after an error.
 
@@ -303,7 +302,7 @@ def quantized_positions(
         input_ids: `(sequences, length)` int64.
         labels: the same shape, not shifted; -100 at tokens that are not targets.
         positions: the position of the first token of every sequence.
-        variants: what is rounded, names from `VARIANTS`.
+        variants: names of what is rounded, from `VARIANTS`.
         causal: whether the model predicts the next token; `None` measures it.
         tokens_per_batch: tokens per forward call.
 

@@ -271,8 +271,8 @@ def shifted_positions(
 ) -> list[Record]:
     """Adds a number to all position ids, and then puts padding before the text.
 
-    A relative scheme does not change with the offset, except for rounding; an absolute one does. Left padding changes
-    nothing if it is not counted.
+    A relative scheme does not change with the offset, except for rounding; an absolute one does. Left padding has no
+    effect if it is not counted.
 
     Returns the mean change of the output over all tokens: by `offset` (`shift`), or the reason if there is none, and
     with padding (`left_padding`).
@@ -408,8 +408,7 @@ def order_sensitivity(
         model: any transformers model; its logits are compared if it has them for every token, otherwise its last hidden
             states. For an encoder-decoder, the encoder is measured.
         input_ids: `(batch, length)` int64.
-        attention_mask: `(batch, length)`, 1 at real tokens; by default all are. The last position of a sequence is its
-            last real token.
+        attention_mask: `(batch, length)`, 1 at real tokens; by default all are. The last real one is the last position.
         swap: indices to swap in every sequence; by default two of different tokens are drawn for each.
         seed: seed of the draw; the random state of the process does not change.
 

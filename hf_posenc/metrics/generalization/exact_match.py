@@ -113,12 +113,12 @@ def compare_generalization(
     Args:
         model: a causal language model or an encoder-decoder, patched or not; it is left unchanged.
         tokenizer: the tokenizer that the model was trained with.
-        task: a task or its name; see `exact_match`.
+        task: a synthetic task or its name.
         lengths: the lengths to test; by default those of the task.
         schemes: the schemes to measure, one after the other; see `measure_schemes`.
         samples: examples per length.
         seed: seed of the examples and of new scheme weights.
-        method: `"teacher_forced"` or `"generate"`; see `exact_match`.
+        method: `"teacher_forced"`, one forward per batch, or `"generate"`, which decodes token by token.
         batch_size: examples per forward.
 
     Returns:
@@ -188,7 +188,7 @@ def exact_match(
     Args:
         model: a causal language model or an encoder-decoder, patched or not.
         tokenizer: the tokenizer that the model was trained with.
-        task: a task or its name.
+        task: a synthetic task or its name.
         lengths: the lengths to test; by default those of the task.
         samples: examples per length; fewer if the task has no more of that length.
         seed: seed of the examples. With the same seed, every model gets the same ones.

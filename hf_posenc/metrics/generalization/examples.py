@@ -88,7 +88,7 @@ class SyntheticExamples(Dataset[dict[str, Tensor]]):
     `held_out_examples` may test with never occur.
 
     Args:
-        task: a task or its name.
+        task: a synthetic task or its name.
         lengths: the lengths to train on; by default those of the task.
         seed: two seeds give unrelated examples.
         tokenizer: any tokenizer that knows the characters; see `encode_example`.

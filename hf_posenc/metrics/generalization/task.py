@@ -39,8 +39,7 @@ class SyntheticTask:
         name: name of the task in `SYNTHETIC_TASKS`.
         draw: draws one problem of a length that exists; all randomness comes from the generator.
         train_lengths: the lengths to train on by default.
-        test_lengths: the lengths to test on. Some of them are trained on too, to distinguish a failure to learn from a
-            failure to generalise.
+        test_lengths: lengths to test on. Some are trained on, to separate failure to learn from failure to generalise.
         length_meaning: what the length of a problem counts.
         prompt_count: returns the number of different prompts of a length.
         characters: `(each, more)`: the longest problem of a length has `each * length + more`, including the answer.
@@ -94,8 +93,7 @@ def repeated_copy(length: int, generator: np.random.Generator) -> Example:
     """Copies one character as many times as it was shown: `bbbb=bbbb`.
 
     "Repeat single character" (rsc) of Kazemnejad et al., arXiv:2305.19466, section 5.1 and the results of its sanity
-    check. The model only has to count. There are 26 prompts of each length: a model that was trained on a length has
-    seen all of them.
+    check. The model only has to count. Each length has 26 prompts, so a model that was trained on it has seen them all.
     """
     text = draw_text(LETTERS, 1, generator) * length
     return Example(text + SEPARATOR, text)
@@ -122,8 +120,7 @@ def reverse(length: int, generator: np.random.Generator) -> Example:
 def sorting(length: int, generator: np.random.Generator) -> Example:
     """Sorts letters, which may occur several times: `qkaz=akqz`.
 
-    The sorting task of Kazemnejad et al., arXiv:2305.19466, section 3, in its form with one token per item, but with
-    letters instead of numbers.
+    The sorting task of Kazemnejad et al., arXiv:2305.19466, section 3, with one token per item; theirs sorts numbers.
     """
     text = draw_text(LETTERS, length, generator)
     return Example(text + SEPARATOR, "".join(sorted(text)))

@@ -87,8 +87,7 @@ def load_pictures(
     """Loads pictures with their labels.
 
     Args:
-        name: "digits" (the default) for those of scikit-learn, a local folder with one folder per class, or a dataset
-            on the hub.
+        name: "digits" (the default) for scikit-learn's, a local folder with one folder per class, or a hub dataset.
         config_name: configuration of a hub dataset.
         split: split of the dataset.
         image_column: the column with the pictures; by default it is found by its usual names.
@@ -146,8 +145,7 @@ def _digits() -> Pictures:
 def resized(picture: Tensor, resolution: int, channels: int) -> Tensor:
     """Resizes a picture `(channels, height, width)` to `(channels, resolution, resolution)`, bicubic, in [0, 1].
 
-    It is stretched to a square, as in transformers' image processors of ViT, and grey if its number of channels
-    changes.
+    It is stretched to a square, as in transformers' image processors of ViT. If its channels change, it becomes grey.
     """
     if picture.shape[0] != channels:
         grey = picture.mean(dim=0, keepdim=True)

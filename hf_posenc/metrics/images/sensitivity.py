@@ -56,8 +56,7 @@ def image_sensitivity_test(
     Returns:
         Records of these quantities, each a mean relative L2 distance:
 
-        - `right` and `down`, by `step` and `layer` (0: the input of the first layer): two equal patches in a row, and
-          in a column.
+        - `right` and `down`, by `step` and `layer` (0: the first layer's input): two equal patches in a row or column.
         - `shuffled`, by `layer`: the states of patches that have changed places. `whole`: the output for the image
           (logits, pooled output or class token), if there is one.
         - `sees_places`: passed if any of these is larger than rounding.
@@ -158,8 +157,7 @@ def picture_of_two_dogs(rows: int, columns: int, first: tuple[int, int], second:
     Places are the row and the column of the upper left patch of a dog. Rows and columns are counted in patches.
 
     Returns:
-        `(4 * rows, 4 * columns)` float32, 1 where there is ink. If there is room, it has a cat, so that there is more
-        in the picture than the dogs.
+        `(4 * rows, 4 * columns)` float32, 1 where there is ink. If there is room, it has a cat as further content.
 
     Raises:
         MeasurementError: if a dog leaves the picture, or the two overlap.
@@ -219,8 +217,7 @@ def picture_dog_test(
     Returns:
         Records of these quantities:
 
-        - `relative_l2` and `cosine`, by `layer` (0: the input of the first layer): distance between the states of all
-          patches of the two dogs.
+        - `relative_l2` and `cosine`, by `layer` (0: the first layer's input): distance between the dogs' patch states.
         - `told_apart`: passed if any distance is larger than rounding (`settings["tolerance"]`).
 
         If the architecture cannot take a scheme, the `error` of its subject has the reason, and it has no records.

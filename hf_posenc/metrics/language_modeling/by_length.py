@@ -104,8 +104,7 @@ def loss_by_length(
     At every length, the same windows are cut into pieces of that length whose positions start at 0. If a length does
     not divide the window, the remainder at its start is read as a shorter piece. A causal model has no target at the
     start of a piece, so shorter pieces have slightly fewer targets (of a window of 1024 tokens: 1016 in pieces of 128,
-    1023 in one piece). The tail, the last targets of each window, is the same set of targets at every length: only the
-    context before it grows.
+    1023 in one piece). The tail, the last targets of each window, is the same at every length: only its context grows.
 
     The sliding window also reads the longest sequences, but never gives the model more than `sliding_window` tokens. A
     model that benefits from a longer context has a lower loss than this.
@@ -120,7 +119,7 @@ def loss_by_length(
             the shortest length if that has no more than 32 tokens of text.
         position_bin: width of the position bins in tokens; by default half the shortest length.
         sliding_window: the length of the sliding window, usually the trained one; `None` omits it.
-        stride: stride of the sliding window; by default half of it.
+        stride: stride of the sliding window; by default half its length.
         frame: special tokens around each piece (BOS, [CLS] ... [SEP]), counted in its length.
         tokens_per_batch: tokens per forward call, which bounds memory.
 
@@ -206,8 +205,7 @@ def sliding_window_loss(
         model: a causal or masked language model; it is left unchanged.
         input_ids: `(windows, window_length)` int64; each row is one long text.
         labels: `(windows, window_length)`, not shifted; -100 at tokens that are not targets.
-        window: tokens per forward call, including the frame; usually the trained length. Shorter texts are read in one
-            piece.
+        window: tokens per forward call, including the frame; usually the trained length. A shorter text is one window.
         stride: in tokens, at most `window`; by default half of it. With a stride of the whole window, a causal model
             has no prediction of the first token of each.
         causal: whether the model predicts the next token; `None` measures it.
@@ -324,12 +322,12 @@ def text_losses(
         model: a causal or masked language model, patched or not; it is left unchanged.
         tokenizer: its tokenizer.
         texts: held-out documents.
-        lengths: in tokens; windows of text are as long as the longest.
+        lengths: the lengths to read, in tokens; windows of text are as long as the longest.
         schemes: the schemes to measure, one after the other; see `measure_schemes`.
         max_windows: maximum number of windows, evenly spread over the text; `None` reads all of it.
         sliding_window: length of the sliding window; `None` omits it.
-        stride: stride of the sliding window; by default half of it.
-        tail: number of last tokens of each window in the tail; by default 32, or half the shortest length.
+        stride: stride of the sliding window; by default half its length.
+        tail: number of last tokens of each window that form the tail; by default 32, or half the shortest length.
         special_tokens: whether to put BOS, [CLS] and [SEP] around every piece, if the tokenizer uses them.
         mask_probability: share of the tokens that are predicted, for masked models only; by default 0.15.
         tokens_per_batch: tokens per forward call, which bounds memory.
@@ -343,8 +341,8 @@ def text_losses(
         - `position_loss` for the positions from `start` to before `stop`, in pieces of the longest length.
 
     Raises:
-        MeasurementError: if the text is too short, the tokenizer of a masked model has no mask token, or a causal model
-            gets a `mask_probability`.
+        MeasurementError: if the text is too short, a masked model's tokenizer has no mask token, or a causal model gets
+            a `mask_probability`.
         UnsupportedError: if the model is not a language model.
     """
     lengths = sorted(set(lengths))

@@ -37,8 +37,7 @@ def token_losses(
     Args:
         model: a causal or masked language model of transformers, patched or not.
         input_ids: `(sequences, length)` int64, without padding.
-        labels: `(sequences, length)`, the token to predict at each place, not shifted; -100 at tokens that are not
-            targets.
+        labels: `(sequences, length)`, the token to predict at each place, not shifted; -100 for no target.
         causal: whether the logits at a token predict the next one; `None` measures it, see `predicts_next_token`.
         tokens_per_batch: tokens per forward call, at least one sequence.
 
@@ -132,8 +131,7 @@ def token_stream(tokenizer: Any, texts: Iterable[str]) -> Tensor:
 def stream_windows(stream: Tensor, length: int, *, max_windows: int | None = None, overlap: bool = False) -> Tensor:
     """Cuts windows `(windows, length)` from a text `(tokens,)`, evenly spread over it, with or without `overlap`.
 
-    At most `max_windows`, by default all that fit. A window may contain the end of one document and the start of the
-    next.
+    At most `max_windows`, by default all that fit. A window may contain parts of several documents.
 
     Raises:
         MeasurementError: if the stream is shorter than one window.

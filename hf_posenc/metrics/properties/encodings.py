@@ -132,8 +132,7 @@ def uniqueness(specimen: Specimen, refusals: Refusals, *, length: int = 2 * TRAI
 
 @measured(CONSISTENT_UP_TO)
 def length_consistency(specimen: Specimen, refusals: Refusals, *, length: int = 256) -> Found | None:
-    """Measures how far encodings move when the sequence grows: the largest `max_p |enc_T(p) - enc_S(p)|` over lengths
-    `S`.
+    """Measures how far encodings move in a longer sequence: the largest `max_p |enc_T(p) - enc_S(p)|` over lengths `S`.
 
     A scheme that fails cannot extend a cache, because the encodings of cached tokens change. The sequence grows from `T
     = length`, less than the training length, to twice `T`, and to 2 and 32 times the training length, because many
@@ -252,8 +251,8 @@ def _unique_in_float32(specimen: Specimen, count: int) -> int:
 def logit_defect(scheme: str | SchemeConfig | Specimen, position: int, dtype: torch.dtype) -> float:
     """Returns how far logits computed in `dtype` are from those in float32, for 16 tokens from `position` on.
 
-    Logits that are more than 10 below the largest of their query are ignored: a softmax gives them no weight, and their
-    rounding grows with their size.
+    Logits more than 10 below the largest of their query are ignored: a softmax gives them no weight, and their rounding
+    grows with their size.
     """
     specimen = build_specimen(scheme)
     query_weight, key_weight = (weight.to(dtype).float() for weight in (specimen.query_weight, specimen.key_weight))

@@ -113,9 +113,8 @@ def determinism(specimen: Specimen, refusals: Refusals) -> Found:
     """Measures the largest difference between logits that must be the same.
 
     Three comparisons are made: two evaluations with different random states; two builds with different random states,
-    of which the second takes over the weights of the first; and a sequence alone and in a batch with a longer one (with
-    padding before it and after it). `details` has each. Passes up to 1e-5, relative to the largest logit if that is
-    more than 1.
+    the second with the weights of the first; and a sequence alone and in a batch with a longer one (padded before and
+    after it). `details` has each. Passes up to 1e-5, relative to the largest logit if that is more than 1.
     """
     contents, visible = random_contents(1, _TOKENS), specimen.visible(_TOKENS)
 

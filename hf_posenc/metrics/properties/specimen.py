@@ -200,8 +200,7 @@ class Measurement:
     """One property of one scheme.
 
     Args:
-        passed: whether the scheme has the property; `None` if it does not apply to this scheme, or none of it could be
-            evaluated.
+        passed: whether the scheme has the property; `None` if it does not apply, or nothing of it could be evaluated.
         value: the number that decided.
         threshold: the number that the value was compared with.
         details: further numbers.
