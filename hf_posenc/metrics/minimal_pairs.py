@@ -150,7 +150,7 @@ def minimal_pairs_accuracy(
     """Measures how often a language model gives the right text of a minimal pair the higher probability.
 
     A causal model scores a pair by log-probabilities (`causal_scores`), a masked one by pseudo-log-likelihoods
-    (`masked_scores`). Which kind a model is, is measured. The model is left unchanged, also after an error.
+    (`masked_scores`). The kind of a model is measured. The model is left unchanged, also after an error.
 
     Args:
         model: a causal or masked language model, patched or not.

@@ -71,7 +71,7 @@ def rounded(
 def rounded_ids(ids: Tensor, form: str) -> Tensor:
     """Rounds position ids as `position_ids.to(dtype)` does: bfloat16 has no 257, and float16 no 2049 and ends at 65504.
 
-    Position maps may make non-integer positions of them, which stay non-integer.
+    Non-integer positions, which position maps may return, stay non-integer.
     """
     dtype = FLOATS[form]
     largest = torch.finfo(dtype).max

@@ -113,7 +113,7 @@ def loss_by_length(
         model: a causal or masked language model, patched or not; it is left unchanged.
         input_ids: `(windows, window_length)` int64; for masked models, with the mask token at the targets.
         labels: `(windows, window_length)`, not shifted; -100 at tokens that are not targets.
-        lengths: in tokens, at most that of the windows (plus the frame).
+        lengths: the lengths to read, in tokens; at most the length of the windows plus the frame.
         causal: whether the model predicts the next token; `None` measures it.
         tail: number of last tokens of each window in the tail, less than the shortest length; by default 32, or half
             the shortest length if that has no more than 32 tokens of text.
@@ -207,7 +207,7 @@ def sliding_window_loss(
         labels: `(windows, window_length)`, not shifted; -100 at tokens that are not targets.
         window: tokens per forward call, including the frame; usually the trained length. A shorter text is one window.
         stride: in tokens, at most `window`; by default half of it. With a stride of the whole window, a causal model
-            has no prediction of the first token of each.
+            cannot predict the first token of each window.
         causal: whether the model predicts the next token; `None` measures it.
         tail: number of last tokens of each text in the tail.
         frame: special tokens around each window, counted in its length.
