@@ -1,4 +1,4 @@
-"""What a position encoding does to a model, measured: pure functions that return data."""
+"""Measurements of what a position encoding does to a model. All are pure functions that return data."""
 
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.dog import TokenizedPair, dog_test, tokenize_pair

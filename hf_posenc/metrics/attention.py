@@ -1,4 +1,4 @@
-"""Where attention goes: how far back each layer looks, and how widely."""
+"""Attention distance and entropy: how far back each layer attends, and how widely."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ def attention_test(
     """Measures the distance and the entropy of attention in every layer, on windows of a text.
 
     Args:
-        model: any transformers model, patched or not; left as it was found. Of an encoder-decoder the encoder is
-            measured.
+        model: any transformers model, patched or not; left unchanged. For an encoder-decoder, the encoder is measured.
         tokenizer: its tokenizer.
         texts: documents to read; by default a short English text.
-        schemes: what is measured, one after the other; see `measure_schemes`.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
         length: tokens per window.
-        max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
-        seed: of new scheme weights.
+        max_windows: maximum number of windows, evenly spread over the text; `None` reads all of it.
+        seed: seed of new scheme weights.
 
     Returns:
         For each scheme and `layer`, counted from 1, the mean over heads, queries and windows of the `distance` in
         tokens and of the `entropy` in nats.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
-        MeasurementError: for text that is shorter than one window, or another model's tokenizer.
-        UnsupportedError: for a model that returns no attention weights.
+        UnknownNameError: for an unknown scheme, before the model is changed.
+        MeasurementError: if the text is shorter than one window, or the tokenizer is that of another model.
+        UnsupportedError: if the model returns no attention weights.
     """
     windows = text_windows(tokenizer, texts, length, max_windows)
     check_vocabulary(model, int(windows.min()), int(windows.max()))
@@ -58,12 +57,12 @@ def attention_test(
             for quantity, value in zip(("distance", "entropy"), values, strict=True)
         ]
 
-    # Fused kernels keep the weights to themselves.
+    # Fused kernels do not return the weights.
     with attention_implementation(model, "eager"):
         measured = measure_schemes(model, schemes, measure, seed=seed)
     return evaluation_result(
         "attention",
-        f": where attention goes, {windows.shape[0]} windows of {length} tokens",
+        f": distance and entropy of attention, {windows.shape[0]} windows of {length} tokens",
         model,
         measured,
         (
@@ -76,7 +75,7 @@ def attention_test(
 
 
 def _means(model: Any, ids: Tensor) -> Tensor:
-    """`(layers, 2)` float64: distance and entropy of one window."""
+    """Returns `(layers, 2)` float64: distance and entropy of one window."""
     places = torch.arange(ids.shape[1])
     distance = (places.unsqueeze(0) - places.unsqueeze(1)).abs().double()
     output = run(model, ids, attention_mask=torch.ones_like(ids), wanted="attentions")

@@ -1,4 +1,4 @@
-"""The dog test: do the two dogs of "The dog chased another dog" differ for the model?"""
+"""The dog test: does a model distinguish the two dogs in "The dog chased another dog"?"""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SENTENCE = "The dog chased another dog"
 WORD = "dog"
 
 #: A distance in the probe up to this one is rounding. The probe computes in float64, and without positions the
-#: distance is exactly 0; what is left is the rounding of a scheme's own float32 numbers.
+#: distance is exactly 0. The rest is the rounding of the scheme's float32 numbers.
 PROBE_TOLERANCE = 1e-9
-#: How many layers the table shows.
+#: The number of layers in the table.
 SHOWN_LAYERS = 8
 
 _CAUSAL_NOTE = (
-    "The model is causal: the two occurrences see different prefixes, so from layer 1 on the mask alone tells them "
-    "apart, with or without positions. Read the probe, which has no mask, for what the scheme adds."
+    "The model is causal: the two occurrences see different prefixes, so from layer 1 on the mask alone distinguishes "
+    "them, with or without positions. The probe has no mask and shows what the scheme adds."
 )
 _ENCODER_NOTE = "Measured on the encoder of an encoder-decoder model."
 _PROBE_MEANING = (
@@ -47,37 +47,36 @@ def dog_test(
     *,
     seed: int = 0,
 ) -> Result:
-    """Measures how far apart a model holds two occurrences of the same word.
+    """Measures how different two occurrences of the same word are in a model.
 
-    An encoder without positions cannot tell the two apart: equal tokens attend to the same set of tokens, and
-    stay equal at every layer. What sets them apart is the position encoding, and nothing else. A causal model is
-    different, because its mask shows each a different prefix; beside the model, the scheme is therefore placed in
-    a random attention without mask, over the same embeddings (`AttentionProbe`).
+    An encoder without positions cannot distinguish the two: equal tokens attend to the same set of tokens, and stay
+    equal in every layer. Only the position encoding can make them differ. In a causal model the mask does so too,
+    because it shows each occurrence a different prefix. The scheme is therefore also measured in a random attention
+    layer without a mask, over the same embeddings (`AttentionProbe`).
 
-    The model is left as it was found, also after an error: scheme and weights, mode of every module, dtype,
-    random state. The scheme of a patched model is taken out with all it has learned, and put back.
+    The model is left unchanged, also after an error: scheme and weights, mode of every module, dtype and random state.
+    The scheme of a patched model is removed and restored with its learned parameters.
 
     Args:
-        model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
+        model: any transformers model, patched or not. For an encoder-decoder, the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: what is measured, one after the other; see `measure_schemes`.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
         sentence: a sentence in which `word` occurs twice.
-        word: one token or several; see `tokenize_pair`.
-        seed: of the probe and of newly created scheme weights.
+        word: a word of one token or several; see `tokenize_pair`.
+        seed: seed of the probe and of newly created scheme weights.
 
     Returns:
         Records of these quantities:
 
-        - `relative_l2` and `cosine`, by `layer` (0: the embeddings): distance of the two hidden states.
-        - `probe`: the relative L2 distance in the random attention.
+        - `relative_l2` and `cosine`, by `layer` (0: the embeddings): distance between the two hidden states.
+        - `probe`: the relative L2 distance in the random attention layer.
         - `identical`: passed if no distance in the model is larger than rounding (`settings["tolerance"]`).
-        - `told_apart`: passed if positions tell the two apart: in the model, or in the probe where a causal mask tells
-          them apart too.
+        - `told_apart`: passed if positions distinguish the two: in the model, or in the probe if the model is causal.
 
-        A scheme that the architecture cannot take has the reason in its subject's `error`, and no records.
+        If the architecture cannot take a scheme, the `error` of its subject has the reason, and it has no records.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
+        UnknownNameError: for an unknown scheme, before the model is changed.
         MeasurementError: if the word does not occur twice in the sentence as the same tokens, the tokenizer does not
             belong to the model, or a scheme given by name needs options.
         UnsupportedError: if the model returns no hidden states.
@@ -145,7 +144,7 @@ def dog_test(
 
 
 def distances_by_layer(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Record], float]:
-    """Records of `relative_l2` and `cosine` for the two states in each layer, and the largest `relative_l2`."""
+    """Returns records of `relative_l2` and `cosine` for the two states in each layer, and the largest `relative_l2`."""
     records = [
         Record("", name, distance(*both), {"layer": layer})
         for name, distance in (("relative_l2", relative_l2), ("cosine", cosine_distance))
@@ -155,7 +154,7 @@ def distances_by_layer(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Re
 
 
 def distance_quantities(both: str, states: str, first: str) -> tuple[Quantity, Quantity, Quantity]:
-    """`relative_l2`, `cosine` and `told_apart` of the `states` of `both`, such as "the two dogs"."""
+    """Returns `relative_l2`, `cosine` and `told_apart` for the `states` of `both`, such as "the two dogs"."""
     meaning = f"layer: distance between the model's {states} of {both}, as a share of their length; layer 0 is {first}."
     return (
         Quantity("relative_l2", "layer {layer}", meaning),
@@ -165,9 +164,9 @@ def distance_quantities(both: str, states: str, first: str) -> tuple[Quantity, Q
 
 
 def _embeddings(model: Any, input_ids: Tensor) -> Tensor:
-    """The token embeddings of one sentence, without positions, `(length, hidden)` on the CPU.
+    """Returns the token embeddings of one sentence without positions, `(length, hidden)` on the CPU.
 
-    Read from the table, not by calling its module, because a patch may add positions there.
+    They are read from the table without calling its module, because a patch may add positions there.
     """
     check_vocabulary(model, *input_ids[0].tolist())
     table = model.get_input_embeddings()
@@ -181,9 +180,9 @@ class TokenizedPair:
     """A sentence and the tokens of the first two occurrences of a word in it.
 
     Args:
-        input_ids: `(1, length)` int64, special tokens included.
+        input_ids: `(1, length)` int64, including special tokens.
         first: indices of the tokens of the first occurrence.
-        second: indices of the tokens of the second one; the same token ids as the first.
+        second: indices of the tokens of the second occurrence; the same token ids as the first.
         tokens: the tokens as text.
     """
 
@@ -194,17 +193,17 @@ class TokenizedPair:
 
 
 def tokenize_pair(tokenizer: Any, sentence: str, word: str) -> TokenizedPair:
-    """Tokenizes a sentence and finds the first two occurrences of a word, of one token each or of several.
+    """Tokenizes a sentence and finds the first two occurrences of a word of one or several tokens.
 
     Args:
-        tokenizer: any transformers tokenizer. A fast one is asked where in the text its tokens come from; for a
-            slow one the word's own tokens, with and without a space before it, are searched for.
+        tokenizer: any transformers tokenizer. A fast one reports the place of each token in the text. For a slow one,
+            the tokens of the word are searched for, with and without a space before it.
         sentence: a sentence in which the word occurs at least twice.
         word: matched as a whole word, in upper or lower case.
 
     Raises:
-        MeasurementError: if the word does not occur twice, or its two occurrences are not the same tokens (as where
-            only one is capitalised, or only one follows a space): such a pair differs without any positions.
+        MeasurementError: if the word does not occur twice, or its two occurrences are different tokens, for example
+            because only one is capitalised or follows a space. Such a pair differs even without positions.
     """
     spans = _spans(sentence, word)
     if len(spans) < 2:
@@ -226,14 +225,14 @@ def tokenize_pair(tokenizer: Any, sentence: str, word: str) -> TokenizedPair:
     if not first or [ids[index] for index in first] != [ids[index] for index in second]:
         described = " and ".join(str([tokens[index] for index in part]) for part in (first, second))
         raise MeasurementError(
-            f"The two occurrences of {word!r} in {sentence!r} are different tokens, {described}, and so differ "
-            f"without any positions. Choose a sentence in which both are written alike and both follow a space."
+            f"The two occurrences of {word!r} in {sentence!r} are different tokens, {described}, so they differ even "
+            f"without positions. Choose a sentence in which both are written the same way and both follow a space."
         )
     return TokenizedPair(torch.tensor([ids]), first, second, tokens)
 
 
 def _spans(sentence: str, word: str) -> list[tuple[int, int]]:
-    """Where the word stands in the text; inside longer words only if the script has no spaces to tell by."""
+    """Returns where the word is in the text. Parts of longer words count only if the script has no spaces."""
     if not word.strip():
         raise MeasurementError("The word to look for is empty.")
     whole = [match.span() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", sentence, re.IGNORECASE)]
@@ -243,7 +242,7 @@ def _spans(sentence: str, word: str) -> list[tuple[int, int]]:
 
 
 def _search(ids: list[int], tokenizer: Any, written: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first two places that hold the tokens of the word as it is written in the sentence."""
+    """Returns the first two places of the word's tokens, for the word as it is written in the sentence."""
     single: list[tuple[int, ...]] = []
     for text in dict.fromkeys(prefix + word for prefix in (" ", "") for word in written):
         needle = tokenizer.encode(text, add_special_tokens=False)

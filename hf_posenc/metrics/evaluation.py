@@ -1,4 +1,4 @@
-"""An evaluation: one measurement under several schemes, one after the other, and the result that its records make."""
+"""Evaluations: they repeat one measurement under several schemes and make a result of its records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_posenc.schemes.registry import get_scheme
 NATIVE = "native"
 
 Measure = Callable[[Any], Sequence[Record]]
-#: What was measured, and the records.
+#: The subjects that were measured, and their records.
 Measured = tuple[tuple[Subject, ...], tuple[Record, ...]]
 _Part = tuple[Subject, Sequence[Record]]
 
@@ -44,11 +44,11 @@ def evaluation_result(
     of_model: Mapping[str, Any] | None = None,
     remarks: Sequence[str] = (),
 ) -> Result:
-    """The result of an evaluation, whose title follows the name of the model: its folder or hub id, or its class.
+    """Builds the result of an evaluation. Its title starts with the model's name: its folder or hub id, or its class.
 
-    `settings` are what two results have to share to be compared, and `of_model` is what only holds for this model.
-    Without `views` there is one table of all quantities, with `rows` as in a `View`. Tables show so many `layers`,
-    evenly spread up to the last; all of them if it is `None`.
+    `settings` must be equal for two results to be compared; `of_model` applies only to this model. Without `views`
+    there is one table of all quantities, with `rows` as in a `View`. Tables show at most this many `layers`, evenly
+    spread up to the last; all of them if it is `None`.
     """
     (subjects, records), target = measured, unwrapped(model)
     kind, path = type(target).__name__, getattr(target, "name_or_path", "")
@@ -71,7 +71,7 @@ def evaluation_result(
 
 
 def digest(*data: Tensor | str) -> str:
-    """Identifies the data that was read, so that results of other data are not compared."""
+    """Returns a hash of the data that was read, so that results on different data are not compared."""
     hashed = hashlib.sha256()
     for part in data:
         hashed.update(part.encode() if isinstance(part, str) else part.cpu().numpy().tobytes())
@@ -81,7 +81,7 @@ def digest(*data: Tensor | str) -> str:
 def layer_distances(
     quantity: str, pairs: Iterable[tuple[Tensor, Tensor]], at: Mapping[str, Any] | None = None, count: int | None = None
 ) -> list[Record]:
-    """The mean relative distance of two batches of states in each layer, a pair of `(batch, ...)` per layer."""
+    """Returns the mean relative distance between two batches of states, a pair of `(batch, ...)`, for each layer."""
     return [
         Record("", quantity, float(relative_changes(*pair).mean()), {**(at or {}), "layer": layer}, count=count)
         for layer, pair in enumerate(pairs)
@@ -89,30 +89,30 @@ def layer_distances(
 
 
 def measure_as_is(model: Any, measure: Measure) -> Measured:
-    """Measures the scheme that a model has; what it cannot do is an error, not a row."""
+    """Measures a model with its current scheme. What the model cannot do is an error and not a row of the result."""
     return joined([(subject_in_force(model), measure(model))])
 
 
 def measure_schemes(
     model: Any, schemes: Sequence[str | SchemeConfig] | None, measure: Measure, *, seed: int = 0
 ) -> Measured:
-    """Patches each scheme into the stock model, measures, and takes it out again.
+    """Patches each scheme into the stock model, measures it and removes it again.
 
-    The model is left as it was found, also after an error: its own scheme is put back with all it has learned. A scheme
-    that the model cannot take, or that cannot represent so long a sequence, has the reason in its subject's `error`.
+    The model is left unchanged, also after an error: its own scheme is restored with its learned parameters. If a
+    scheme does not fit the model, or cannot represent a sequence this long, the `error` of its subject has the reason.
 
     Args:
         model: any transformers model, patched or not.
         schemes: names or configs, newly initialised unless a scheme takes over native weights; `"native"` is the stock
             model itself. A scheme that is named twice is measured once. `None` measures the model as it is.
         measure: gets the model and returns the records; their subject is filled in.
-        seed: of newly created scheme weights.
+        seed: seed of newly created scheme weights.
 
     Returns:
         One subject per scheme, and the records of all.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
+        UnknownNameError: for an unknown scheme, before the model is changed.
         MeasurementError: if a scheme given by name needs options.
     """
     wanted: list[SchemeConfig | None] = []
@@ -131,12 +131,12 @@ def measure_schemes(
 
 
 def check_schemes(schemes: Sequence[str | SchemeConfig] | None) -> list[SchemeConfig | None]:
-    """The configs of schemes, `None` for the native one; the errors are those of `resolve_scheme`."""
+    """Returns the configs of schemes, with `None` for the native one. Raises the errors of `resolve_scheme`."""
     return [None if scheme == NATIVE else resolve_scheme(scheme) for scheme in schemes or ()]
 
 
 def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
-    """The config of a scheme given by name or as it is; refuses an unknown name, or one that needs options."""
+    """Returns the config of a scheme given by name or config; refuses unknown names and names that need options."""
     if isinstance(scheme, SchemeConfig):
         return scheme
     config_class = get_scheme(scheme)
@@ -144,13 +144,13 @@ def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
         return config_class()
     except (TypeError, ValueError) as error:
         raise MeasurementError(
-            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
-            f"{config_class.__name__}(...), in its place."
+            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config instead: "
+            f"{config_class.__name__}(...)."
         ) from error
 
 
 def config_in_force(model: Any) -> SchemeConfig | None:
-    """The scheme that a model has at the moment, its native one included; `None` if that is no known scheme."""
+    """Returns the current scheme of a model, which may be its native one; `None` if that is not a known scheme."""
     encoding = current_encoding(unwrapped(model))
     if encoding is not None:
         return encoding.config
@@ -161,10 +161,10 @@ def config_in_force(model: Any) -> SchemeConfig | None:
 
 
 def subject_in_force(model: Any) -> Subject:
-    """A model with the scheme that it has at the moment."""
+    """Returns a model with its current scheme as a subject."""
     config = config_in_force(model)
     if config is None:
-        return Subject(NATIVE, NATIVE, notes=("The native scheme is none of those that hf_posenc has.",))
+        return Subject(NATIVE, NATIVE, notes=("The native scheme is not one of the schemes of hf_posenc.",))
     if current_encoding(unwrapped(model)) is None:
         return Subject(f"{NATIVE} ({config.name})", NATIVE, config.to_dict())
     return Subject(config.label, config.name, config.to_dict())

@@ -1,4 +1,4 @@
-"""One forward of a model that is measured: what it is given, what it has to return, and how long it may be."""
+"""Forward calls of a model that is measured: its inputs, its outputs and the longest sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.preserve import evaluation_mode
 
-#: Tokens per forward call where every layer's states are kept.
+#: Tokens per forward call if the states of every layer are kept.
 _TOKENS_PER_BATCH = 2048
 
 
@@ -28,13 +28,12 @@ def run(
     position_ids: Tensor | None = None,
     wanted: str = "",
 ) -> Any:
-    """What a model, or the encoder of an encoder-decoder, returns for `(batch, length)` tokens, in evaluation mode and
-    without a cache.
+    """Runs a model, or the encoder of an encoder-decoder, on `(batch, length)` tokens in evaluation mode without cache.
 
-    A mask is left out where the model takes none. `wanted` is "hidden_states" or "attentions", which are then returned.
+    The mask is omitted if the model does not take one. `wanted` adds "hidden_states" or "attentions" to the output.
 
     Raises:
-        SequenceLengthError: if a stock model has no positions for so long a sequence.
+        SequenceLengthError: if a stock model has too few positions for the sequence.
         UnsupportedError: if the model takes no `position_ids`, or does not return what is wanted.
     """
     refuse_other_inputs(model)
@@ -55,14 +54,14 @@ def run(
     layers = getattr(output, wanted, None) if wanted else ()
     if wanted and (not layers or layers[0] is None):
         raise UnsupportedError(
-            f"{type(stack).__name__} returns no {wanted.replace('_', ' ')}, which are compared here. Use a model whose "
-            f"forward takes output_{wanted}=True, or `AttentionProbe` on its embeddings."
+            f"{type(stack).__name__} returns no {wanted.replace('_', ' ')}, but this measurement needs them. Use a "
+            f"model whose forward takes output_{wanted}=True, or `AttentionProbe` on its embeddings."
         )
     return output
 
 
 def refuse_other_inputs(model: Any) -> None:
-    """Refuses a model, or an encoder, that reads images or sound where a text is measured.
+    """Refuses a model, or an encoder, that reads images or sound instead of text.
 
     Raises:
         UnsupportedError: with the name of the input that it reads.
@@ -70,28 +69,28 @@ def refuse_other_inputs(model: Any) -> None:
     reads = getattr(_reader(model), "main_input_name", "input_ids")
     if reads != "input_ids":
         instead = (
-            " For models of images there are picture-dog, image-sensitivity and resolution: hf-posenc eval picture-dog "
-            "MODEL, or picture_dog_test, image_sensitivity_test and resolution_test in Python."
+            " For image models use picture-dog, image-sensitivity or resolution: hf-posenc eval picture-dog MODEL, or "
+            "picture_dog_test, image_sensitivity_test and resolution_test in Python."
         )
         raise UnsupportedError(
-            f"This is measured on token ids, but {type(_reader(model)).__name__} reads {reads!r}. Measure a model of "
-            f"text, or a model of images and text that also runs without images."
+            f"This measurement needs token ids, but {type(_reader(model)).__name__} reads {reads!r}. Use a text model, "
+            f"or a model of images and text that also runs without images."
             f"{instead if reads.startswith('pixel_values') else ''}"
         )
 
 
 def _reader(model: Any) -> Any:
-    """The module that reads a text: the model, or the encoder of an encoder-decoder."""
+    """Returns the module that reads a text: the model, or the encoder of an encoder-decoder."""
     return model.get_encoder() if is_encoder_decoder(model) else model
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether a text is read by an encoder, and another one written by a decoder."""
+    """Whether the model has an encoder that reads a text and a decoder that writes another one."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def refuse_encoder_decoder(model: Any) -> None:
-    """Refuses a model whose decoder would get a text that its encoder has read."""
+    """Refuses an encoder-decoder, whose decoder would get the text that its encoder has read."""
     if is_encoder_decoder(model):
         raise UnsupportedError(
             f"{type(model).__name__} is an encoder-decoder, which does not score a text by itself. Use a causal or a "
@@ -100,10 +99,10 @@ def refuse_encoder_decoder(model: Any) -> None:
 
 
 class Outputs(NamedTuple):
-    """What a model makes of sentences, on the CPU.
+    """The outputs of a model for sentences, on the CPU.
 
-    `states` are `(batch, length, hidden)`, embeddings first, then every layer; `logits` `(batch, length, vocabulary)`,
-    or `None` for a model without any for each token.
+    `states` are `(batch, length, hidden)` each: the embeddings, then the output of every layer. `logits` are `(batch,
+    length, vocabulary)`, or `None` for a model without logits for each token.
     """
 
     states: tuple[Tensor, ...]
@@ -111,7 +110,7 @@ class Outputs(NamedTuple):
 
     @property
     def last(self) -> Tensor:
-        """The logits, or else the states behind the last layer."""
+        """The logits if there are any, otherwise the states after the last layer."""
         return self.states[-1] if self.logits is None else self.logits
 
 
@@ -135,7 +134,7 @@ def outputs_of(
 
 
 def logits_of(model: Any, input_ids: Tensor) -> Tensor:
-    """`(sequences, length, vocabulary)` on the model's device and in its dtype; refuses a model without logits."""
+    """Returns `(sequences, length, vocabulary)` on the model's device in its dtype; refuses a model without logits."""
     logits = getattr(run(model, input_ids), "logits", None)
     if logits is None or logits.dim() != 3 or logits.shape[:2] != input_ids.shape:
         returned = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
@@ -147,10 +146,10 @@ def logits_of(model: Any, input_ids: Tensor) -> Tensor:
 
 
 def is_causal(model: Any, input_ids: Tensor, last: int) -> bool:
-    """Whether the tokens of a sentence up to the index `last` are blind to all that follows, as measured."""
+    """Measures whether the tokens of a sentence up to the index `last` do not depend on any later token."""
     other = input_ids.clone()
     tail = other[0, last + 1 :]
-    # Other tokens, not another order: a bidirectional model without positions does not see order.
+    # Later tokens are replaced, not reordered: a bidirectional model without positions ignores their order.
     first = int(other[0, 0])
     other[0, last + 1 :] = first if bool((tail != first).any()) else first + 1
     before, after = (outputs_of(model, ids).states[-1][0, : last + 1] for ids in (input_ids, other))
@@ -158,9 +157,9 @@ def is_causal(model: Any, input_ids: Tensor, last: int) -> bool:
 
 
 def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
-    """Whether the logits at a token are blind to all that follows it, as measured on the first tokens of a sequence.
+    """Measures whether the logits at a token do not depend on any later token, on the first tokens of a sequence.
 
-    Such a model is taken to predict the next token; one that sees both sides, to fill in masked ones.
+    If so, the model is assumed to predict the next token, and otherwise to fill in masked tokens.
     """
     refuse_other_inputs(model)
     ids = input_ids[:1, :16].clone()
@@ -171,22 +170,22 @@ def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
     before, after = (logits_of(model, tokens)[:, :-1].float() for tokens in (ids, other))
     if not bool(before.isfinite().all() and after.isfinite().all()):
         raise MeasurementError(
-            f"The logits of {type(model).__name__} are not finite, so its causality cannot be seen: its weights are "
-            "broken, or its dtype is too small. Load other weights, or use float32."
+            f"The logits of {type(model).__name__} are not finite, so it is unknown whether it is causal: its weights "
+            "are broken, or its dtype is too small. Load other weights, or use float32."
         )
-    # A token that is seen changes logits by far more than another order of summation does.
+    # A visible token changes the logits far more than another order of summation does.
     return bool((after - before).norm() <= 1e-4 * before.norm())
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Distances of states up to this one are rounding."""
+    """Returns the largest distance between states that counts as rounding."""
     return max(1e-5, torch.finfo(dtype).eps)
 
 
 def check_vocabulary(model: Any, *token_ids: int) -> None:
-    """Refuses token ids that the model has no embeddings for, so that the tokenizer is that of another model.
+    """Refuses token ids without an embedding in the model. They come from the tokenizer of another model.
 
-    Of an `EncoderDecoderModel`, both sides have to know them.
+    For an `EncoderDecoderModel`, both sides must have embeddings for them.
     """
     refuse_other_inputs(model)
     target = unwrapped(model)
@@ -210,10 +209,10 @@ def check_capacity(model: Any, length: int) -> None:
 
 
 def native_capacity(model: Any) -> int | None:
-    """How many positions the learned table of an unpatched model has; `None` without a table, or for a patched model.
+    """Returns the number of positions in the learned table of an unpatched model; `None` without a table or if patched.
 
-    A stock model fails past its table in a way of its own: with an index or a shape error on a CPU, and on a GPU with
-    one that ends the process. A patched model raises `SequenceLengthError` by itself.
+    Past its table, a stock model fails with an index or shape error on a CPU, and on a GPU with an error that ends the
+    process. A patched model raises `SequenceLengthError` itself.
     """
     target = unwrapped(model)
     return rows_of_tables(target) if current_encoding(target) is None else None

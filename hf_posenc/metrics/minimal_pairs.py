@@ -1,4 +1,4 @@
-"""Grammar in minimal pairs: does a model hold the right text of a pair for the likelier one?"""
+"""Grammar in minimal pairs: does a model give the right text of a pair the higher probability?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_posenc.schemes.config import SchemeConfig
 HOW_TO_GET = (
     "The files are in the source archive of the package bigbench (358 MB): `pip download --no-deps --no-binary :all: "
     "bigbench==1.0.0`, then `tar -xzf bigbench-1.0.0.tar.gz --wildcards '*/subject_verb_agreement/*' "
-    "'*/hyperbaton/*'`; they come to lie in bigbench-1.0.0/bigbench/benchmark_tasks. They are test data: never train "
+    "'*/hyperbaton/*'`, which puts them into bigbench-1.0.0/bigbench/benchmark_tasks. They are test data: never train "
     "on them, and do not copy them into a repository."
 )
 
@@ -33,13 +33,13 @@ _QUOTED = re.compile(r'"\s*(.*?)\s*"')
 
 @dataclass(frozen=True)
 class MinimalPair:
-    """Two texts that differ in one place, of which one is right.
+    """Two texts that differ in one place, one of which is right.
 
     Args:
-        prefix: what both begin with; may be empty.
-        right: how the grammatical one goes on.
-        wrong: how the other one goes on.
-        conditions: the groups that it is counted in.
+        prefix: the beginning of both; may be empty.
+        right: the continuation that is grammatical.
+        wrong: the other continuation.
+        conditions: the groups in which the pair is counted.
     """
 
     prefix: str
@@ -59,9 +59,9 @@ class MinimalPairsTask:
     """The pairs of one file.
 
     Args:
-        name: of the task, as the file has it.
-        pairs: in the order of the file.
-        skipped: how many of its examples are no pair of a right and a wrong text.
+        name: name of the task in the file.
+        pairs: the pairs, in the order of the file.
+        skipped: number of examples in the file that are not a pair of a right and a wrong text.
     """
 
     name: str
@@ -72,16 +72,16 @@ class MinimalPairsTask:
 def read_minimal_pairs(path: str | Path) -> MinimalPairsTask:
     """Reads a task file of BIG-bench (Srivastava et al., arXiv:2206.04615), in place.
 
-    Two kinds are understood. Subject-verb agreement (Lakretz et al., arXiv:2006.11098, and others) has a prefix and two
-    verbs; where `comment` names the numbers of its nouns (`"singular_plural"`), the pair belongs to that condition,
-    and to `"incongruent"` if a noun has another number than the others, which makes it an attractor, else to
-    `"congruent"`. Hyperbaton has two sentences in quotation marks, of the same words in two orders.
+    Two kinds are supported. Subject-verb agreement (Lakretz et al., arXiv:2006.11098, and others) has a prefix and two
+    verbs. If `comment` gives the numbers of its nouns (`"singular_plural"`), the pair belongs to that condition. It
+    also belongs to `"incongruent"` if a noun differs in number from the others, which makes it an attractor, and
+    otherwise to `"congruent"`. Hyperbaton has two sentences in quotation marks, with the same words in two orders.
 
     Args:
-        path: the JSON file, or a folder that holds it as `task.json`.
+        path: the JSON file, or a folder that contains it as `task.json`.
 
     Raises:
-        MeasurementError: if there is no such file, or no pairs in it.
+        MeasurementError: if the file does not exist or contains no pairs.
     """
     file = _task_file(Path(path))
     try:
@@ -90,14 +90,12 @@ def read_minimal_pairs(path: str | Path) -> MinimalPairsTask:
         raise MeasurementError(f"{file} is not JSON: {error}") from error
     examples = task.get("examples") if isinstance(task, dict) else None
     if not isinstance(examples, list) or not examples:
-        raise MeasurementError(
-            f"{file} has no list of examples, so that it is not a JSON task of BIG-bench. {HOW_TO_GET}"
-        )
+        raise MeasurementError(f"{file} has no list of examples, so it is not a JSON task of BIG-bench. {HOW_TO_GET}")
     pairs = tuple(pair for example in examples if (pair := _pair(example)) is not None)
     if not pairs:
         raise MeasurementError(
-            f"None of the {len(examples)} examples of {file} is a minimal pair: that has an input and target_scores of "
-            f"two texts, one with score 1 and one with 0. The first example: {str(examples[0])[:200]}"
+            f"None of the {len(examples)} examples of {file} is a minimal pair, which needs an input and target_scores "
+            f"for two texts, one with score 1 and one with 0. The first example: {str(examples[0])[:200]}"
         )
     return MinimalPairsTask(str(task.get("name", file.stem)), pairs, len(examples) - len(pairs))
 
@@ -106,8 +104,8 @@ def _task_file(path: Path) -> Path:
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.json")))
         if not (path / "task.json").is_file():
-            listed = f"It holds {inside}: name one of them." if inside else HOW_TO_GET
-            raise MeasurementError(f"The folder {path} holds no task.json. {listed}")
+            listed = f"It contains {inside}: name one of them." if inside else HOW_TO_GET
+            raise MeasurementError(f"The folder {path} contains no task.json. {listed}")
         path = path / "task.json"
     if not path.is_file():
         raise MeasurementError(f"There is no file {path}. {HOW_TO_GET}")
@@ -115,7 +113,7 @@ def _task_file(path: Path) -> Path:
 
 
 def _pair(example: Any) -> MinimalPair | None:
-    """The pair that an example holds, if it holds one."""
+    """Returns the pair in an example, or `None` if there is none."""
     if not isinstance(example, dict) or not isinstance(example.get("input"), str):
         return None
     scores = example.get("target_scores")
@@ -136,7 +134,7 @@ def _pair(example: Any) -> MinimalPair | None:
     return MinimalPair(example["input"], right, wrong, conditions)
 
 
-#: The condition that every pair has.
+#: The condition to which every pair belongs.
 ALL = "all"
 
 
@@ -149,27 +147,27 @@ def minimal_pairs_accuracy(
     samples: int | None = None,
     seed: int = 0,
 ) -> Result:
-    """How often a language model gives the right text of a minimal pair the higher probability.
+    """Measures how often a language model gives the right text of a minimal pair the higher probability.
 
-    A causal model scores a pair by its log-probabilities, a masked one by its pseudo-log-likelihood; see `scoring`.
-    Which of the two a model is, is measured on it. The model is left as it was found, also after an error.
+    A causal model scores a pair by log-probabilities (`causal_scores`), a masked one by pseudo-log-likelihoods
+    (`masked_scores`). The kind of a model is measured. The model is left unchanged, also after an error.
 
     Args:
         model: a causal or masked language model, patched or not.
         tokenizer: its tokenizer.
-        task: the path of a BIG-bench file (see `read_minimal_pairs`), or what was read from one.
-        schemes: what is measured, one after the other; see `measure_schemes`.
-        samples: score so many pairs, drawn without replacement; `None` scores all.
-        seed: of that choice, which is the same for every scheme and model, and of new weights of a scheme.
+        task: the path of a BIG-bench file (see `read_minimal_pairs`), or a task that was read from one.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
+        samples: number of pairs to score, drawn without replacement; `None` scores all.
+        seed: seed of new scheme weights and of the draw of pairs, which is the same for every scheme and model.
 
     Returns:
-        For each scheme and `condition` (`"all"` for every pair) the `accuracy` with its 95 % Wilson interval, and the
-        number of `pairs` and of `ties`. A scheme that the architecture cannot take, or that cannot represent so long a
-        text, has its reason in the `error` of its subject.
+        For each scheme and `condition` (`"all"` for every pair), the `accuracy` with its 95 % Wilson interval, and the
+        numbers of `pairs` and of `ties`. If the architecture cannot take a scheme, or the scheme cannot represent a
+        text this long, the `error` of its subject has the reason.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
-        MeasurementError: if the task cannot be read, or the tokenizer does not do.
+        UnknownNameError: for an unknown scheme, before the model is changed.
+        MeasurementError: if the task cannot be read, or the tokenizer cannot be used with it.
         UnsupportedError: for an encoder-decoder, or a model without logits.
     """
     refuse_encoder_decoder(model)
@@ -178,7 +176,7 @@ def minimal_pairs_accuracy(
     pairs, of = list(task.pairs), len(task.pairs)
     if samples is not None and samples < of:
         if samples < 1:
-            raise MeasurementError(f"samples is {samples}; a measurement takes one pair at least.")
+            raise MeasurementError(f"samples is {samples}; a measurement needs at least one pair.")
         pairs = [pairs[index] for index in sorted(np.random.default_rng(seed).permutation(of)[:samples])]
     tokens = encode_pairs(tokenizer, [pair.texts for pair in pairs])
     check_vocabulary(model, *(max(side) for pair in tokens for side in pair))
@@ -190,7 +188,7 @@ def minimal_pairs_accuracy(
 
     scoring = "causal" if causal else "masked"
     chosen = f"{len(pairs)} of {of} pairs, seed {seed}" if len(pairs) < of else f"{of} pairs"
-    skipped = f"{task.skipped} examples of the file are no pair of a right and a wrong text, and were left out."
+    skipped = f"{task.skipped} examples of the file are not a pair of a right and a wrong text and were skipped."
     return evaluation_result(
         "minimal_pairs",
         f", minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
@@ -198,7 +196,7 @@ def minimal_pairs_accuracy(
         measure_schemes(model, schemes, measure, seed=seed),
         (
             Quantity("pairs", "pairs", style="count"),
-            Quantity("accuracy", "accuracy", "Chance is 0.5. Equally likely is not right.", style="fraction"),
+            Quantity("accuracy", "accuracy", "Chance is 0.5. A tie is not right.", style="fraction"),
             Quantity("ties", "ties", style="count"),
         ),
         rows=("condition",),
@@ -217,7 +215,7 @@ def minimal_pairs_accuracy(
 def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
     right, tied = (scores[:, 0] > scores[:, 1]).tolist(), (scores[:, 0] == scores[:, 1]).tolist()
     groups: dict[str, list[int]] = {ALL: list(range(len(pairs)))}
-    # Congruent and incongruent come before the conditions that they are made of.
+    # Congruent and incongruent come before the conditions that they consist of.
     named = [
         (depth, pair.conditions, name, index)
         for index, pair in enumerate(pairs)
@@ -238,11 +236,11 @@ def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
     return records
 
 
-#: Tokens per forward call, which bounds memory: logits are as wide as the vocabulary.
+#: Tokens per forward call. It bounds memory, because logits are as wide as the vocabulary.
 TOKENS_PER_BATCH = 1024
 
 _SPACE_MARKS = ("Ġ", "▁", " ")
-#: Byte-level BPE writes the bytes 0 to 32 and 127, spaces and control characters all, as the letters from here to here.
+#: Byte-level BPE writes the bytes 0 to 32 and 127 (spaces and control characters) as the letters in this range.
 _BYTE_LEVEL_SPACES = ("\u0100", "\u0121")
 
 #: The two texts of a pair as tokens, the right one first.
@@ -250,37 +248,37 @@ TokenPair = tuple[list[int], list[int]]
 
 
 def encode_pairs(tokenizer: Any, texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
-    """Tokens of the texts, with the special tokens that the tokenizer puts around a text.
+    """Tokenizes the texts, with the special tokens that the tokenizer puts around a text.
 
     Raises:
-        MeasurementError: if a pair becomes the same tokens twice, or a text becomes none.
+        MeasurementError: if both texts of a pair have the same tokens, or a text has none.
     """
     pairs: list[TokenPair] = []
     for right, wrong in texts:
         tokens = tuple(list(tokenizer(text)["input_ids"]) for text in (right, wrong))
         if tokens[0] == tokens[1] or not all(tokens):
             raise MeasurementError(
-                f"{type(tokenizer).__name__} makes the same tokens of {right!r} and {wrong!r}: "
-                f"{tokenizer.convert_ids_to_tokens(tokens[0])}. Use a tokenizer that tells the two apart."
+                f"{type(tokenizer).__name__} gives the same tokens for {right!r} and {wrong!r}: "
+                f"{tokenizer.convert_ids_to_tokens(tokens[0])}. Use a tokenizer that distinguishes the two."
             )
         pairs.append((tokens[0], tokens[1]))
     return pairs
 
 
 def causal_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Tensor:
-    """Log-probability of what each text does not share with the other, and that its last word ends there.
+    """Log-probability of what each text does not share with the other, and of the end of its last word.
 
-    What both begin with is equally likely in both and left out. The end of the last word counts, because a tokenizer
-    may write one verb as the beginning of the other (`approve`, `approve` `s`), which could then never be less likely
-    (Pimentel and Meister, arXiv:2406.14561; Oh and Schuler, arXiv:2406.10851). Where the first tokens differ already,
-    both texts follow the token that begins or ends a text, as in lm-evaluation-harness.
+    The shared beginning is equally likely in both and is omitted. The end of the last word counts, because a tokenizer
+    may encode one verb as the beginning of the other (`approve`, `approve` `s`), which could then never be less likely
+    (Pimentel and Meister, arXiv:2406.14561; Oh and Schuler, arXiv:2406.10851). If the first tokens already differ, both
+    texts follow the token that begins or ends a text, as in lm-evaluation-harness.
 
     Returns `(pairs, 2)` float64, the right text first.
     """
     end = tokenizer.eos_token_id
     jobs: list[tuple[list[int], int]] = []
     for pair in pairs:
-        # An end token that the tokenizer adds would stand between the word and the end that is asked for.
+        # An end token from the tokenizer would come between the word and its end, which is scored here.
         right, wrong = (tokens[:-1] if end is not None and tokens[-1:] == [end] else tokens for tokens in pair)
         shared = _shared_start(right, wrong)
         start = [] if shared else [_start_token(tokenizer)]
@@ -301,16 +299,15 @@ def causal_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Ten
 def masked_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Tensor:
     """Pseudo-log-likelihood of the words in which two texts differ (Salazar et al., arXiv:1910.14659).
 
-    Every token of those words is predicted with itself and those to its right in them masked: a token of the same word
-    would give the others away (Kauf and Ivanova, arXiv:2305.10588, "PLL-word-l2r", here for all the differing words
-    at once).
+    Each token of these words is predicted with itself and those to its right masked, because a token of the same word
+    reveals the others (Kauf and Ivanova, arXiv:2305.10588, "PLL-word-l2r", here for all differing words at once).
 
     Returns `(pairs, 2)` float64, the right text first.
     """
     if tokenizer.mask_token_id is None:
         raise MeasurementError(
-            f"{type(tokenizer).__name__} has no mask token, and the model is not causal: its predictions cannot be "
-            f"asked for. Set tokenizer.mask_token to the one it was trained with."
+            f"{type(tokenizer).__name__} has no mask token, but the model is not causal and can only be scored with "
+            f"masked tokens. Set tokenizer.mask_token to the one that the model was trained with."
         )
     goes_on = continues_word(tokenizer, _vocabulary(model)).tolist()
     inputs: list[list[int]] = []
@@ -332,10 +329,10 @@ def masked_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Ten
 
 
 def continues_word(tokenizer: Any, vocabulary: int) -> Tensor:
-    """Which of `vocabulary` tokens go on with the word before them, bool.
+    """Returns which of `vocabulary` tokens continue the word before them, bool.
 
-    The others begin a word, are punctuation, or end the text. WordPiece marks the tokens that continue (`##s`),
-    byte-level BPE and SentencePiece those that begin (`Ġthe`, `▁the`); with bytes or characters every letter continues.
+    The others begin a word, are punctuation, or end the text. WordPiece marks tokens that continue (`##s`), byte-level
+    BPE and SentencePiece those that begin (`Ġthe`, `▁the`). With bytes or characters, every letter continues.
     """
     special = set(tokenizer.all_special_ids)
     tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(min(vocabulary, len(tokenizer)))))]
@@ -355,11 +352,11 @@ def continues_word(tokenizer: Any, vocabulary: int) -> Tensor:
 
 
 def _differing_words(pair: TokenPair, goes_on: Sequence[bool]) -> tuple[int, int]:
-    """Tokens before, and tokens behind, the whole words in which two texts differ."""
+    """Returns the number of tokens before, and after, the whole words in which two texts differ."""
     right, wrong = pair
     start = _shared_start(right, wrong)
     tail = _shared_start(right[start:][::-1], wrong[start:][::-1])
-    # A token that goes on with a word belongs to it, and so does the token before it.
+    # A token that continues a word belongs to it, and so does the token before it.
     while start > 0 and any(
         (start < len(tokens) - tail and goes_on[tokens[start]]) or start == len(tokens) - tail for tokens in pair
     ):
@@ -370,7 +367,7 @@ def _differing_words(pair: TokenPair, goes_on: Sequence[bool]) -> tuple[int, int
 
 
 def _shared_start(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns the number of tokens at the start that both share."""
     return len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))))
 
 
@@ -390,7 +387,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _equally_long(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Indices of rows that share a forward call: equally long, so that nothing is padded."""
+    """Returns indices of rows that share a forward call. They are equally long, so nothing is padded."""
     batches: list[list[int]] = []
     for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
         length = len(rows[index])
@@ -401,8 +398,8 @@ def _equally_long(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _log_probs(model: Any, ids: Tensor) -> Tensor:
-    """`(batch, length, vocabulary)` float32."""
+    """Returns `(batch, length, vocabulary)` float32."""
     logits = logits_of(model, ids).float()
     if bool(logits.isnan().any()):
-        raise MeasurementError(f"The logits of {type(model).__name__} are no numbers, so that nothing can be scored.")
+        raise MeasurementError(f"The logits of {type(model).__name__} are NaN, so nothing can be scored.")
     return logits.log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Attention with random weights over the embeddings of a sentence: what a position encoding adds, and nothing else."""
+"""Attention with random weights over the embeddings of a sentence, to measure only what a position encoding adds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hf_posenc.schemes.positions import AttentionPairs, Positions, integer_range
 class AttentionProbe(nn.Module):
     """Bidirectional multi-head self-attention with random weights, in which any scheme can be placed.
 
-    The network is that of "You could have designed state of the art positional encoding" (Hugging Face blog,
-    2024): a projection each for query, key and value without bias, then multi-head attention whose weights and
-    biases are drawn from N(0, 0.1^2). It has no mask, no normalisation and no residual, so that without a scheme
-    equal tokens get equal outputs wherever they stand.
+    The network is that of "You could have designed state of the art positional encoding" (Hugging Face blog, 2024):
+    projections without bias for query, key and value, then multi-head attention whose weights and biases are drawn from
+    N(0, 0.1^2). It has no mask, no normalisation and no residual connection. Without a scheme, equal tokens therefore
+    get equal outputs at every position.
 
-    That identity holds bit for bit here, which a batched computation does not promise: the rows of one matrix
-    product may go through different kernels (full tiles and remainders) and differ in the last bit. So every
-    token is projected, and every query attends, by itself: the same operations on tensors of the same shape.
+    These outputs are equal bit for bit, which a batched computation does not guarantee: the rows of one matrix product
+    may go through different kernels (full tiles and remainders) and differ in the last bit. Each token is therefore
+    projected separately and each query attends separately, with the same operations on tensors of the same shape.
 
     Args:
         hidden_size: width of the embeddings, `hidden`.
         num_heads: number of heads, `heads`; must divide `hidden_size`.
-        seed: of the weights.
+        seed: seed of the weights.
 
     Raises:
         ValueError: if `num_heads` does not divide `hidden_size`.
@@ -53,7 +53,7 @@ class AttentionProbe(nn.Module):
         def normal(*shape: int) -> Tensor:
             return 0.1 * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        # nn.Linear's own initialisation: uniform up to 1 / sqrt(inputs).
+        # The initialisation of nn.Linear: uniform up to 1 / sqrt(inputs).
         uniform = torch.rand(3, hidden_size, hidden_size, generator=generator, dtype=torch.float64)
         self.register_buffer("projections", (2 * uniform - 1) / math.sqrt(hidden_size))
         self.register_buffer("in_projection", normal(3, hidden_size, hidden_size))
@@ -62,7 +62,7 @@ class AttentionProbe(nn.Module):
         self.register_buffer("out_bias", normal(hidden_size))
 
     def forward(self, embeddings: Tensor, parts: SchemeParts | None = None) -> Tensor:
-        """The outputs of all tokens of one sentence.
+        """Returns the outputs for all tokens of one sentence.
 
         Args:
             embeddings: `(length, hidden)` of any dtype; computed in float64.
@@ -93,7 +93,7 @@ class AttentionProbe(nn.Module):
         )
 
     def _bias(self, bias: LogitBias, query: Tensor, key: Tensor, positions: Positions, inputs: Tensor) -> Tensor:
-        """`(heads, length, length)` float64."""
+        """Returns `(heads, length, length)` float64."""
         states, heads = inputs.float().unsqueeze(0), (query.unsqueeze(0).float(), key.unsqueeze(0).float())
         features = bias.key_features(states) if isinstance(bias, PairwiseBias) and bias.num_features else None
         pairs = AttentionPairs(*heads, positions.ids[0], positions, self.head_dim**-0.5, states, features)
@@ -108,14 +108,14 @@ class AttentionProbe(nn.Module):
         return torch.stack(rows).unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, 1).contiguous()
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        """One query, `(heads, head_dim)`, over all keys; `bias` is `(heads, length)`. Returns `(hidden,)`."""
+        """Attends from one query `(heads, head_dim)` to all keys; `bias` is `(heads, length)`. Returns `(hidden,)`."""
         logits = (query.unsqueeze(1) * key).sum(-1) / math.sqrt(self.head_dim) + bias
         mixed = (logits.softmax(-1).unsqueeze(-1) * value).sum(1)
         return self.out_projection.mv(mixed.flatten()) + self.out_bias
 
 
 def probe_heads(hidden_size: int) -> int:
-    """The number of heads of a probe: 4 as published, fewer where 4 heads of an even width do not fit."""
+    """Returns the number of heads of a probe: 4 as published, or fewer if 4 heads of an even width do not fit."""
     for num_heads in (4, 2, 1):
         if hidden_size % (2 * num_heads) == 0:
             return num_heads
@@ -131,15 +131,15 @@ def probe_distance(
     *,
     seed: int = 0,
 ) -> float:
-    """Relative L2 distance between the probe's outputs for two occurrences of a word.
+    """Returns the relative L2 distance between the probe's outputs for two occurrences of a word.
 
     Args:
         probe: the random attention.
         embeddings: `(length, hidden)`, the embeddings of the sentence, from any model.
         first: indices of the tokens of the first occurrence.
-        second: indices of the tokens of the second one.
+        second: indices of the tokens of the second occurrence.
         scheme: the scheme to place in the probe, newly initialised; `None` for no positions.
-        seed: of the scheme's weights.
+        seed: seed of the scheme's weights.
 
     Raises:
         ValueError: if the scheme cannot be built at this width.

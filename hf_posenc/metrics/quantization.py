@@ -1,7 +1,7 @@
-"""The loss of a model whose positions, encodings or keys alone are held in low precision.
+"""The loss of a model in which only positions, encodings or keys are in low precision.
 
-What is held in low precision is an ordinary position map around the scheme, so the patch puts it wherever the scheme
-itself would stand. It is not registered, because it is for measurements only.
+The rounding is an ordinary position map around the scheme, so the patch puts it where it would put the scheme. It is
+not registered, because it is only for measurements.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ FORMATS = (*FLOATS, *INTEGERS)
 def rounded(
     values: Tensor, form: str, *, scale_over: tuple[int, ...] | None = None, counted: Tensor | None = None
 ) -> Tensor:
-    """`values` as one of `FORMATS` holds them.
+    """Rounds `values` to one of `FORMATS`.
 
-    Integers are symmetric: the largest magnitude is the largest integer, 127 or 7. The dimensions `scale_over` share
-    one integer scale (by default all), which has to hold the values that are `counted`; the others are clamped.
+    Integers are symmetric: the largest magnitude becomes the largest integer, 127 or 7. The dimensions `scale_over`
+    share one integer scale (by default all), which covers the values that are `counted`; the others are clamped.
     """
     if form in FLOATS:
         largest = torch.finfo(FLOATS[form]).max
-        # What float16 cannot hold is clamped: an infinite bias would be a mask.
+        # Values beyond the range of float16 are clamped: an infinite bias would be a mask.
         return values.clamp(-largest, largest).to(FLOATS[form]).to(values.dtype)
     steps = 2 ** (INTEGERS[form] - 1) - 1
     magnitudes = values.abs() if counted is None else values.abs().where(counted, 0.0)
@@ -69,9 +69,9 @@ def rounded(
 
 
 def rounded_ids(ids: Tensor, form: str) -> Tensor:
-    """Position ids as `position_ids.to(dtype)` leaves them: bfloat16 has no 257, and float16 no 2049 and ends at 65504.
+    """Rounds position ids as `position_ids.to(dtype)` does: bfloat16 has no 257, and float16 no 2049 and ends at 65504.
 
-    Real numbers, which a position map may have made of them, stay real.
+    Non-integer positions, which position maps may return, stay non-integer.
     """
     dtype = FLOATS[form]
     largest = torch.finfo(dtype).max
@@ -79,7 +79,7 @@ def rounded_ids(ids: Tensor, form: str) -> Tensor:
 
 
 class RoundedPositions(PositionMap):
-    """`p + offset`, as a floating-point format holds it (`None`: integers)."""
+    """`p + offset`, rounded to a floating-point format (`None`: integers)."""
 
     def __init__(self, offset: int, form: str | None) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ class RoundedPositions(PositionMap):
         self.form = form
 
     def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, length)`; padding stays as it is."""
+        """Returns `(batch or 1, length)`; padding does not change."""
         ids = positions.ids + self.offset
         return (ids if self.form is None else rounded_ids(ids, self.form)).where(positions.ids >= 0, positions.ids)
 
 
 class RoundedQueryKeyMap(ChainedMap):
-    """Phases (cosines and sines), or the keys themselves, in low precision; keys with one scale per token and head."""
+    """Phases (cosines and sines) or the keys themselves in low precision; keys have one scale per token and head."""
 
     def __init__(self, mapped: ChainedMap, settings: QuantizedConfig) -> None:
         super().__init__({"inner": mapped.members()[0]}, mapped.position_map)
@@ -105,7 +105,7 @@ class RoundedQueryKeyMap(ChainedMap):
         return phases if form is None else tuple(rounded(phase, form) for phase in phases)
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        """`(batch, key_value_heads, length, head_dim)`."""
+        """Returns `(batch, key_value_heads, length, head_dim)`."""
         form = self.settings.keys
         if form is None:
             return super().map_key(key, phases)
@@ -116,15 +116,15 @@ class RoundedQueryKeyMap(ChainedMap):
 
 @dataclass(frozen=True)
 class QuantizedConfig(PositionMapConfig):
-    """A scheme of which one thing is held in low precision.
+    """A scheme with one kind of its numbers in low precision.
 
     Args:
         inner: the scheme.
-        offset: what is added to every position first, so that short texts can stand far along.
+        offset: number that is added to every position first, so that short texts can be far into the context.
         ids: format of the position ids, "float16" or "bfloat16"; `None` for integers.
         encodings: format of the vectors, cosines and sines, biases and scales; `None` for float32.
-        keys: format of the keys of a query-key map; `None` leaves them as they are.
-        keys_before: whether keys are rounded before they are mapped, and not after.
+        keys: format of the keys of a query-key map; `None` leaves them unchanged.
+        keys_before: whether keys are rounded before they are mapped instead of after.
     """
 
     name: ClassVar[str] = "quantized"
@@ -146,14 +146,14 @@ class QuantizedConfig(PositionMapConfig):
             check_choice(self, "keys", tuple(INTEGERS))
 
     def position_map(self) -> RoundedPositions:
-        """A new map."""
+        """Returns a new map."""
         return RoundedPositions(self.offset, self.ids)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds the parts of the scheme, rounded.
 
         Raises:
-            UnsupportedError: if the scheme has no parts, goes by the order of tokens alone, or cannot be built here;
+            UnsupportedError: if the scheme has no parts, depends only on the order of tokens, or cannot be built here;
                 and if keys are to be rounded, and the scheme does not map them.
         """
         try:
@@ -163,7 +163,7 @@ class QuantizedConfig(PositionMapConfig):
         except ValueError as error:
             raise UnsupportedError(str(error).replace(f"{type(self).__name__}.inner is", "The scheme is")) from error
         if self.keys is not None and parts.query_key_map is None:
-            raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys: before and after are the same.")
+            raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys, so there are none to round.")
         if isinstance(parts.query_key_map, ChainedMap):
             parts.query_key_map = RoundedQueryKeyMap(parts.query_key_map, self)
         if self.encodings is not None:
@@ -175,14 +175,14 @@ class QuantizedConfig(PositionMapConfig):
         return parts
 
     def _round_bias(self, bias: nn.Module, given: tuple[AttentionPairs], output: Tensor, *, causal: bool) -> Tensor:
-        """With one scale per head, for the keys that attention sees."""
+        """Rounds with one scale per head, for the keys that attention sees."""
         assert self.encodings is not None
         visible = given[0].slot_distance <= 0 if causal else None
         return rounded(output, self.encodings, scale_over=(0, 2, 3), counted=visible)
 
 
 def quantized(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
-    """`settings` around a scheme; of one that differs between layers, around each layer's that encodes anything.
+    """Puts `settings` around a scheme. If layers differ, it goes around the scheme of each layer that encodes anything.
 
     Raises:
         UnsupportedError: for a scheme that encodes nothing in any layer.
@@ -195,15 +195,13 @@ def quantized(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
 
     rounded_config = wrapped(config)
     if rounded_config == config:
-        raise UnsupportedError(
-            f"Scheme {config.name!r} encodes no positions, so there is nothing to hold in low precision."
-        )
+        raise UnsupportedError(f"Scheme {config.name!r} encodes no positions, so there is nothing to round.")
     return rounded_config
 
 
-#: Where in the context the text stands.
+#: Positions of the first token of the text in the context.
 POSITIONS = (0, 1024, 4096)
-#: What is held in low precision, by the name it has in the table.
+#: What is in low precision, by its name in the table.
 VARIANTS: dict[str, QuantizedConfig] = {
     "ids float16": QuantizedConfig(ids="float16"),
     "ids bfloat16": QuantizedConfig(ids="bfloat16"),
@@ -231,26 +229,26 @@ def quantization_test(
     tokens_per_batch: int = TOKENS_PER_BATCH,
     seed: int = 0,
 ) -> Result:
-    """`quantized_positions` on windows of a text, for each of several schemes.
+    """Runs `quantized_positions` on windows of a text, for each of several schemes.
 
     Args:
-        model: a causal or masked language model, patched or not; left as it was found.
+        model: a causal or masked language model, patched or not; it is left unchanged.
         tokenizer: its tokenizer.
         texts: documents to read; by default a short English text.
-        schemes: what is measured, one after the other; see `measure_schemes`.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
         length: tokens per window.
-        max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
-        positions: where in the context each window stands.
-        variants: names out of `VARIANTS`.
+        max_windows: maximum number of windows, evenly spread over the text; `None` reads all of it.
+        positions: positions of the first token of each window in the context.
+        variants: names of what is rounded, from `VARIANTS`.
         tokens_per_batch: tokens per forward call.
-        seed: of masks and of new scheme weights.
+        seed: seed of the masks and of new scheme weights.
 
     Returns:
-        For each scheme the records of `quantized_positions`.
+        The records of `quantized_positions` for each scheme.
 
     Raises:
-        MeasurementError: for text that is too short, or a masked model whose tokenizer has no mask token.
-        UnsupportedError: for a model that is no language model.
+        MeasurementError: if the text is too short, or the tokenizer of a masked model has no mask token.
+        UnsupportedError: if the model is not a language model.
     """
     windows = text_windows(tokenizer, texts, length, max_windows)
     causal = predicts_next_token(model, windows)
@@ -273,7 +271,7 @@ def quantization_test(
         rows=("held in",),
         settings={"data": digest(*batch), "causal": causal, "sequences": sequences, "length": length, "seed": seed},
         remarks=(
-            f"{sequences} sequences of {length} tokens, whose first token stands at the position above the column. "
+            f"{sequences} sequences of {length} tokens. The heading of a column has the position of their first token. "
             "Changes are from the loss in float32 at the same position.",
         ),
     )
@@ -289,38 +287,37 @@ def quantized_positions(
     causal: bool | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> list[Record]:
-    """What quality is lost when only positional numbers are held in low precision.
+    """Measures how the loss changes if only positional numbers are in low precision.
 
-    The scheme the model has is taken apart from everything else: weights and activations stay as they are, and one
-    thing at a time is rounded. Position ids, as `position_ids.to(dtype)` would; encodings (vectors, cosines and sines,
-    biases); or keys, before or after the map that makes them positional, with one integer scale per token and head (a
-    quantised key cache holds keys after it; KVQuant, arXiv:2401.18079, section 3.2, quantises before it). The text
-    stands at several places of the context: a relative scheme does not care in float32, but what its rounding costs
-    depends on it.
+    The scheme of the model is separated from everything else: weights and activations do not change, and one thing at a
+    time is rounded. These are position ids, as `position_ids.to(dtype)` rounds them; encodings (vectors, cosines and
+    sines, biases); or keys, before or after the map that makes them positional, with one integer scale per token and
+    head (a quantised key cache has keys after the map; KVQuant, arXiv:2401.18079, section 3.2, quantises before it).
+    The text is at several positions of the context: with a relative scheme, only the cost of rounding depends on them.
 
-    The model is left as it was found, also after an error.
+    The model is left unchanged, also after an error.
 
     Args:
-        model: a causal or masked language model; patched or not, its scheme is measured with all it has learned.
+        model: a causal or masked language model, patched or not; its scheme keeps its learned parameters.
         input_ids: `(sequences, length)` int64.
-        labels: the same shape, not shifted; -100 at tokens that are no target.
+        labels: the same shape, not shifted; -100 at tokens that are not targets.
         positions: the position of the first token of every sequence.
-        variants: names out of `VARIANTS`.
-        causal: whether the model predicts the next token; `None` finds out.
+        variants: names of what is rounded, from `VARIANTS`.
+        causal: whether the model predicts the next token; `None` measures it.
         tokens_per_batch: tokens per forward call.
 
     Returns:
-        For each variant (`at["held in"]`; `"float32"` for nothing) and each `position` the mean `loss` in nats, and its
-        `change` from that in float32. Where there is none, the note says why.
+        For each variant (`at["held in"]`; `"float32"` for nothing) and each `position`, the mean `loss` in nats, and
+        its `change` from the loss in float32. If there is no loss, the note has the reason.
 
     Raises:
-        UnsupportedError: for a scheme that encodes nothing, or that goes by the order of tokens alone.
+        UnsupportedError: if the scheme encodes nothing, or depends only on the order of tokens.
         MeasurementError: for a batch that cannot be scored, an unknown variant, or a negative position.
     """
     unknown = [name for name in variants if name not in VARIANTS]
     if unknown or not positions or min(positions) < 0:
         raise MeasurementError(
-            f"Positions are 0 or more, got {list(positions)}; variants are of {list(VARIANTS)}, got {list(variants)}."
+            f"positions must be 0 or more, got {list(positions)}; variants are {list(VARIANTS)}, got {list(variants)}."
         )
     check_batch(model, input_ids, labels, tokens_per_batch)
     causal = predicts_next_token(model, input_ids) if causal is None else causal
@@ -350,7 +347,7 @@ def quantized_positions(
     for (name, start), subject in zip(places, subjects, strict=True):
         if subject.error and settings[name].keys is None:
             raise UnsupportedError(subject.error)
-        # Without keys to round there is no loss; that is the scheme's own affair.
+        # A scheme without keys to round has no loss in this variant, which is not an error.
         record = losses.get(subject.label, Record("", "loss", note=subject.error or ""))
         at, before = {"held in": name, "position": start}, exact.setdefault(start, record.value)
         records.append(dataclasses.replace(record, subject="", at=at))
@@ -365,13 +362,13 @@ def _parameters_in(encoding: PositionEncoding, part: str) -> list[Tensor]:
 
 
 def _take_over(model: Any, learned: list[Tensor], part: str) -> None:
-    """What the scheme has learned; around it nothing has parameters, so they come in the same order."""
+    """Copies the learned parameters of the scheme. The rounding has none, so they are in the same order."""
     encoding = current_encoding(unwrapped(model))
     assert encoding is not None
     fresh = _parameters_in(encoding, part)
     if learned and [tensor.shape for tensor in fresh] != [tensor.shape for tensor in learned]:
         raise UnsupportedError(
-            f"The parameters that scheme {encoding.config.label!r} has learned do not fit a fresh copy of it."
+            f"The learned parameters of scheme {encoding.config.label!r} do not fit a new copy of it."
         )
     with torch.no_grad():
         for tensor, value in zip(fresh, learned, strict=False):

@@ -1,4 +1,4 @@
-"""What order and place of its tokens mean to a model: a suite beyond the one sentence of the dog test."""
+"""Sensitivity of a model to the order and the positions of its tokens, measured on many sentences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CAUSAL_NOTE = (
     "too. Compare each number with that of 'none'."
 )
 _ENCODER_NOTE = "The model is bidirectional: without positions all numbers are 0, up to rounding."
-#: By their names; the last is no column of the table.
+#: By quantity; the last one has no column in the table.
 _HEADINGS = {
     "repeated": "gap {gap}", "word_role": "word's role", "roles": "roles", "loss": "loss", "shuffled": "shuffled",
     "shuffled_loss": "shuffled: loss", "shuffled_block": "in {block}s", "shuffled_block_loss": "in {block}s: loss",
@@ -56,39 +56,39 @@ def sensitivity_test(
     text: str | None = None,
     seed: int = 0,
 ) -> Result:
-    """Measures what repeated words, exchanged roles, a shuffled context and shifted positions do to a model.
+    """Measures how repeated words, exchanged roles, a shuffled context and shifted positions affect a model.
 
-    In an encoder all of it is 0 without position information, up to rounding: it sees a set of tokens. In a causal
-    model the mask itself tells positions apart from the second layer on (a token's state depends on what stood before
-    it), so its numbers are to be read beside those of the scheme `"none"`.
+    In an encoder without position information, all of these are 0 up to rounding: it sees a set of tokens. In a causal
+    model, the mask itself distinguishes positions from the second layer on, because the state of a token depends on the
+    tokens before it. Compare its numbers with those of the scheme `"none"`.
 
-    The model is left as it was found, also after an error.
+    The model is left unchanged, also after an error.
 
     Args:
-        model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
+        model: any transformers model, patched or not. For an encoder-decoder, the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: what is measured, one after the other; see `measure_schemes`.
-        gaps: tokens from a word to its repetition; see `repeated_words`.
-        context: tokens that are shuffled; see `permuted_context`.
-        offsets: what is added to positions; see `shifted_positions`.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
+        gaps: numbers of tokens from a word to its repetition; see `repeated_words`.
+        context: number of tokens that are shuffled; see `permuted_context`.
+        offsets: numbers that are added to positions; see `shifted_positions`.
         material: the words of the sentences; English by default.
-        text: a text to shuffle and to shift, in place of that of the material.
-        seed: of the shuffles and of newly created scheme weights.
+        text: a text to shuffle and to shift, instead of that of the material.
+        seed: seed of the shuffles and of newly created scheme weights.
 
     Returns:
-        Records of these quantities, each a relative L2 change:
+        Records of these quantities, which are relative L2 changes unless stated otherwise:
 
-        - `repeated`, by `gap` and `layer` (0: the embeddings): distance of the two states of a repeated word.
+        - `repeated`, by `gap` and `layer` (0: the embeddings): distance between the two states of a repeated word.
         - `word_role` and `roles`, by `layer`: subject and object exchanged.
         - `shuffled`, and `shuffled_block` by `block`: a shuffled context. `shuffled_loss` and `shuffled_block_loss` are
           the rise of the `loss` in nats.
-        - `shift`, by `offset`: positions that start elsewhere; `left_padding`, by `tokens`.
-        - `sees_order`: passed if the model is an encoder and any of these, shifts aside, is larger than rounding.
+        - `shift`, by `offset`: positions that start elsewhere; `left_padding`, by `tokens`: padding before the text.
+        - `sees_order`: passed if the model is an encoder and any of these, except the shifts, exceeds rounding.
 
-        A scheme that the model cannot take has the reason in the `error` of its subject.
+        If the model cannot take a scheme, the `error` of its subject has the reason.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
+        UnknownNameError: for an unknown scheme, before the model is changed.
         MeasurementError: if the tokenizer lacks the words, or the text is too short.
         UnsupportedError: if the model returns no hidden states.
     """
@@ -132,13 +132,13 @@ def sensitivity_test(
 def repeated_words(model: Any, tokens: TokenizedMaterial, gaps: Sequence[int] = GAPS) -> list[Record]:
     """Measures "the dog and then with ... another dog" with more and more words in between, for every noun.
 
-    An encoder without positions holds the two for exactly the same at any gap: equal tokens attend to the same set of
-    tokens. In a causal model the mask shows each another prefix, and the two differ without any positions.
+    In an encoder without positions, the two dogs have exactly the same state at any gap: equal tokens attend to the
+    same set of tokens. In a causal model the mask shows each a different prefix, so they differ even without positions.
 
-    Returns the mean distance over all nouns by `gap` and `layer`; for a gap that the encoding cannot represent, why.
+    Returns the mean distance over all nouns by `gap` and `layer`, or the reason if the encoding cannot represent a gap.
     """
     if not gaps or min(gaps) < 2:
-        raise MeasurementError(f"A gap is at least 2, for the word before the second noun; got {list(gaps)}.")
+        raise MeasurementError(f"A gap must be at least 2, for the word before the second noun; got {list(gaps)}.")
     records = []
     for gap in sorted(set(gaps)):
         sentences, first = repeated_sentences(tokens, gap)
@@ -153,7 +153,7 @@ def repeated_words(model: Any, tokens: TokenizedMaterial, gaps: Sequence[int] = 
 
 
 def repeated_sentences(tokens: TokenizedMaterial, gap: int) -> tuple[Tensor, int]:
-    """One sentence per noun `(nouns, length)`, and where the noun first stands; the second stands `gap` behind."""
+    """Returns one sentence per noun, `(nouns, length)`, and the index of the first noun; the second is `gap` later."""
     between = [tokens.fillers[index % len(tokens.fillers)] for index in range(gap - 2)]
     words = [[tokens.article, noun, *between, tokens.another, noun] for noun in tokens.nouns]
     sentences = tokens.sentences(words)
@@ -163,14 +163,14 @@ def repeated_sentences(tokens: TokenizedMaterial, gap: int) -> tuple[Tensor, int
 
 
 def role_swaps(model: Any, tokens: TokenizedMaterial, *, causal: bool) -> list[Record]:
-    """Compares "the dog sees the pig" and "the pig sees the dog", with the verbs in turn, for every two nouns.
+    """Compares "the dog sees the pig" and "the pig sees the dog" for every two nouns, with alternating verbs.
 
     An encoder without positions sees a set of words: each noun has exactly the same state in both sentences, and both
     sentences have the same representation.
 
-    Returns by `layer` the mean distance of a noun's state as the subject from its state as the object (`word_role`),
-    and that of the whole sentence (`roles`): of the mean of its states, or in a causal model of the state of its last
-    word, which sees all others and is the same in both sentences.
+    Returns two mean distances by `layer`: between the states of a noun as the subject and as the object (`word_role`),
+    and between the representations of the two sentences (`roles`). A sentence is represented by the mean of its states,
+    or in a causal model by the state of its last word, which sees all others and is the same in both sentences.
     """
     pairs = list(itertools.combinations(tokens.nouns, 2))
     verbs = [tokens.verbs[number % len(tokens.verbs)] for number in range(len(pairs))]
@@ -213,16 +213,16 @@ def permuted_context(
     max_windows: int = 64,
     seed: int = 0,
 ) -> list[Record]:
-    """Shuffles all tokens before the last one, all together (`None`) and `within` small blocks, and looks at the last.
+    """Shuffles all tokens before the last one, together (`None`) or `within` small blocks, and compares the last one.
 
-    A causal model predicts the token after the last; a masked one the last itself, which is masked. An encoder without
-    positions does not change at all. Windows are evenly spread over the text and may overlap.
+    At the last token, a causal model predicts the next one, and a masked model the token itself, which is masked. An
+    encoder without positions does not change at all. Windows are evenly spread over the text and may overlap.
 
     Returns the mean `loss` of the last token, the mean change of its output (`shuffled`, and `shuffled_block` by
-    `block`) and the rise of its loss; no losses of a model without a language head.
+    `block`) and the rise of its loss. There are no losses for a model without a language head.
     """
     if context < 2 or any(size is not None and size < 2 for size in within):
-        raise MeasurementError(f"At least 2 tokens can be shuffled; got context={context} and within={list(within)}.")
+        raise MeasurementError(f"At least 2 tokens must be shuffled; got context={context} and within={list(within)}.")
     windows = stream_windows(tokens.passage, context + 2, max_windows=max_windows, overlap=True)
     count = windows.shape[0]
     text, targets = windows[:, :-1].clone(), windows[:, -1]
@@ -233,7 +233,7 @@ def permuted_context(
     place = len(tokens.frame.before) + context
 
     def read(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The outputs of the last token, and its losses if it is predicted."""
+        """Returns the outputs of the last token, and its losses if it is predicted."""
         outputs = outputs_of(model, tokens.frame.around(ids, targets=False))
         if outputs.logits is None or (not causal and tokens.mask_token_id is None):
             return outputs.last[:, place], None
@@ -255,7 +255,7 @@ def permuted_context(
 
 
 def shuffled_order(length: int, block: int, rows: int, generator: torch.Generator) -> Tensor:
-    """`(rows, length)` int64: a random permutation of each block of indices, another one in every row."""
+    """Returns `(rows, length)` int64: a random permutation of each block of indices, different in every row."""
     keys = torch.rand(rows, length, generator=generator) + torch.arange(length) // block
     return keys.argsort(dim=1)
 
@@ -271,19 +271,19 @@ def shifted_positions(
 ) -> list[Record]:
     """Adds a number to all position ids, and then puts padding before the text.
 
-    A relative scheme does not change with the offset, but for rounding; an absolute one does. Left padding changes
-    nothing where padding is not counted.
+    A relative scheme does not change with the offset, except for rounding; an absolute one does. Left padding has no
+    effect if it is not counted.
 
-    Returns the mean change of the output at all tokens by `offset` (`shift`), with the reason where there is none, and
-    behind padding (`left_padding`).
+    Returns the mean change of the output over all tokens: by `offset` (`shift`), or the reason if there is none, and
+    with padding (`left_padding`).
     """
     if length < 1 or padding < 1 or any(offset < 1 for offset in offsets):
         raise MeasurementError(
-            f"length, padding and offsets are at least 1; got {length}, {padding} and {list(offsets)}."
+            f"length, padding and offsets must be at least 1; got {length}, {padding} and {list(offsets)}."
         )
     whole = tokens.passage.shape[0] // length
     if whole == 0:
-        raise MeasurementError(f"The text has {tokens.passage.shape[0]} tokens, and one window alone needs {length}.")
+        raise MeasurementError(f"The text has {tokens.passage.shape[0]} tokens, but one window needs {length}.")
     ids = tokens.frame.around(tokens.passage[: whole * length].view(-1, length)[:max_windows], targets=False)
     before = outputs_of(model, ids).last
     records = []
@@ -305,7 +305,7 @@ def shifted_positions(
 
 
 def _first_position(model: Any, ids: Tensor, before: Tensor) -> int:
-    """The position id that the model itself gives the first token: 0, or behind the padding row of its table."""
+    """Returns the position id of the first token in this model: 0, or the one after the padding row of its table."""
     origins = {table.origin for stack in find_stacks(unwrapped(model)) for table in stack.tables}
     for first in sorted({0, *origins}):
         explicit = outputs_of(model, ids, position_ids=_counted(ids, first)).last
@@ -318,7 +318,7 @@ def _counted(ids: Tensor, first: int) -> Tensor:
     return torch.arange(first, first + ids.shape[1]).expand_as(ids)
 
 
-#: How many words of each kind the sentences need.
+#: The number of words of each kind that the sentences need.
 _NEEDED = {"nouns": 3, "verbs": 1, "fillers": 2, "article": 1, "another": 1, "closing": 1}
 
 
@@ -338,12 +338,12 @@ class TokenizedMaterial:
     pad_token_id: int
 
     def sentences(self, words: list[list[int]]) -> Tensor:
-        """`(sentences, length)` with special tokens, of sentences of equal length."""
+        """Returns sentences of equal length, with special tokens: `(sentences, length)`."""
         return self.frame.around(torch.tensor(words), targets=False)
 
 
 def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
-    """Looks up each word as it stands within a sentence, that is behind a space.
+    """Looks up the tokens of each word inside a sentence, that is after a space.
 
     Raises:
         MeasurementError: if too few of the words are one token.
@@ -356,9 +356,8 @@ def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
         known = tuple(dict.fromkeys(ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id))
         if len(known) < needed:
             raise MeasurementError(
-                f"The tokenizer has {len(known)} of the {name} {value!r} as one token, and at least {needed} are "
-                f"needed. Sentences of words of another language can be measured in Python: sensitivity_test with a "
-                "Material of these words."
+                f"The tokenizer has {len(known)} of the {name} {value!r} as one token, but at least {needed} are "
+                "needed. For another language, call sensitivity_test in Python with a Material of its words."
             )
         words[name] = known[0] if isinstance(value, str) else known
     return TokenizedMaterial(
@@ -372,13 +371,13 @@ def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
 
 @dataclass(frozen=True)
 class OrderSensitivity:
-    """What swapping two earlier tokens does to the output at the last position.
+    """How the output at the last position changes when two earlier tokens are swapped.
 
     Args:
-        mean_relative_change: mean over the sequences of ||change|| / ||output||.
-        max_relative_change: the largest of them.
+        mean_relative_change: mean of ||change|| / ||output|| over the sequences.
+        max_relative_change: the largest of these changes.
         argmax_changed: fraction of sequences whose most likely token changes; `None` for a model without logits.
-        relative_changes: one per sequence.
+        relative_changes: the change of each sequence.
         swapped: the two swapped indices of each sequence.
     """
 
@@ -397,25 +396,24 @@ def order_sensitivity(
     swap: tuple[int, int] | None = None,
     seed: int = 0,
 ) -> OrderSensitivity:
-    """Mean change at the last position when two earlier, different tokens are swapped.
+    """Measures the mean change at the last position when two earlier, different tokens are swapped.
 
-    A bidirectional encoder without positions does not change at all, and neither does a causal model of one layer:
-    each sees the same set of tokens. A causal model of two layers and more changes even without positions, since
-    the states of the tokens in between have seen other prefixes.
+    A bidirectional encoder without positions does not change at all, and neither does a causal model of one layer: each
+    sees the same set of tokens. A causal model of two or more layers changes even without positions, because the states
+    of the tokens in between have seen other prefixes.
 
-    The model is left as it was found.
+    The model is left unchanged.
 
     Args:
-        model: any transformers model; its logits are compared if it has some for every token, else its last
-            hidden states. Of an encoder-decoder the encoder is measured.
+        model: any transformers model; its logits are compared if it has them for every token, otherwise its last hidden
+            states. For an encoder-decoder, the encoder is measured.
         input_ids: `(batch, length)` int64.
-        attention_mask: `(batch, length)`, 1 at real tokens; by default all are. The last position of a sequence is
-            its last real token.
+        attention_mask: `(batch, length)`, 1 at real tokens; by default all are. The last real one is the last position.
         swap: indices to swap in every sequence; by default two of different tokens are drawn for each.
-        seed: of the draw; the random state of the process is not touched.
+        seed: seed of the draw; the random state of the process does not change.
 
     Raises:
-        MeasurementError: if a sequence has no two different tokens before its last, or `swap` names none such.
+        MeasurementError: if a sequence has no two different tokens before its last, or `swap` names no such tokens.
     """
     if input_ids.dim() != 2 or input_ids.shape[0] == 0:
         raise MeasurementError(
@@ -450,7 +448,7 @@ def order_sensitivity(
 
 
 def _drawn_swap(ids: list[int], slots: list[int], row: int, generator: torch.Generator) -> tuple[int, int]:
-    """Two slots that hold different tokens, each such pair with the same probability."""
+    """Draws two slots with different tokens; each pair of these has the same probability."""
     if len({ids[slot] for slot in slots}) < 2:
         raise MeasurementError(f"Sequence {row} has no two different tokens before its last one: nothing to swap.")
     while True:

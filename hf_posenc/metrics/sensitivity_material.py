@@ -1,4 +1,4 @@
-"""The words that sentences are made of."""
+"""Words that the measured sentences consist of, and a text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Material:
-    """Words to build sentences of. Only those are used that the tokenizer has as one token.
+    """Words to build sentences from. Only words that are one token for the tokenizer are used.
 
     Args:
-        nouns: things that can be met twice, and that can do something to each other.
-        verbs: what they do.
-        fillers: words to stand in between.
-        article: before a noun.
-        another: before a noun that was named before.
+        nouns: things that can occur twice in a text, and that can act on each other.
+        verbs: what the nouns do to each other.
+        fillers: words between the others.
+        article: the word before a noun.
+        another: the word before a noun that was named before.
         closing: the last word of a sentence.
-        passage: a text to shuffle; a few hundred words.
+        passage: a text to shuffle, of a few hundred words.
     """
 
     nouns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Distances of tensors, rank correlation, how sure a fraction is, and which of many places a table shows."""
+"""Distances between tensors, rank correlation, confidence intervals of fractions, and evenly spread selections."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-#: The 97.5 % quantile of the normal distribution: two sides of 2.5 %.
+#: The 97.5 % quantile of the normal distribution, which leaves 2.5 % on each side.
 _NORMAL_QUANTILE = 1.959963984540054
-#: Curves that vary less than this are flat: rounding has ranks too.
+#: Curves that vary less than this count as flat, because rounding errors have ranks too.
 _FLAT = 1e-4
 
 
 def relative_l2(first: Tensor, second: Tensor) -> float:
-    """Length of the difference, in units of the mean length of the two: 0 for equal tensors, at most 2.
+    """Length of the difference, relative to the mean length of the two: 0 for equal tensors, at most 2.
 
     Args:
-        first: any shape; compared as one vector, in float64.
-        second: the same shape.
+        first: a tensor of any shape, compared as one vector in float64.
+        second: a tensor of the same shape.
     """
     return float(relative_changes(first.detach().reshape(1, -1), second.detach().reshape(1, -1)))
 
@@ -30,12 +30,12 @@ def relative_l2(first: Tensor, second: Tensor) -> float:
 def cosine_distance(first: Tensor, second: Tensor) -> float:
     """One minus the cosine of the angle: 0 for equal directions, 2 for opposite ones.
 
-    Computed as half the squared distance of the unit vectors, which, unlike `1 - cos`, loses no digits where
-    the two are close and is exactly 0 where they are equal.
+    It is computed as half the squared distance of the unit vectors. Unlike `1 - cos`, this loses no digits if the two
+    are close, and is exactly 0 if they are equal.
 
     Args:
-        first: any shape; compared as one vector, in float64.
-        second: the same shape.
+        first: a tensor of any shape, compared as one vector in float64.
+        second: a tensor of the same shape.
     """
     first, second = first.detach().double().flatten(), second.detach().double().flatten()
     lengths = first.norm(), second.norm()
@@ -45,14 +45,14 @@ def cosine_distance(first: Tensor, second: Tensor) -> float:
 
 
 def relative_changes(first: Tensor, second: Tensor) -> Tensor:
-    """`relative_l2` row by row: `(batch, ...)`, twice -> `(batch,)` float64."""
+    """`relative_l2` of each row of two `(batch, ...)` tensors, as `(batch,)` float64."""
     first, second = (values.double().flatten(start_dim=1) for values in (first, second))
     scale = (first.norm(dim=1) + second.norm(dim=1)) / 2
     return torch.where(scale == 0, 0.0, (first - second).norm(dim=1) / scale)
 
 
 def spearman(first: Tensor, second: Tensor) -> float:
-    """The rank correlation of two curves; equal values share their mean rank, and a flat curve has none: 0."""
+    """The rank correlation of two curves. Equal values share their mean rank. The result for a flat curve is 0."""
     if float(second.max() - second.min()) < _FLAT:
         return 0.0
     ranks = torch.stack([_ranks(values) for values in (first, second)])
@@ -68,22 +68,22 @@ def _ranks(values: Tensor) -> Tensor:
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     """The 95 % confidence interval of a fraction (Wilson 1927, "Probable inference", J. Am. Stat. Assoc. 22).
 
-    Unlike the normal interval it stays between 0 and 1, and has a width even where all trials or none succeeded.
+    Unlike the normal interval, it stays between 0 and 1, and has a width even if all trials or none succeeded.
     """
     if trials < 1 or not 0 <= successes <= trials:
-        raise ValueError(f"{successes} of {trials} is no fraction of trials.")
+        raise ValueError(f"{successes} of {trials} is not a fraction of trials.")
     square = _NORMAL_QUANTILE**2
     fraction = successes / trials
     centre = (fraction + square / (2 * trials)) / (1 + square / trials)
     spread = math.sqrt(fraction * (1 - fraction) / trials + square / (4 * trials**2))
     half = _NORMAL_QUANTILE * spread / (1 + square / trials)
-    # The ends at 0 and 1 are exact; rounding must not leave them a little off.
+    # The ends at 0 and 1 are exact and must not be changed by rounding.
     low = 0.0 if successes == 0 else centre - half
     return low, 1.0 if successes == trials else centre + half
 
 
 def spread(values: Sequence[T], most: int) -> list[T]:
-    """At most `most` of the values, evenly spread, the first and the last among them; of one alone, it is the last."""
+    """Returns at most `most` of the values, evenly spread from the first to the last; only the last if `most` is 1."""
     if len(values) <= most or most == 1:
         return list(values[-most:])
     return [values[round(step * (len(values) - 1) / (most - 1))] for step in range(most)]

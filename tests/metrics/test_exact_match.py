@@ -219,7 +219,7 @@ def encoder():
         (of_two_vocabularies, {}, MeasurementError, "has 50 embeddings"),
         (broken, {}, MeasurementError, "not finite"),
         (without_start, {}, MeasurementError, "no decoder_start_token_id"),
-        (encoder, {}, UnsupportedError, "sees those behind it"),
+        (encoder, {}, UnsupportedError, "sees later tokens"),
         (lambda: tiny("LlamaModel", vocab_size=VOCABULARY).eval(), {}, UnsupportedError, "no logits"),
         (lambda: tiny("T5Model", vocab_size=VOCABULARY).eval(), {}, UnsupportedError, "returns no logits"),
     ],
@@ -230,9 +230,9 @@ def test_what_cannot_be_measured_is_refused(build, options, error, message):
 
 
 def test_a_model_that_does_not_continue_a_text_is_a_row_where_schemes_are_compared():
-    with pytest.raises(UnsupportedError, match="sees those behind it"):
+    with pytest.raises(UnsupportedError, match="sees later tokens"):
         compare_generalization(encoder(), TOKENIZER, "copy", [3])
     (subject,) = compare_generalization(encoder(), TOKENIZER, "copy", [3], ["native"]).subjects
-    assert "sees those behind it" in subject.error
+    assert "sees later tokens" in subject.error
     decoder = tiny("BertLMHeadModel", vocab_size=VOCABULARY, is_decoder=True).eval()
     assert exact_match(decoder, TOKENIZER, "copy", [3], samples=4).rows[0].samples == 4

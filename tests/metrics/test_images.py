@@ -153,7 +153,7 @@ def headless() -> ViTModel:
         (picture_dog_test, COMPOSITES["qwen2_vl"].model, {}, "sizes of their grids.*text part.* dog and sensitivity"),
         (resolution_test, None, {"resolutions": [30]}, "not a whole number of patches.* Use 32"),
         (resolution_test, None, {"resolutions": [2]}, "not a whole number of patches.* Use 4"),
-        (resolution_test, three_classes, {"resolutions": [32]}, "10 classes, and the model knows 3"),
+        (resolution_test, three_classes, {"resolutions": [32]}, "10 classes, but the model has 3"),
         (resolution_test, headless, {"resolutions": [32], "max_pictures": 1}, "AutoModelForImageClassification"),
         (resolution_test, None, {"resolutions": [32], "max_pictures": 0}, "no pictures"),
     ],

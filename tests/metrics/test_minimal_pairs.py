@@ -125,9 +125,9 @@ class TestReading:
         ("name", "content", "read", "message"),
         [
             ("other", "", "missing.json", r"no file .*pip download .*never train"),
-            ("other", "", "", r"holds no task\.json.*pip download"),
+            ("other", "", "", r"contains no task\.json.*pip download"),
             ("broken.json", "{", "broken.json", "is not JSON"),
-            ("broken.json", "{", "", r"holds broken\.json: name one"),
+            ("broken.json", "{", "", r"contains broken\.json: name one"),
             ("list.json", "[1]", "list.json", "no list of examples"),
             ("task.json", '{"examples": [{"input": "2+2", "target": "4"}]}', "", "None of the 1 examples"),
         ],

@@ -198,7 +198,7 @@ def test_the_shift_of_a_sinusoidal_table_is_one_rotation(frequencies, layout):
         for position in (0, 5, 1000):
             torch.testing.assert_close(matrix @ encoding(position), encoding(position + shift), rtol=0, atol=1e-9)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
-    with pytest.raises(ValueError, match="give an even width"):
+    with pytest.raises(ValueError, match="use an even width"):
         sinusoidal_shift(SinusoidalConfig(), 15, 1)
 
 

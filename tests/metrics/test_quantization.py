@@ -159,7 +159,7 @@ def test_schemes_that_differ_between_layers_are_rounded_layer_by_layer(llama, id
     patch_model(llama, ComposedConfig(parts=(RopeConfig(), AlibiConfig())))
     assert abs(numbers(llama, ids, "change", **options)["ids bfloat16", 4096]) > 1e-3
     patch_model(llama, InterleavedConfig(inner=NoneConfig(), every=2))
-    with pytest.raises(UnsupportedError, match="nothing to hold"):
+    with pytest.raises(UnsupportedError, match="nothing to round"):
         quantized_positions(llama, ids, ids)
 
 
@@ -192,5 +192,5 @@ def test_what_has_no_keys_to_round_or_no_positions_left_says_so(llama, word_toke
 
 def test_impossible_measurements_are_refused(llama, ids):
     for options in ({"variants": ["ids int3"]}, {"positions": []}, {"positions": [-1]}):
-        with pytest.raises(MeasurementError, match="Positions are 0 or more"):
+        with pytest.raises(MeasurementError, match="positions must be 0 or more"):
             quantized_positions(llama, ids, ids, **options)

@@ -1,4 +1,4 @@
-"""Synthetic length generalisation: train on short problems, test on long ones, count the answers that are right."""
+"""Synthetic length generalisation: train on short problems, test on long ones, count the right answers."""
 
 from hf_posenc.metrics.generalization.exact_match import compare_generalization, exact_match
 from hf_posenc.metrics.generalization.examples import (

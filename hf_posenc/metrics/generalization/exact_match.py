@@ -1,4 +1,4 @@
-"""How many answers are right, length by length, of one model or of one under several schemes."""
+"""Fraction of right answers by length, for one model or for one model under several schemes."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ _METHODS = ("teacher_forced", "generate")
 _Row = tuple[list[int], list[int]]
 
 LENGTH_DEPENDENT_NOTE = (
-    "The scheme encodes a token by the length of the whole sequence, which in teacher forcing includes the answer: "
-    "these are not the answers that it would generate. Measure it with method='generate'."
+    "The scheme depends on the length of the whole sequence, which includes the answer in teacher forcing: these are "
+    "not the answers that the model would generate. Use method='generate'."
 )
 
 
 @dataclass(frozen=True)
 class GeneralizationRow:
-    """One length.
+    """The result at one length.
 
     Args:
-        length: as the task counts it.
-        samples: how many examples were tested.
-        held_out: whether no training set of this task can hold these examples.
+        length: the length, as the task counts it.
+        samples: number of examples that were tested.
+        held_out: whether no training set of this task can contain these examples.
         exact_match: fraction of the answers that are right from the first token to the end token, if there is one.
         interval: the 95 % Wilson interval of `exact_match`.
-        token_accuracy: fraction of the answers' tokens, end tokens included, that follow from the right ones before
-            them; `None` where it was not measured.
+        token_accuracy: fraction of the answers' tokens, including end tokens, that are predicted after the right ones
+            before them; `None` if it was not measured.
         reason: why there is no number.
     """
 
@@ -72,18 +72,18 @@ class GeneralizationResult:
 
     Args:
         rows: one per length, in ascending order.
-        note: what a reader has to know to read the numbers, or nothing.
+        note: what a reader must know to understand the numbers, or an empty text.
     """
 
     rows: tuple[GeneralizationRow, ...]
     note: str = ""
 
     def row(self, length: int) -> GeneralizationRow:
-        """The row of one length; a `KeyError` if the test did not include it."""
+        """Returns the row of one length; raises `KeyError` if it was not tested."""
         return {row.length: row for row in self.rows}[length]
 
     def records(self) -> list[Record]:
-        """The same as records without a subject."""
+        """Returns the rows as records without a subject."""
         records = []
         for row in self.rows:
             at, note = {"length": row.length}, f"length {row.length}: {row.reason}" if row.reason else self.note
@@ -108,27 +108,27 @@ def compare_generalization(
     method: Method = "teacher_forced",
     batch_size: int = 64,
 ) -> Result:
-    """`exact_match` under schemes that are put in place after training, such as a scaled RoPE or none at all.
+    """Measures `exact_match` under schemes that are set after training, such as a scaled RoPE or none at all.
 
     Args:
-        model: a causal language model or an encoder-decoder, patched or not; left as it was found.
-        tokenizer: the one that it was trained with.
-        task: see `exact_match`, as are the options that follow `schemes`.
-        lengths: the lengths to test.
-        schemes: what is measured, one after the other; see `measure_schemes`.
+        model: a causal language model or an encoder-decoder, patched or not; it is left unchanged.
+        tokenizer: the tokenizer that the model was trained with.
+        task: a synthetic task or its name.
+        lengths: the lengths to test; by default those of the task.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
         samples: examples per length.
-        seed: of the examples, and of new weights of a scheme.
-        method: `"teacher_forced"` or `"generate"`.
+        seed: seed of the examples and of new scheme weights.
+        method: `"teacher_forced"`, one forward per batch, or `"generate"`, which decodes token by token.
         batch_size: examples per forward.
 
     Returns:
-        For each scheme and `length` the `exact_match` with its 95 % Wilson interval, the `token_accuracy` where it was
+        For each scheme and `length`, the `exact_match` with its 95 % Wilson interval, the `token_accuracy` if it was
         measured, the number of `examples`, and whether they are `held_out`.
 
     Raises:
-        UnknownNameError: for an unknown task or scheme, before the model is touched.
-        MeasurementError: for a length, a method or a tokenizer that does not do.
-        UnsupportedError: for a model that writes no answer, unless `schemes` are given: their rows then say so.
+        UnknownNameError: for an unknown task or scheme, before the model is changed.
+        MeasurementError: for a length, a method or a tokenizer that cannot be used.
+        UnsupportedError: if the model writes no answer, unless `schemes` are given: their rows then have the reason.
     """
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
@@ -177,39 +177,39 @@ def exact_match(
 ) -> GeneralizationResult:
     """Tests a model on examples of each length that no training set of the task contains.
 
-    A causal model continues the prompt. In an encoder-decoder the encoder reads it and the decoder writes the answer.
+    A causal model continues the prompt. In an encoder-decoder, the encoder reads it and the decoder writes the answer.
 
-    Teacher forcing reads prompt and right answer at once and asks at every place for the most likely token. That an
-    answer is right from first to last means the same there as in greedy decoding: up to its first error both have read
-    the same tokens. Its token accuracy, however, is that of a model which is put right after every error.
+    Teacher forcing reads the prompt and the right answer at once and takes the most likely token at every place. An
+    answer is right from first to last under the same conditions as in greedy decoding: up to its first error, both have
+    read the same tokens. Its token accuracy is different: it is that of a model which is corrected after every error.
 
-    Examples of equally many tokens share a batch, so that nothing is padded. The model is left as it was found.
+    Examples with equally many tokens share a batch, so nothing is padded. The model is left unchanged.
 
     Args:
         model: a causal language model or an encoder-decoder, patched or not.
-        tokenizer: the one that it was trained with.
-        task: a task, or the name of one.
-        lengths: the lengths to test; those of the task if `None`.
-        samples: examples per length; fewer where the task has no more of that length.
-        seed: of the examples. One seed gives every model the same ones.
-        method: `"teacher_forced"`, one forward per batch, or `"generate"`, which really decodes.
+        tokenizer: the tokenizer that the model was trained with.
+        task: a synthetic task or its name.
+        lengths: the lengths to test; by default those of the task.
+        samples: examples per length; fewer if the task has no more of that length.
+        seed: seed of the examples. With the same seed, every model gets the same ones.
+        method: `"teacher_forced"`, with one forward per batch, or `"generate"`, which decodes token by token.
         batch_size: examples per forward.
 
     Returns:
-        One row per length. A length that the encoding cannot represent has its reason instead of a number.
+        One row per length. A length that the encoding cannot represent has the reason instead of a number.
 
     Raises:
         UnknownNameError: for an unknown task.
-        MeasurementError: for a length, a method or a tokenizer that does not do; for an encoder-decoder whose config
-            does not say what its decoder starts with.
-        UnsupportedError: for a model that is neither causal nor an encoder-decoder, or has no logits.
+        MeasurementError: for a length, a method or a tokenizer that cannot be used; for an encoder-decoder whose config
+            does not give the first token of its decoder.
+        UnsupportedError: if the model is neither causal nor an encoder-decoder, or has no logits.
     """
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
     if method not in _METHODS:
         raise MeasurementError(f"method is {method!r}; it is one of {', '.join(map(repr, _METHODS))}.")
     if batch_size < 1:
-        raise MeasurementError(f"batch_size is {batch_size}; a batch holds one example at least.")
+        raise MeasurementError(f"batch_size is {batch_size}; a batch needs at least one example.")
     rows = {
         length: [encode_example(tokenizer, example) for example in held_out_examples(task, length, samples, seed)]
         for length in lengths
@@ -217,8 +217,8 @@ def exact_match(
     check_vocabulary(model, *(max(ids) for group in rows.values() for ids, _ in group))
     if not is_encoder_decoder(model) and not predicts_next_token(model, torch.tensor([rows[lengths[0]][0][0]])):
         raise UnsupportedError(
-            f"Length generalisation is tested on the continuation of a prompt. In {type(model).__name__} a token sees "
-            f"those behind it, so that it would read the answer that it has to give. Load a decoder with "
+            f"Length generalisation is tested on the continuation of a prompt. In {type(model).__name__}, a token sees "
+            f"later tokens, so it would read the answer that it has to give. Load a decoder with "
             f"AutoModelForCausalLM, or an encoder-decoder with AutoModelForSeq2SeqLM."
         )
     with evaluation_mode(model):
@@ -253,7 +253,7 @@ def _measure(
 
 
 def _batches(model: Any, rows: list[_Row], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Prompts and answers, end token included, of equally many tokens each, as `(batch, length)` tensors."""
+    """Yields prompts and answers with end token as `(batch, length)` tensors, without padding."""
     device = model.get_input_embeddings().weight.device
     groups: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     for ids, labels in rows:
@@ -271,30 +271,30 @@ def _teacher_forced(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
         output = model(input_ids=prompts, decoder_input_ids=decoder_input_ids, use_cache=False)
         if getattr(output, "logits", None) is None:
             raise UnsupportedError(
-                f"{type(model).__name__} returns no logits, so that it writes no answer. Load the model with "
+                f"{type(model).__name__} returns no logits, so it cannot write an answer. Load the model with "
                 f"AutoModelForSeq2SeqLM."
             )
         logits = output.logits
     else:
         logits = logits_of(model, torch.cat([prompts, answers], dim=1))[:, -answers.shape[1] - 1 : -1]
     if bool(logits.isnan().any()):
-        raise FloatingPointError("The logits are no numbers, so that none of them is the largest.")
+        raise FloatingPointError("The logits are NaN, so none of them is the largest.")
     return torch.eq(logits.argmax(dim=-1), answers.to(logits.device))
 
 
 def _generated(model: Any, tokenizer: Any, prompts: Tensor, answers: Tensor) -> Tensor:
-    """Whether each token of the answers is the one that greedy decoding wrote, `(batch, answer_length)`."""
+    """Whether each token of the answers is the one from greedy decoding, `(batch, answer_length)`."""
     with _greedy(model, end_token(tokenizer), answers.shape[1]):
         written = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts))
     written = written[:, 1 if is_encoder_decoder(model) else prompts.shape[1] :]
-    # Where every answer of the batch ended early, it is filled up with what cannot be a token.
+    # If all answers of the batch ended early, the rest is filled with a number that is not a token.
     written = torch.nn.functional.pad(written, (0, answers.shape[1] - written.shape[1]), value=-1)
     return torch.eq(written, answers.to(written.device))
 
 
 @contextmanager
 def _greedy(model: Any, end: int, length: int) -> Iterator[None]:
-    """Lets a model write the most likely tokens, whatever its own generation config says, and restores that config."""
+    """Makes a model write the most likely tokens, whatever its own generation config says, and restores that config."""
     target = unwrapped(model)
     before = target.generation_config
     plain = GenerationConfig(max_new_tokens=length, do_sample=False, num_beams=1, eos_token_id=end, pad_token_id=end)
@@ -309,18 +309,18 @@ def _greedy(model: Any, end: int, length: int) -> Iterator[None]:
 
 
 def _longest_sequence(model: Any, ids: list[int], labels: list[int]) -> int:
-    """The longest sequence that the model reads of an example: all of it, or the longer one of prompt and answer."""
+    """Returns the most tokens that the model reads at once: all of an example, or the longer of prompt and answer."""
     prompt = labels.count(IGNORED)
     return max(prompt, len(ids) - prompt) if is_encoder_decoder(model) else len(ids)
 
 
 def _decoder_start(model: Any) -> int:
-    """The token that stands before an answer in the decoder."""
+    """Returns the token before an answer in the decoder."""
     for config in (getattr(unwrapped(model), "generation_config", None), model.config):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:
             return int(start)
     raise MeasurementError(
-        f"The config of {type(model).__name__} has no decoder_start_token_id, so that it is not known what an answer "
-        f"begins with. Set model.config.decoder_start_token_id to the token that it was trained with."
+        f"The config of {type(model).__name__} has no decoder_start_token_id, so the first token of its decoder is "
+        f"unknown. Set model.config.decoder_start_token_id to the token that it was trained with."
     )

@@ -1,4 +1,4 @@
-"""Examples to train on and others to test on, as tokens with labels on the answer alone, and batches of them."""
+"""Examples for training and testing, as tokens with labels only on the answer, and batches of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hf_posenc.metrics.language_modeling.token_losses import IGNORED
 
 
 def encode_example(tokenizer: Any, example: Example) -> tuple[list[int], list[int]]:
-    """Tokens of prompt, answer and end, and the labels: the answer's tokens and the end, `IGNORED` elsewhere.
+    """Returns tokens of prompt, answer and end, and labels: those of answer and end, `IGNORED` elsewhere.
 
-    Prompt and answer are tokenized apart, so that no token reaches across the separator, and the answer is the same
-    tokens whatever stands before it. A first token that the tokenizer puts before every text (`<s>`) is put here too.
+    Prompt and answer are tokenized separately, so that no token crosses the separator, and the answer has the same
+    tokens after any prompt. If the tokenizer puts a first token before every text (`<s>`), it is included.
 
     Raises:
-        MeasurementError: if the tokenizer has no token to end with, or does not know a character.
+        MeasurementError: if the tokenizer has no end token, or does not know a character.
     """
     prompt = [*start_tokens(tokenizer), *_tokens(tokenizer, example.prompt)]
     answer = [*_tokens(tokenizer, example.answer), end_token(tokenizer)]
@@ -33,31 +33,31 @@ def encode_example(tokenizer: Any, example: Example) -> tuple[list[int], list[in
 
 
 def end_token(tokenizer: Any) -> int:
-    """The token that ends an answer."""
+    """Returns the token that ends an answer."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return int(token)
     raise MeasurementError(
-        f"{type(tokenizer).__name__} has no eos_token and no sep_token, so that an answer cannot end. Set "
-        f"tokenizer.eos_token to a token that the model was trained to stop at."
+        f"{type(tokenizer).__name__} has no eos_token and no sep_token, so an answer cannot end. Set "
+        f"tokenizer.eos_token to the token at which the model was trained to stop."
     )
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """The token that the tokenizer puts before a text of its own accord, as a list of at most one."""
+    """Returns the token that the tokenizer itself puts before a text, as a list of at most one."""
     start = tokenizer.bos_token_id
     return [int(start)] if start is not None and tokenizer("a")["input_ids"][:1] == [start] else []
 
 
 def padding_token(tokenizer: Any) -> int:
-    """The token to fill rows with: it is masked and is no target, so the end token serves where there is no other."""
+    """Returns the token that fills rows, masked and without a label; the end token if there is no other."""
     return end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 def tokens_of_row(tokenizer: Any, characters: int) -> int:
-    """Tokens that hold a prompt and an answer of so many characters, and the tokens around them."""
+    """Returns the number of tokens for this many `characters` of prompt and answer, and the tokens around them."""
     end_token(tokenizer)
-    # Some tokenizers open a text with a space of its own; prompt and answer are two texts.
+    # Some tokenizers put a space before a text; prompt and answer are two texts.
     opening = len(_tokens(tokenizer, "a")) - 1
     return len(start_tokens(tokenizer)) + characters + 2 * opening + 1
 
@@ -66,16 +66,16 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids or (tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids):
         raise MeasurementError(
-            f"{type(tokenizer).__name__} cannot write {text!r}: it becomes {tokenizer.convert_ids_to_tokens(ids)}. "
-            f"Take a tokenizer that knows single characters, such as ByT5Tokenizer()."
+            f"{type(tokenizer).__name__} cannot encode {text!r}: it becomes {tokenizer.convert_ids_to_tokens(ids)}. "
+            f"Use a tokenizer that knows single characters, such as ByT5Tokenizer()."
         )
     return ids
 
 
-#: One prompt in so many is kept for testing.
+#: One in this many prompts is kept for testing.
 HELD_OUT_SHARE = 8
-#: A length with fewer prompts than this is trained on with all of them: keeping some back would teach less, and leave
-#: too few to test with.
+#: If a length has fewer prompts than this, all are trained on. Keeping some back would teach less and leave too few for
+#: testing.
 SMALLEST_SPLIT = 256
 _TRAIN, _TEST, _ORDER = 0, 1, 2
 
@@ -83,21 +83,21 @@ _TRAIN, _TEST, _ORDER = 0, 1, 2
 class SyntheticExamples(Dataset[dict[str, Tensor]]):
     """Training examples of a task, as padded rows of one length.
 
-    Item `i` depends on `seed` and `i` alone: not on the batch size, the process or what was read before. Each run of
-    `len(lengths)` items, counted from 0, holds every length once, in an order of its own. Prompts that
+    Item `i` depends only on `seed` and `i`: not on the batch size, the process or what was read before. Each run of
+    `len(lengths)` items, counted from 0, contains every length once, in a random order. Prompts that
     `held_out_examples` may test with never occur.
 
     Args:
-        task: a task, or the name of one.
-        lengths: the lengths to train on; those of the task if `None`.
+        task: a synthetic task or its name.
+        lengths: the lengths to train on; by default those of the task.
         seed: two seeds give unrelated examples.
         tokenizer: any tokenizer that knows the characters; see `encode_example`.
-        size: number of items. Nothing is stored, so that it may be large.
-        row_length: tokens per row; by default what the longest example may take.
+        size: number of items. Nothing is stored, so it may be large.
+        row_length: tokens per row; by default the most that an example may take.
 
     Raises:
         UnknownNameError: for an unknown task.
-        MeasurementError: for a length or a tokenizer that does not do.
+        MeasurementError: for a length or a tokenizer that cannot be used.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class SyntheticExamples(Dataset[dict[str, Tensor]]):
         self.task = get_task(task)
         self.lengths = tested_lengths(self.task, self.task.train_lengths if lengths is None else lengths)
         if size < 1:
-            raise MeasurementError(f"size is {size}; a training set has one item at least.")
+            raise MeasurementError(f"size is {size}; a training set needs at least one item.")
         self.seed = seed
         self.tokenizer = tokenizer
         self.size = size
@@ -125,7 +125,7 @@ class SyntheticExamples(Dataset[dict[str, Tensor]]):
         return self.size
 
     def example(self, index: int) -> Example:
-        """Item `index` as text."""
+        """Returns item `index` as text."""
         index = operator.index(index)
         if not 0 <= index < self.size:
             raise IndexError(f"Item {index} of {self.size}.")
@@ -139,13 +139,13 @@ class SyntheticExamples(Dataset[dict[str, Tensor]]):
                 return example
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`input_ids`, `attention_mask` and `labels`, each `(row_length,)` int64, padded on the right."""
+        """Returns `input_ids`, `attention_mask` and `labels`, each `(row_length,)` int64, padded on the right."""
         example = self.example(index)
         ids, labels = encode_example(self.tokenizer, example)
         missing = self.row_length - len(ids)
         if missing < 0:
             raise MeasurementError(
-                f"{example.prompt + example.answer!r} takes {len(ids)} tokens, and a row holds {self.row_length}. Pass "
+                f"{example.prompt + example.answer!r} has {len(ids)} tokens, but a row has {self.row_length}. Pass "
                 f"row_length={len(ids)} or more."
             )
         return {
@@ -156,22 +156,22 @@ class SyntheticExamples(Dataset[dict[str, Tensor]]):
 
 
 def held_out_examples(task: SyntheticTask, length: int, samples: int, seed: int) -> list[Example]:
-    """Up to `samples` different examples of one length that no `SyntheticExamples` contains, whatever its seed.
+    """Returns up to `samples` different examples of one length that no `SyntheticExamples` contains, whatever its seed.
 
-    A length that has fewer than `SMALLEST_SPLIT` prompts is not split: its examples may have been trained on (see
-    `is_split`). Fewer than `samples` come back where there are no more.
+    A length with fewer than `SMALLEST_SPLIT` prompts is not split: its examples may have been trained on (see
+    `is_split`). Fewer than `samples` are returned if there are no more.
 
     Raises:
         MeasurementError: for a length that the task does not have, or fewer than one sample.
     """
     if samples < 1:
-        raise MeasurementError(f"samples is {samples}; a measurement takes one example at least.")
+        raise MeasurementError(f"samples is {samples}; a measurement needs at least one example.")
     task.check_length(length)
     split = is_split(task, length)
     wanted = samples if split else min(samples, task.prompt_count(length))
     generator = np.random.default_rng([seed, _TEST, length])
     drawn: dict[str, Example] = {}
-    # A small set of prompts may hold fewer than are wanted: after so many draws nearly all of it has been seen.
+    # A small set of prompts may have fewer than are wanted. After this many draws, nearly all have been seen.
     for _ in range(wanted * HELD_OUT_SHARE * 8):
         example = task.example(length, generator)
         if not split or is_held_out(task, length, example):
@@ -182,13 +182,13 @@ def held_out_examples(task: SyntheticTask, length: int, samples: int, seed: int)
 
 
 def is_split(task: SyntheticTask, length: int) -> bool:
-    """Whether the prompts of this length are divided into some to train on and some to test on."""
+    """Whether the prompts of this length are divided into some for training and some for testing."""
     return task.prompt_count(length) >= SMALLEST_SPLIT
 
 
 def is_held_out(task: SyntheticTask, length: int, example: Example) -> bool:
-    """Whether an example is kept for testing: a property of its prompt, so that it holds for every seed."""
-    # A cryptographic digest: a checksum such as CRC is linear in the bits, and one of the tasks asks for their parity.
+    """Whether an example is kept for testing. It depends only on the prompt, so it is the same for every seed."""
+    # The digest is cryptographic, because checksums such as CRC are linear in the bits, and one task is their parity.
     return is_split(task, length) and hashlib.sha256(example.prompt.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
@@ -196,7 +196,7 @@ class EncoderDecoderCollator:
     """Makes batches of `SyntheticExamples` for an encoder-decoder: its encoder reads prompts, its decoder answers.
 
     Args:
-        decoder_start_token_id: what the decoder starts with; `model.config.decoder_start_token_id`.
+        decoder_start_token_id: the first token of the decoder; `model.config.decoder_start_token_id`.
         pad_token_id: fills rows, masked and without a label.
     """
 
@@ -205,11 +205,11 @@ class EncoderDecoderCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """A batch of items with `input_ids`, `attention_mask` and `labels`, `(row_length,)` each.
+        """Makes a batch of items with `input_ids`, `attention_mask` and `labels`, `(row_length,)` each.
 
         Returns:
-            `input_ids` and `attention_mask`, `(batch, longest_prompt)`, and `decoder_input_ids` and `labels`,
-            `(batch, longest_answer)`. The label of a place in the decoder is the token that it has to write there.
+            `input_ids` and `attention_mask`, `(batch, longest_prompt)`, and `decoder_input_ids` and `labels`, `(batch,
+            longest_answer)`. The label of a place in the decoder is the token to write there.
         """
         prompts, answers = [], []
         for item in items:

@@ -15,7 +15,7 @@ from hf_posenc.errors import MeasurementError, UnknownNameError
 LETTERS = string.ascii_lowercase
 DIGITS = string.digits
 KEYS = string.ascii_letters
-#: Closes every prompt. No task uses it inside a prompt or an answer.
+#: Ends every prompt. No task uses it elsewhere in a prompt or an answer.
 SEPARATOR = "="
 _PASSKEY_DIGITS = 4
 _VALUE_DIGITS = 2
@@ -23,7 +23,7 @@ _VALUE_DIGITS = 2
 
 @dataclass(frozen=True)
 class Example:
-    """A problem and its solution, as text: a prompt that ends with `SEPARATOR`, and what a model has to answer."""
+    """A problem and its solution, as text: a prompt that ends with `SEPARATOR`, and the right answer of a model."""
 
     prompt: str
     answer: str
@@ -31,21 +31,20 @@ class Example:
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """A family of problems that come in every length: train on short ones, test on long ones.
+    """A family of problems of every length: train on short ones, test on long ones.
 
     Tasks work on characters, so that with a tokenizer of bytes every symbol is one token.
 
     Args:
-        name: the task's name in `SYNTHETIC_TASKS`.
+        name: name of the task in `SYNTHETIC_TASKS`.
         draw: draws one problem of a length that exists; all randomness comes from the generator.
         train_lengths: the lengths to train on by default.
-        test_lengths: the lengths to test on; some of them were trained on, so that failing to learn and failing to
-            generalise can be told apart.
+        test_lengths: lengths to test on. Some are trained on, to separate failure to learn from failure to generalise.
         length_meaning: what the length of a problem counts.
-        prompt_count: from a length to the number of different prompts.
-        characters: of the longest problem of a length, prompt and answer together: so many times the length, and more.
-        chance: how often a blind guess is right, where that is not next to never.
-        longest: the longest problem there is, or `None`.
+        prompt_count: returns the number of different prompts of a length.
+        characters: `(each, more)`: the longest problem of a length has `each * length + more`, including the answer.
+        chance: probability that a blind guess is right, if it is not close to 0.
+        longest: length of the longest problem, or `None`.
     """
 
     name: str
@@ -59,12 +58,12 @@ class SyntheticTask:
     longest: int | None = None
 
     def character_count(self, length: int) -> int:
-        """The characters of the longest problem of a length, prompt and answer together."""
+        """Returns the characters of the longest problem of a length, prompt and answer together."""
         each, more = self.characters
         return each * length + more
 
     def example(self, length: int, generator: np.random.Generator) -> Example:
-        """Draws one problem: an equal state of the generator gives an equal problem.
+        """Draws one problem: the same state of the generator gives the same problem.
 
         Raises:
             MeasurementError: for a length that the task does not have.
@@ -75,16 +74,18 @@ class SyntheticTask:
     def check_length(self, length: int) -> None:
         """Raises `MeasurementError` for a length that the task does not have."""
         if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
-            raise MeasurementError(f"A length of the task {self.name!r} is a whole number from 1 on, got {length!r}.")
+            raise MeasurementError(
+                f"A length of the task {self.name!r} must be a whole number above 0; got {length!r}."
+            )
         if self.longest is not None and length > self.longest:
             raise MeasurementError(
                 f"The task {self.name!r} has no problems of length {length}: its length is the "
-                f"{self.length_meaning}, of which there are {self.longest} at most."
+                f"{self.length_meaning}, at most {self.longest}."
             )
 
 
 def draw_text(alphabet: str, length: int, generator: np.random.Generator) -> str:
-    """`length` characters, each drawn from the alphabet with equal probability."""
+    """Draws `length` characters from the alphabet, each with equal probability."""
     return "".join(alphabet[index] for index in generator.integers(len(alphabet), size=length))
 
 
@@ -92,8 +93,7 @@ def repeated_copy(length: int, generator: np.random.Generator) -> Example:
     """Copies one character as many times as it was shown: `bbbb=bbbb`.
 
     "Repeat single character" (rsc) of Kazemnejad et al., arXiv:2305.19466, section 5.1 and the results of its sanity
-    check. The model has to count, and nothing else. There are 26 prompts of each length: a model that was trained on a
-    length has seen all of them.
+    check. The model only has to count. Each length has 26 prompts, so a model that was trained on it has seen them all.
     """
     text = draw_text(LETTERS, 1, generator) * length
     return Example(text + SEPARATOR, text)
@@ -120,18 +120,17 @@ def reverse(length: int, generator: np.random.Generator) -> Example:
 def sorting(length: int, generator: np.random.Generator) -> Example:
     """Sorts letters, which may occur several times: `qkaz=akqz`.
 
-    The sorting task of Kazemnejad et al., arXiv:2305.19466, section 3, in its form with one token per item; theirs
-    sorts numbers.
+    The sorting task of Kazemnejad et al., arXiv:2305.19466, section 3, with one token per item; theirs sorts numbers.
     """
     text = draw_text(LETTERS, length, generator)
     return Example(text + SEPARATOR, "".join(sorted(text)))
 
 
 def addition(length: int, generator: np.random.Generator) -> Example:
-    """Adds two numbers of equally many digits: `47+85=132`.
+    """Adds two numbers with the same number of digits: `47+85=132`.
 
-    The addition task of Kazemnejad et al., arXiv:2305.19466, section 3, without a scratchpad. Written in the usual
-    order, the first digit of the sum depends on every carry.
+    The addition task of Kazemnejad et al., arXiv:2305.19466, section 3, without a scratchpad. In the usual order of
+    digits, the first digit of the sum depends on every carry.
     """
     numbers = []
     for _ in range(2):
@@ -142,19 +141,19 @@ def addition(length: int, generator: np.random.Generator) -> Example:
 
 
 def reversed_addition(length: int, generator: np.random.Generator) -> Example:
-    """Adds two numbers and writes the sum from its units on: `47+85=231`.
+    """Adds two numbers and writes the sum from its last digit to its first: `47+85=231`.
 
-    Small models learn it far sooner (Lee et al., arXiv:2307.03381, section 3).
+    Small models learn it much sooner (Lee et al., arXiv:2307.03381, section 3).
     """
     example = addition(length, generator)
     return Example(example.prompt, example.answer[::-1])
 
 
 def parity(length: int, generator: np.random.Generator) -> Example:
-    """Whether the number of ones among bits is odd: `10110=1`.
+    """Answers whether the number of ones among bits is odd: `10110=1`.
 
     The parity task of Kazemnejad et al., arXiv:2305.19466, section 3, without a scratchpad (and of Anil et al.,
-    arXiv:2207.04901, section 3). The answer is one bit: a blind guess is right half of the time.
+    arXiv:2207.04901, section 3). The answer is one bit, so a blind guess is right half of the time.
     """
     bits = draw_text("01", length, generator)
     return Example(bits + SEPARATOR, str(bits.count("1") % 2))
@@ -164,7 +163,7 @@ def passkey(length: int, generator: np.random.Generator) -> Example:
     """Finds a number of four digits at a random depth of random letters: `qkz#4821mab=4821`.
 
     Passkey retrieval of Mohtashami and Jaggi, arXiv:2305.16300, section 4.2, on characters instead of English
-    sentences, so that a small model can learn it from nothing.
+    sentences, so that a small model can learn it from scratch.
     """
     filler = draw_text(LETTERS, length, generator)
     depth = int(generator.integers(length + 1))
@@ -175,8 +174,8 @@ def passkey(length: int, generator: np.random.Generator) -> Example:
 def needle(length: int, generator: np.random.Generator) -> Example:
     """Finds the value of one key among many: `k07Q31z55?Q=31`.
 
-    The needle in a haystack whose hay is made of needles: multi-key retrieval of RULER, arXiv:2404.06654, section 3,
-    with a letter for a key and two digits for its value. A guess among the values shown is right once in `length`.
+    Multi-key retrieval of RULER, arXiv:2404.06654, section 3 (a needle in a haystack of needles), with a letter as the
+    key and two digits as its value. A guess among the values shown is right with probability `1 / length`.
     """
     keys = [KEYS[index] for index in generator.permutation(len(KEYS))[:length]]
     values = [draw_text(DIGITS, _VALUE_DIGITS, generator) for _ in keys]
@@ -185,7 +184,7 @@ def needle(length: int, generator: np.random.Generator) -> Example:
     return Example(f"{pairs}?{keys[wanted]}{SEPARATOR}", values[wanted])
 
 
-# Functions with names, since the workers of a study get their tasks by pickle.
+# These functions have names, because the workers of a study get their tasks by pickle.
 
 
 def _letters(length: int) -> int:
@@ -197,17 +196,17 @@ def _texts(length: int) -> int:
 
 
 def _additions(length: int) -> int:
-    """Every pair of numbers without leading zeros."""
+    """Counts the pairs of numbers without leading zeros."""
     return int(100 if length == 1 else (9 * 10 ** (length - 1)) ** 2)
 
 
 def _passkeys(length: int) -> int:
-    """Every filler, depth and passkey."""
+    """Counts the combinations of filler, depth and passkey."""
     return _texts(length) * (length + 1) * 10**_PASSKEY_DIGITS
 
 
 def _needles(length: int) -> int:
-    """Every order of keys, every value, every question."""
+    """Counts the combinations of an order of keys, their values and a question."""
     return length * math.perm(len(KEYS), length) * 10 ** (_VALUE_DIGITS * length)
 
 
@@ -224,7 +223,7 @@ SYNTHETIC_TASKS: dict[str, SyntheticTask] = {
         SyntheticTask("copy", copy, _UP_TO_10, _BEYOND_10, _CHARACTERS, _texts, (2, 1)),
         SyntheticTask("reverse", reverse, _UP_TO_10, _BEYOND_10, _CHARACTERS, _texts, (2, 1)),
         SyntheticTask("sorting", sorting, _UP_TO_10, _BEYOND_10, _CHARACTERS, _texts, (2, 1)),
-        # The sum may have one digit more.
+        # The sum may have one more digit.
         SyntheticTask("addition", addition, _UP_TO_6, _BEYOND_6, _DIGITS, _additions, (3, 3)),
         SyntheticTask("reversed_addition", reversed_addition, _UP_TO_6, _BEYOND_6, _DIGITS, _additions, (3, 3)),
         SyntheticTask(
@@ -244,10 +243,10 @@ SYNTHETIC_TASKS: dict[str, SyntheticTask] = {
 
 
 def get_task(task: str | SyntheticTask) -> SyntheticTask:
-    """The task of a name; a task is returned as it is.
+    """Returns the task with this name; a task is returned as it is.
 
     Raises:
-        UnknownNameError: if there is no task of that name.
+        UnknownNameError: if there is no task with this name.
     """
     if isinstance(task, SyntheticTask):
         return task
@@ -257,13 +256,13 @@ def get_task(task: str | SyntheticTask) -> SyntheticTask:
 
 
 def tested_lengths(task: SyntheticTask, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths in ascending order, each once.
+    """Returns the lengths in ascending order, without duplicates.
 
     Raises:
         MeasurementError: if there are none, or the task does not have one of them.
     """
     if not lengths:
-        raise MeasurementError(f"No lengths are given for the task {task.name!r}; it needs one at least.")
+        raise MeasurementError(f"No lengths are given for the task {task.name!r}; it needs at least one.")
     for length in lengths:
         task.check_length(length)
     return tuple(sorted({int(length) for length in lengths}))

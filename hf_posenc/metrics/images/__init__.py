@@ -1,1 +1,1 @@
-"""What a position encoding does to a model of images, measured."""
+"""Measurements of what a position encoding does to an image model."""

@@ -16,21 +16,21 @@ from hf_posenc.errors import UsageError
 from hf_posenc.installation import require
 
 #: 1,797 pictures of 8 x 8 pixels by 43 writers (E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten
-#: Digits", UCI Machine Learning Repository), which install with scikit-learn.
+#: Digits", UCI Machine Learning Repository). They are part of scikit-learn.
 DIGITS = "digits"
 DIGITS_SOURCE = "scikit-learn's digits"
-#: By their usual names in datasets.
+#: The usual names of these columns in datasets.
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "pixel_values"), ("label", "labels", "fine_label")
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures, decoded when they are asked for.
+    """Pictures that are decoded when they are read.
 
     Args:
-        source: where they are from.
+        source: where they come from.
         items: a sequence of pictures as tensors `(channels, height, width)` in [0, 1], or as PIL images.
-        labels: number of the class of each.
+        labels: class number of each picture.
         classes: name of each class.
     """
 
@@ -43,18 +43,18 @@ class Pictures:
         return len(self.labels)
 
     def picture(self, index: int) -> Tensor:
-        """`(channels, height, width)` float32 in [0, 1]; 1 channel for a grey picture, otherwise 3."""
+        """Returns `(channels, height, width)` float32 in [0, 1], with 1 channel for a grey picture, otherwise 3."""
         return as_tensor(self.items[index])
 
     def select(self, indices: Sequence[int]) -> Pictures:
-        """Some of the pictures."""
+        """Returns some of the pictures."""
         labels = tuple(self.labels[index] for index in indices)
         return Pictures(self.source, Subset(self.items, list(indices)), labels, self.classes)
 
 
 @dataclass(frozen=True)
 class _Column(Dataset[Any]):
-    """A column of a dataset, row by row, so that only the pictures that are asked for are in memory."""
+    """A column of a dataset that is read row by row, so that only the pictures in use are in memory."""
 
     dataset: Any
     name: str
@@ -64,7 +64,7 @@ class _Column(Dataset[Any]):
 
 
 def as_tensor(item: Any) -> Tensor:
-    """A PIL image, or a tensor as it is, as `(channels, height, width)` float32 in [0, 1]."""
+    """Returns a PIL image as `(channels, height, width)` float32 in [0, 1]; a tensor is returned as it is."""
     if isinstance(item, Tensor):
         return item
     import numpy
@@ -87,12 +87,11 @@ def load_pictures(
     """Loads pictures with their labels.
 
     Args:
-        name: "digits" (the default) for those of scikit-learn, a local folder with one folder per class, or a dataset
-            on the hub.
+        name: "digits" (the default) for scikit-learn's, a local folder with one folder per class, or a hub dataset.
         config_name: configuration of a hub dataset.
-        split: which split of it.
-        image_column: the column with the pictures; found by its usual names if it is not given.
-        label_column: the column with the labels, likewise.
+        split: split of the dataset.
+        image_column: the column with the pictures; by default it is found by its usual names.
+        label_column: the column with the labels; by default it is found by its usual names.
 
     Raises:
         UsageError: if the pictures cannot be found, have no labels, or need a package that is not installed.
@@ -110,7 +109,7 @@ def load_pictures(
             dataset = load_dataset(str(name), config_name, split=split)
     except (OSError, ValueError, exceptions.DatasetsError) as error:
         raise UsageError(
-            f"Cannot load the pictures {name!r}: {error} Name 'digits', a folder with one folder per class, or a "
+            f"Cannot load the pictures {name!r}: {error} Use 'digits', a folder with one folder per class, or a "
             "dataset on the hub."
         ) from error
     columns = dataset.column_names
@@ -144,9 +143,9 @@ def _digits() -> Pictures:
 
 
 def resized(picture: Tensor, resolution: int, channels: int) -> Tensor:
-    """A picture `(channels, height, width)` as `(channels, resolution, resolution)`, bicubic, in [0, 1].
+    """Resizes a picture `(channels, height, width)` to `(channels, resolution, resolution)`, bicubic, in [0, 1].
 
-    It is stretched to a square, as transformers' image processors of ViT do, and grey or coloured as `channels` says.
+    It is stretched to a square, as in transformers' image processors of ViT. If its channels change, it becomes grey.
     """
     if picture.shape[0] != channels:
         grey = picture.mean(dim=0, keepdim=True)
@@ -161,12 +160,12 @@ def resized(picture: Tensor, resolution: int, channels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalization:
-    """What a model expects of pixels: `(value - mean) / std` for values in [0, 1]."""
+    """The normalisation of pixels that a model expects: `(value - mean) / std` for values in [0, 1]."""
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """`(..., channels, height, width)`."""
+        """Normalises `(..., channels, height, width)`."""
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         return (pixels - mean) / std

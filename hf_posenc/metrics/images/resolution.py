@@ -1,4 +1,4 @@
-"""How many pictures a classifier gets right, by the resolution that it reads them at."""
+"""Accuracy of an image classifier, by the resolution at which it reads pictures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hf_posenc.schemes.config import SchemeConfig
 
 @dataclass(frozen=True)
 class ResolutionRow:
-    """One resolution.
+    """The result at one resolution.
 
     Args:
         resolution: pixels along each side.
-        right: pictures whose class has the largest logit; `None` if the model cannot read this resolution.
-        pictures: how many were read.
+        right: number of pictures whose class has the largest logit; `None` if the model cannot read this resolution.
+        pictures: number of pictures that were read.
         loss: mean cross-entropy in nats.
         reason: why there is no number.
     """
@@ -39,7 +39,7 @@ class ResolutionRow:
 
     @property
     def accuracy(self) -> float | None:
-        """Fraction of the pictures that are classified right."""
+        """Fraction of the pictures that are classified correctly."""
         return None if self.right is None else self.right / self.pictures
 
 
@@ -51,21 +51,21 @@ def accuracy_by_resolution(
     normalization: Normalization | None = None,
     batch_size: int = 64,
 ) -> list[ResolutionRow]:
-    """Reads the same pictures at several resolutions; the model is left as it was found.
+    """Classifies the same pictures at several resolutions; the model is left unchanged.
 
     Args:
         model: an image classifier.
-        pictures: with labels.
-        resolutions: pixels along each side; whole patches.
-        normalization: of pixels; by default from [0, 1] to [-1, 1].
+        pictures: pictures with labels.
+        resolutions: pixels along each side; must be whole patches.
+        normalization: normalisation of pixels; by default from [0, 1] to [-1, 1].
         batch_size: pictures per forward.
 
     Returns:
-        One row per resolution, in ascending order, with the reason where the model cannot read it.
+        One row per resolution, in ascending order, with the reason if the model cannot read it.
 
     Raises:
         MeasurementError: if there are no pictures, or a resolution is not a whole number of patches.
-        UnsupportedError: if the model is no classifier of images.
+        UnsupportedError: if the model is not an image classifier.
     """
     size = PatchSize.of(model)
     if not len(pictures):
@@ -124,27 +124,27 @@ def resolution_test(
 ) -> Result:
     """Measures the accuracy of an image classifier by resolution.
 
-    A scheme that is put in place after training shows what it does to a trained model, not what a model could learn
-    with it: for that train a model with it (`training/run_image_classification.py`, `training/compare.py`).
+    With a scheme that is set after training, this shows what the scheme does to a trained model, not what a model could
+    learn with it. For that, train a model with it (`training/run_image_classification.py`, `training/compare.py`).
 
     Args:
-        model: an image classifier, patched or not; left as it was found.
-        schemes: what is measured, one after the other; see `measure_schemes`.
+        model: an image classifier, patched or not; it is left unchanged.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
         resolutions: pixels along each side of the pictures.
         dataset: "digits" for scikit-learn's, a folder with one folder per class, or a dataset on the hub.
-        split: which split of the dataset.
-        max_pictures: read at most this many pictures, evenly spread.
+        split: split of the dataset.
+        max_pictures: maximum number of pictures, evenly spread; `None` reads all of them.
         batch_size: pictures per forward.
-        seed: of newly created scheme weights.
+        seed: seed of newly created scheme weights.
 
     Returns:
-        For each scheme and `resolution` the `accuracy` with its 95 % Wilson interval over pictures, and the `loss` in
-        nats; the reason where the model cannot read the resolution.
+        For each scheme and `resolution`, the `accuracy` with its 95 % Wilson interval over pictures, and the `loss` in
+        nats; or the reason if the model cannot read the resolution.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
+        UnknownNameError: for an unknown scheme, before the model is changed.
         MeasurementError: if a resolution is not a whole number of patches, or the classes are not those of the model.
-        UnsupportedError: if the model is no classifier of images.
+        UnsupportedError: if the model is not an image classifier.
         UsageError: if the pictures cannot be loaded.
     """
     check_resolutions(PatchSize.of(model), resolutions)
@@ -154,7 +154,7 @@ def resolution_test(
     classes = getattr(unwrapped(model).config, "num_labels", None)
     if classes is not None and len(pictures.classes) > classes:
         raise MeasurementError(
-            f"{pictures.source} has {len(pictures.classes)} classes, and the model knows {classes}: it was trained on "
+            f"{pictures.source} has {len(pictures.classes)} classes, but the model has {classes}: it was trained on "
             "other pictures."
         )
 
@@ -165,7 +165,7 @@ def resolution_test(
 
 
 def resolution_result(model: Any, pictures: Pictures, rows: Sequence[ResolutionRow]) -> Result:
-    """The result of one model as it is, from what `accuracy_by_resolution` returned."""
+    """Returns the result of one model as it is, from the rows of `accuracy_by_resolution`."""
     return _result(model, pictures, measure_as_is(model, lambda _: _records(rows)))
 
 

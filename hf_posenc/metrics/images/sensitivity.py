@@ -1,4 +1,4 @@
-"""What the place of a patch means to a model of images: equal patches in two places, and patches that change places."""
+"""Sensitivity of an image model to the places of its patches: equal patches, and patches that change places."""
 
 from __future__ import annotations
 
@@ -37,41 +37,40 @@ def image_sensitivity_test(
     images: int = 4,
     seed: int = 0,
 ) -> Result:
-    """Measures whether a model of images tells equal patches apart by their place, and what shuffled patches change.
+    """Measures whether an image model distinguishes equal patches by their place, and what shuffled patches change.
 
-    An image model sees its patches from both sides, so without positions equal patches have equal states in every
-    layer, and shuffled patches have the states that they had before. What differs is what the scheme adds. The images
-    are random pixels, because the question is about places, not about content.
+    An image model has no causal mask, so without positions equal patches have equal states in every layer, and shuffled
+    patches keep their states. Any difference comes from the scheme. The images are random pixels, because the question
+    is about places, not about content.
 
-    The model is left as it was found, also after an error.
+    The model is left unchanged, also after an error.
 
     Args:
-        model: a transformers model of images alone, patched or not.
-        schemes: what is measured, one after the other; see `measure_schemes`.
-        grid: patches in a row and in a column of the image.
-        steps: distances of the two equal patches, in patches.
-        images: number of images that the means are over.
-        seed: of pixels, of the shuffle, and of newly created scheme weights.
+        model: a transformers model that reads only images, patched or not.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
+        grid: patches in each row and in each column of the image.
+        steps: distances between the two equal patches, in patches.
+        images: number of images to average over.
+        seed: seed of the pixels, of the shuffle, and of newly created scheme weights.
 
     Returns:
         Records of these quantities, each a mean relative L2 distance:
 
-        - `right` and `down`, by `step` and `layer` (0: the input of the first layer): two equal patches in a row, and
-          in a column.
+        - `right` and `down`, by `step` and `layer` (0: the first layer's input): two equal patches in a row or column.
         - `shuffled`, by `layer`: the states of patches that have changed places. `whole`: the output for the image
           (logits, pooled output or class token), if there is one.
         - `sees_places`: passed if any of these is larger than rounding.
 
-        A scheme that the model cannot take has the reason in the `error` of its subject.
+        If the model cannot take a scheme, the `error` of its subject has the reason.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
+        UnknownNameError: for an unknown scheme, before the model is changed.
         MeasurementError: if the grid is too small for the steps.
-        UnsupportedError: if the model is not one of images alone, or merges its patches.
+        UnsupportedError: if the model does not read only images, or merges its patches.
     """
     if images < 1 or not steps or min(steps) < 1 or max(steps) >= grid:
         raise MeasurementError(
-            f"Two patches of a grid of {grid} are 1 to {grid - 1} patches apart, in at least one image; got "
+            f"Two patches of a grid of {grid} are 1 to {grid - 1} patches apart, and at least one image is needed; got "
             f"steps={list(steps)} and images={images}."
         )
     size = PatchSize.of(model)
@@ -125,7 +124,7 @@ def image_sensitivity_test(
     )
 
 
-#: A dog and a cat in pixels, 8 x 8 each.
+#: A dog and a cat of 8 x 8 pixels each.
 DRAWINGS = {
     "dog": (
         "........",
@@ -153,13 +152,12 @@ SIDE = 2
 
 
 def picture_of_two_dogs(rows: int, columns: int, first: tuple[int, int], second: tuple[int, int]) -> Tensor:
-    """A picture with two equal dogs and a cat, drawn in 4 x 4 pixels per patch.
+    """Draws a picture of two equal dogs and a cat, with 4 x 4 pixels per patch.
 
-    Places are the row and the column of the upper left patch of a dog; rows and columns are those of patches.
+    Places are the row and the column of the upper left patch of a dog. Rows and columns are counted in patches.
 
     Returns:
-        `(4 * rows, 4 * columns)` float32, 1 where there is ink. The cat stands where there is room, if there is any, so
-        that the picture has more in it than the dogs.
+        `(4 * rows, 4 * columns)` float32, 1 where there is ink. If there is room, it has a cat as further content.
 
     Raises:
         MeasurementError: if a dog leaves the picture, or the two overlap.
@@ -200,36 +198,34 @@ def picture_dog_test(
     second: Sequence[int] = (1, 5),
     seed: int = 0,
 ) -> Result:
-    """Measures how far apart a model holds two equal dogs in one picture.
+    """Measures how different two equal dogs in one picture are in a model.
 
-    The dogs are drawn in whole patches, so that the patches of both have the same pixels. A model without positions
-    holds them for exactly the same in every layer: equal patches attend to the same set of patches. What sets them
-    apart is the position encoding, and nothing else. No probe is needed as for texts, because models of images have no
-    causal mask.
+    The dogs are drawn in whole patches, so that the patches of both have the same pixels. Without positions, their
+    states are exactly the same in every layer: equal patches attend to the same set of patches. Only the position
+    encoding can make them differ. Unlike texts, pictures need no probe, because image models have no causal mask.
 
-    The model is left as it was found, also after an error.
+    The model is left unchanged, also after an error.
 
     Args:
-        model: a transformers model of images alone, patched or not.
-        schemes: what is measured, one after the other; see `measure_schemes`.
-        grid: patches in a row and in a column of the picture.
-        first: row and column of the first dog's upper left patch; a dog takes two rows and two columns.
-        second: the same of the second dog.
-        seed: of newly created scheme weights.
+        model: a transformers model that reads only images, patched or not.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
+        grid: patches in each row and in each column of the picture.
+        first: row and column of the upper left patch of the first dog, which has two rows and two columns.
+        second: row and column of the upper left patch of the second dog.
+        seed: seed of newly created scheme weights.
 
     Returns:
         Records of these quantities:
 
-        - `relative_l2` and `cosine`, by `layer` (0: the input of the first layer): distance of the states of all
-          patches of the one dog from those of the other.
+        - `relative_l2` and `cosine`, by `layer` (0: the first layer's input): distance between the dogs' patch states.
         - `told_apart`: passed if any distance is larger than rounding (`settings["tolerance"]`).
 
-        A scheme that the architecture cannot take has the reason in its subject's `error`, and no records.
+        If the architecture cannot take a scheme, the `error` of its subject has the reason, and it has no records.
 
     Raises:
-        UnknownNameError: for an unknown scheme, before the model is touched.
+        UnknownNameError: for an unknown scheme, before the model is changed.
         MeasurementError: if a dog leaves the picture, or the dogs overlap.
-        UnsupportedError: if the model is not one of images alone, or merges its patches.
+        UnsupportedError: if the model does not read only images, or merges its patches.
     """
     for place in (first, second):
         if len(place) != 2:

@@ -1,4 +1,4 @@
-"""Loss and perplexity by length and by position, of causal and of masked language models."""
+"""Loss and perplexity of causal and masked language models, by length and by position."""
 
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.language_modeling.by_length import (

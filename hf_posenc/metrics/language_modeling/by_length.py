@@ -1,4 +1,4 @@
-"""Loss by length, by position and under a sliding window, on the same text for every length."""
+"""Loss by length, by position and in a sliding window, on the same text for every length."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from hf_posenc.metrics.language_modeling.token_losses import (
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
-#: The last targets of a window, the ones with the longest context.
+#: The number of last targets of a window, which have the longest context.
 TAIL = 32
 
 
 @dataclass(frozen=True)
 class LengthRow:
-    """The loss at one length, or under a sliding window.
+    """The loss at one length, or in a sliding window.
 
     Args:
         length: tokens per piece, or of the sliding window.
-        loss: mean over all targets, in nats; `None` if it is not a finite number, or the length cannot be represented.
+        loss: mean over all targets, in nats; `None` if it is not finite, or the length cannot be represented.
         tail_loss: mean over the last targets of each window of text.
-        targets: how many targets `loss` is the mean of.
+        targets: number of targets in the mean `loss`.
         reason: why there is no loss, or `None`.
         stride: tokens between the starts of two sliding windows.
         window_tail_losses: `tail_loss` of each window of text, whose differences show how much it depends on the text;
@@ -57,7 +57,7 @@ class LengthRow:
 
     @property
     def perplexity(self) -> float | None:
-        """`exp(loss)`; infinite past the largest float."""
+        """`exp(loss)`; infinite beyond the largest float."""
         if self.loss is None:
             return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
@@ -65,14 +65,14 @@ class LengthRow:
 
 @dataclass(frozen=True)
 class LengthLosses:
-    """Loss by length and by position of one model.
+    """Loss of one model by length and by position.
 
     Args:
         rows: one per length, ascending.
-        position_edges: edges of the bins of position, from 0 to the longest length.
+        position_edges: edges of the position bins, from 0 to the longest length.
         position_loss: mean loss in each bin, in the pieces of the longest length that could be represented; `None` in
-            bins past it and in bins without targets.
-        sliding: the sliding window beside it, if it was asked for.
+            bins beyond it and in bins without targets.
+        sliding: the row of the sliding window, if there is one.
     """
 
     rows: tuple[LengthRow, ...]
@@ -81,7 +81,7 @@ class LengthLosses:
     sliding: LengthRow | None = None
 
     def row(self, length: int) -> LengthRow:
-        """The row of one length; a `KeyError` if it was not evaluated."""
+        """Returns the row of one length; raises `KeyError` if it was not evaluated."""
         return {row.length: row for row in self.rows}[length]
 
 
@@ -99,36 +99,35 @@ def loss_by_length(
     frame: Frame | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> LengthLosses:
-    """What a model does at several lengths, on the same held-out text at each.
+    """Measures the loss of a model at several lengths, on the same held-out text.
 
-    Every length reads the same windows, cut into pieces of that length whose positions start at 0. Where a length does
+    At every length, the same windows are cut into pieces of that length whose positions start at 0. If a length does
     not divide the window, the remainder at its start is read as a shorter piece. A causal model has no target at the
-    start of a piece, so that shorter pieces have a few targets less (of a window of 1024 tokens: 1016 in pieces of 128,
-    1023 in one piece). The tail, the last targets of each window, is the same set of targets at every length: only the
-    context before it grows.
+    start of a piece, so shorter pieces have slightly fewer targets (of a window of 1024 tokens: 1016 in pieces of 128,
+    1023 in one piece). The tail, the last targets of each window, is the same at every length: only its context grows.
 
-    Beside it the sliding window reads the longest sequences without ever giving the model more than `sliding_window`
-    tokens: a model that gains from its longer context is below it.
+    The sliding window also reads the longest sequences, but never gives the model more than `sliding_window` tokens. A
+    model that benefits from a longer context has a lower loss than this.
 
     Args:
-        model: a causal or masked language model, patched or not; left as it was found.
-        input_ids: `(windows, window_length)` int64; masked models: with the mask token at the targets.
-        labels: `(windows, window_length)`, not shifted; -100 at tokens that are no target.
-        lengths: in tokens, at most that of the windows (plus the frame).
-        causal: whether the model predicts the next token; `None` finds out.
-        tail: how many of the last tokens of each window the tail is, less than the shortest length; by default 32, or
-            half the shortest length if that has no more than 32 tokens of text.
-        position_bin: width in tokens of the bins of the loss by position; by default half the shortest length.
-        sliding_window: the length of the sliding window, usually the trained one; `None` leaves it out.
-        stride: of the sliding window; by default half of it.
+        model: a causal or masked language model, patched or not; it is left unchanged.
+        input_ids: `(windows, window_length)` int64; for masked models, with the mask token at the targets.
+        labels: `(windows, window_length)`, not shifted; -100 at tokens that are not targets.
+        lengths: the lengths to read, in tokens; at most the length of the windows plus the frame.
+        causal: whether the model predicts the next token; `None` measures it.
+        tail: number of last tokens of each window in the tail, less than the shortest length; by default 32, or half
+            the shortest length if that has no more than 32 tokens of text.
+        position_bin: width of the position bins in tokens; by default half the shortest length.
+        sliding_window: the length of the sliding window, usually the trained one; `None` omits it.
+        stride: stride of the sliding window; by default half its length.
         frame: special tokens around each piece (BOS, [CLS] ... [SEP]), counted in its length.
         tokens_per_batch: tokens per forward call, which bounds memory.
 
     Returns:
-        One row per length. A length that the model cannot represent has the reason in its row.
+        One row per length. If the model cannot represent a length, the row has the reason.
 
     Raises:
-        MeasurementError: for lengths that do not fit the windows, or a batch that cannot be scored.
+        MeasurementError: if the lengths do not fit the windows, or the batch cannot be scored.
         UnsupportedError: for an encoder-decoder, or a model without one row of logits per token.
     """
     check_batch(model, input_ids, labels, tokens_per_batch)
@@ -137,9 +136,9 @@ def loss_by_length(
     ascending = sorted(set(lengths))
     if not ascending or ascending[0] < frame.size + 2 or ascending[-1] > window_length + frame.size:
         raise MeasurementError(
-            f"The lengths {ascending} do not fit windows of {window_length} tokens: there is at least one, of at least "
-            f"{frame.size + 2} and at most {window_length + frame.size} tokens. Give longer windows of text, or "
-            f"shorter lengths."
+            f"The lengths {ascending} do not fit windows of {window_length} tokens: at least one is needed, and each "
+            f"is {frame.size + 2} to {window_length + frame.size} tokens. Use longer windows of text, or shorter "
+            f"lengths."
         )
     if tail is None:
         tail = TAIL if ascending[0] - frame.size > TAIL else default_tail(ascending[0], frame)
@@ -178,7 +177,7 @@ def loss_by_length(
 
 
 def default_tail(shortest: int, frame: Frame) -> int:
-    """32 tokens, or half the text of the shortest length if that is less."""
+    """Returns 32 tokens, or half the text of the shortest length if that is less."""
     return min(TAIL, max(1, (shortest - frame.size) // 2))
 
 
@@ -194,24 +193,23 @@ def sliding_window_loss(
     frame: Frame | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> LengthRow:
-    """Mean loss when every target is predicted from at most `window` tokens.
+    """Measures the mean loss when every target is predicted from at most `window` tokens.
 
-    The perplexity of the transformers guide ("Perplexity of fixed-length models") and of YaRN (arXiv:2309.00071,
-    section 4.1): windows start `stride` tokens apart, and each scores only the targets that no window before it has
-    seen, so that behind the first window every target has at least `window - stride` tokens of context. The last window
-    is moved back to end with the text, where the guide's is shorter. For a model that sees both sides, each target is
-    scored by the window in whose middle it stands most nearly.
+    This is the perplexity of the transformers guide ("Perplexity of fixed-length models") and of YaRN
+    (arXiv:2309.00071, section 4.1): windows start `stride` tokens apart, and each scores only the targets that no
+    earlier window has seen. After the first window, every target therefore has at least `window - stride` tokens of
+    context. The last window is moved back to end with the text; in the guide it is shorter. For a model that sees both
+    sides, each target is scored by the window in which it is closest to the middle.
 
     Args:
-        model: a causal or masked language model; left as it was found.
-        input_ids: `(windows, window_length)` int64: each row is one long text.
-        labels: `(windows, window_length)`, not shifted; -100 at tokens that are no target.
-        window: tokens per forward, those of the frame included; usually the trained length. Texts that are shorter
-            are read in one piece.
-        stride: in tokens, at most `window`; by default half of it. With a stride of the whole window a causal model
-            has no prediction of the first token of each.
-        causal: whether the model predicts the next token; `None` finds out.
-        tail: how many of the last tokens of each text the tail is.
+        model: a causal or masked language model; it is left unchanged.
+        input_ids: `(windows, window_length)` int64; each row is one long text.
+        labels: `(windows, window_length)`, not shifted; -100 at tokens that are not targets.
+        window: tokens per forward call, including the frame; usually the trained length. A shorter text is one window.
+        stride: in tokens, at most `window`; by default half of it. With a stride of the whole window, a causal model
+            cannot predict the first token of each window.
+        causal: whether the model predicts the next token; `None` measures it.
+        tail: number of last tokens of each text in the tail.
         frame: special tokens around each window, counted in its length.
         tokens_per_batch: tokens per forward call.
 
@@ -226,7 +224,7 @@ def sliding_window_loss(
     if content < 2 or not 1 <= stride <= content:
         raise MeasurementError(
             f"A sliding window of {window} tokens, {frame.size} of them special, with stride {stride} leaves tokens "
-            f"out: the stride is at least 1 and at most the {max(content, 0)} tokens of text in a window."
+            f"out: the stride must be at least 1, and at most the {max(content, 0)} tokens of text in a window."
         )
     causal = predicts_next_token(model, input_ids) if causal is None else causal
     losses = torch.full(input_ids.shape, math.nan)
@@ -243,9 +241,9 @@ def sliding_window_loss(
 
 
 def scored_spans(length: int, window: int, stride: int, causal: bool) -> list[tuple[int, int, int]]:
-    """Where each window starts, and from where to where it scores; the spans tile the text.
+    """Returns where each window starts, and where its scores start and end; the spans tile the text.
 
-    A causal window scores what is new in it, a bidirectional one what stands around its middle.
+    A causal window scores the tokens that are new in it, a bidirectional one the tokens around its middle.
     """
     starts = [*range(0, length - window, stride), length - window]
     if causal:
@@ -259,8 +257,8 @@ def scored_spans(length: int, window: int, stride: int, causal: bool) -> list[tu
 def _framed_losses(
     model: Any, ids: Tensor, targets: Tensor, causal: bool, frame: Frame, tokens_per_batch: int
 ) -> Tensor:
-    """Losses of pieces `(pieces, length)` with special tokens around them; NaN where there is no target."""
-    # A causal model has nothing to predict the first token of a piece from, unless the frame begins it.
+    """Returns losses of pieces `(pieces, length)` with special tokens around them; NaN where there is no target."""
+    # A causal model cannot predict the first token of a piece, unless the frame has a token before it.
     if not bool((targets[:, causal and not frame.before :] != IGNORED).any()):
         return torch.full(ids.shape, math.nan)
     framed = frame.around(ids, targets=False), frame.around(targets, targets=True)
@@ -271,7 +269,7 @@ def _framed_losses(
 def _piecewise_losses(
     model: Any, input_ids: Tensor, labels: Tensor, content: int, causal: bool, frame: Frame, tokens_per_batch: int
 ) -> Tensor:
-    """`(windows, window_length)`: losses in pieces counted from the end; what is left at the start is a shorter one."""
+    """`(windows, window_length)`: losses in pieces counted from the end; the rest at the start is a shorter piece."""
     rest = input_ids.shape[1] % content
     columns = []
     for piece, size in ((slice(0, rest), rest), (slice(rest, None), content)):
@@ -283,7 +281,7 @@ def _piecewise_losses(
 
 
 def _mean(losses: Tensor) -> float | None:
-    """The mean of those that are targets; `None` if there are none, or it is no finite number."""
+    """Returns the mean over targets; `None` if there are none, or it is not finite."""
     mean = float(losses.double().nanmean()) if losses.numel() else math.nan
     return mean if math.isfinite(mean) else None
 
@@ -316,51 +314,51 @@ def text_losses(
     tokens_per_batch: int = TOKENS_PER_BATCH,
     seed: int = 0,
 ) -> Result:
-    """Loss and perplexity of a model on held-out text, by length and by position, under one scheme or several.
+    """Measures loss and perplexity on held-out text, by length and by position, under one scheme or several.
 
     Every scheme and every length reads the same text; see `loss_by_length`. Masks of a masked model are drawn once.
 
     Args:
-        model: a causal or masked language model, patched or not; left as it was found.
+        model: a causal or masked language model, patched or not; it is left unchanged.
         tokenizer: its tokenizer.
         texts: held-out documents.
-        lengths: in tokens; windows of text are as long as the longest.
-        schemes: what is measured, one after the other; see `measure_schemes`.
-        max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
-        sliding_window: length of the sliding window; `None` leaves it out.
-        stride: of the sliding window; by default half of it.
-        tail: how many of the last tokens of each window the tail is; by default 32, or half the shortest length.
-        special_tokens: whether BOS, [CLS] and [SEP] stand around every piece, where the tokenizer uses them.
+        lengths: the lengths to read, in tokens; windows of text are as long as the longest.
+        schemes: the schemes to measure, one after the other; see `measure_schemes`.
+        max_windows: maximum number of windows, evenly spread over the text; `None` reads all of it.
+        sliding_window: length of the sliding window; `None` omits it.
+        stride: stride of the sliding window; by default half its length.
+        tail: number of last tokens of each window that form the tail; by default 32, or half the shortest length.
+        special_tokens: whether to put BOS, [CLS] and [SEP] around every piece, if the tokenizer uses them.
         mask_probability: share of the tokens that are predicted, for masked models only; by default 0.15.
         tokens_per_batch: tokens per forward call, which bounds memory.
-        seed: of masks and of new scheme weights.
+        seed: seed of the masks and of new scheme weights.
 
     Returns:
-        Records of these quantities, in nats but for the perplexities:
+        Records of these quantities, in nats except for the perplexities:
 
-        - `loss`, `perplexity` and `tail_loss`, by `length`. The count is that of the targets.
+        - `loss`, `perplexity` and `tail_loss`, by `length`. The count is the number of targets.
         - `sliding_loss`, `sliding_perplexity` and `sliding_tail_loss`, by `window` and `stride`.
-        - `position_loss` of the positions from `start` to before `stop`, in pieces of the longest length.
+        - `position_loss` for the positions from `start` to before `stop`, in pieces of the longest length.
 
     Raises:
-        MeasurementError: for text that is too short, a masked model whose tokenizer has no mask token, or a causal one
-            with a `mask_probability`.
-        UnsupportedError: for a model that is no language model.
+        MeasurementError: if the text is too short, a masked model's tokenizer has no mask token, or a causal model gets
+            a `mask_probability`.
+        UnsupportedError: if the model is not a language model.
     """
     lengths = sorted(set(lengths))
     if not lengths:
-        raise MeasurementError("There is no length to evaluate at.")
+        raise MeasurementError("No lengths are given; at least one is needed.")
     if stride is not None and sliding_window is None:
-        raise MeasurementError("stride is that of the sliding window; give sliding_window too.")
+        raise MeasurementError("stride is for the sliding window: pass sliding_window too.")
     stream = token_stream(tokenizer, texts)
     if stream.shape[0] < 2:
-        raise MeasurementError(f"The text has {stream.shape[0]} token(s): there is nothing to predict. Give more text.")
+        raise MeasurementError(f"The text has {stream.shape[0]} token(s): there is nothing to predict. Use more text.")
     causal = predicts_next_token(model, stream.unsqueeze(0))
     if causal and mask_probability is not None:
-        raise MeasurementError(f"mask_probability is for masked models, and {type(model).__name__} masks no tokens.")
+        raise MeasurementError(f"mask_probability is for masked models, but {type(model).__name__} masks no tokens.")
     frame = special_frame(tokenizer, causal=causal) if special_tokens else Frame()
     if lengths[-1] <= frame.size:
-        raise MeasurementError(f"A length of {lengths[-1]} holds nothing beside {frame.size} special tokens.")
+        raise MeasurementError(f"A length of {lengths[-1]} has no room for text with {frame.size} special tokens.")
     windows = stream_windows(stream, lengths[-1] - frame.size, max_windows=max_windows)
     probability = _MASKED if mask_probability is None else mask_probability
     batch = language_targets(model, tokenizer, windows, causal=causal, probability=probability, seed=seed)

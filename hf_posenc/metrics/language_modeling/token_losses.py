@@ -1,4 +1,4 @@
-"""Text as windows of tokens with targets, and cross-entropy at every token of a batch."""
+"""Windows of tokens with targets, and cross-entropy at every token of a batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token, refuse_encoder_decoder
 from hf_posenc.metrics.sensitivity_material import ENGLISH
 
-#: The label of a token that is not a target, in PyTorch and transformers alike.
+#: The label of a token that is not a target, as in PyTorch and transformers.
 IGNORED = -100
 #: Tokens per forward call, which bounds memory.
 TOKENS_PER_BATCH = 4096
-#: Targets whose logits are turned into losses at once: the copies that this makes are as wide as the vocabulary.
+#: Targets whose losses are computed at once. Few are, because copies of logits are as wide as the vocabulary.
 _TARGETS_AT_ONCE = 1024
 
 
@@ -29,26 +29,25 @@ def token_losses(
     *,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> Tensor:
-    """Cross-entropy in nats at every token.
+    """Computes the cross-entropy in nats at every token.
 
-    The loss stands where the target stands: in a causal model, one place after the prediction. The model runs in
-    evaluation mode and is left as it was found.
+    A loss is at the place of its target: in a causal model, one place after the prediction. The model runs in
+    evaluation mode and is left unchanged.
 
     Args:
         model: a causal or masked language model of transformers, patched or not.
         input_ids: `(sequences, length)` int64, without padding.
-        labels: `(sequences, length)`, the token that should be predicted at each place, not shifted; -100 at tokens
-            that are no target.
-        causal: whether the logits at a token predict the next one; `None` finds out, see `predicts_next_token`.
+        labels: `(sequences, length)`, the token to predict at each place, not shifted; -100 for no target.
+        causal: whether the logits at a token predict the next one; `None` measures it, see `predicts_next_token`.
         tokens_per_batch: tokens per forward call, at least one sequence.
 
     Returns:
-        `(sequences, length)` float32 on the CPU; NaN where the token is no target, which the first token of a
-        sequence never is in a causal model, and infinity where the model's logits are NaN.
+        `(sequences, length)` float32 on the CPU: NaN at tokens that are not targets, which in a causal model always
+        include the first one of a sequence, and infinity where the model's logits are NaN.
 
     Raises:
-        SequenceLengthError: if the model has no positions for so long a sequence.
-        MeasurementError: for input that is no batch of tokens with labels.
+        SequenceLengthError: if the model has too few positions for the sequence.
+        MeasurementError: if the input is not a batch of tokens with labels.
         UnsupportedError: for a model without one row of logits per token.
     """
     check_batch(model, input_ids, labels, tokens_per_batch)
@@ -70,7 +69,7 @@ def check_batch(model: Any, input_ids: Tensor, labels: Tensor, tokens_per_batch:
         raise MeasurementError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}.")
     targets = labels[labels != IGNORED]
     if targets.numel() == 0:
-        raise MeasurementError(f"labels holds no target: every label is {IGNORED}.")
+        raise MeasurementError(f"labels has no target: every label is {IGNORED}.")
     check_vocabulary(model, *(int(end) for ids in (input_ids, targets) for end in (ids.min(), ids.max())))
 
 
@@ -87,7 +86,7 @@ def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
         torch.nn.functional.cross_entropy(logits[row, place].float(), targets[row, place], reduction="none")
         for row, place in (indices.unbind(-1) for indices in rows)
     ]
-    # NaN says that a token is no target. A model whose logits are none gives no probability to any.
+    # NaN marks tokens that are not targets. A model with NaN logits gives probability 0 to every token.
     finite = torch.cat(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
     (losses[:, 1:] if causal else losses)[wanted] = finite
     return losses.cpu()
@@ -98,8 +97,8 @@ class Frame:
     """Special tokens around every piece, as the model saw them in training.
 
     Args:
-        before: ids such as BOS or [CLS]; no targets.
-        after: ids such as [SEP]; no targets.
+        before: ids such as BOS or [CLS]; not targets.
+        after: ids such as [SEP]; not targets.
     """
 
     before: tuple[int, ...] = ()
@@ -107,11 +106,11 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """How many tokens of a sequence they take."""
+        """The number of special tokens in a sequence."""
         return len(self.before) + len(self.after)
 
     def around(self, tokens: Tensor, *, targets: bool) -> Tensor:
-        """`(sequences, n)` -> `(sequences, n + size)`; labels get no targets here."""
+        """`(sequences, n)` -> `(sequences, n + size)`; in labels, special tokens are not targets."""
         ends = [
             torch.tensor([IGNORED] * len(ids) if targets else ids, dtype=tokens.dtype).expand(tokens.shape[0], -1)
             for ids in (self.before, self.after)
@@ -120,7 +119,7 @@ class Frame:
 
 
 def token_stream(tokenizer: Any, texts: Iterable[str]) -> Tensor:
-    """`(tokens,)` int64: the texts one after the other, each closed by the tokenizer's end token if it has one."""
+    """Returns `(tokens,)` int64: the texts in order, each followed by the tokenizer's end token if it has one."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     stream: list[int] = []
     for text in texts:
@@ -130,20 +129,19 @@ def token_stream(tokenizer: Any, texts: Iterable[str]) -> Tensor:
 
 
 def stream_windows(stream: Tensor, length: int, *, max_windows: int | None = None, overlap: bool = False) -> Tensor:
-    """Windows `(windows, length)` of a text `(tokens,)`, evenly spread over it, which may `overlap` or not.
+    """Cuts windows `(windows, length)` from a text `(tokens,)`, evenly spread over it, with or without `overlap`.
 
-    At most `max_windows`, by default all that fit. A window may hold the end of one document and the start of the next.
+    At most `max_windows`, by default all that fit. A window may contain parts of several documents.
 
     Raises:
         MeasurementError: if the stream is shorter than one window.
     """
     if length < 1 or (max_windows is not None and max_windows < 1):
-        raise MeasurementError(f"There must be at least one window of one token, got {max_windows} of {length}.")
+        raise MeasurementError(f"At least one window of one token is needed, got {max_windows} of {length}.")
     fitting = max(0, stream.shape[0] - length + 1) if overlap else stream.shape[0] // length
     if fitting == 0:
         raise MeasurementError(
-            f"The text has {stream.shape[0]} tokens, and one window alone needs {length}. Give more text, or shorter "
-            f"lengths."
+            f"The text has {stream.shape[0]} tokens, but one window needs {length}. Use more text, or shorter lengths."
         )
     count = fitting if max_windows is None else min(max_windows, fitting)
     starts = torch.linspace(0, stream.shape[0] - length, count, dtype=torch.float64).long().tolist()
@@ -151,13 +149,13 @@ def stream_windows(stream: Tensor, length: int, *, max_windows: int | None = Non
 
 
 def text_windows(tokenizer: Any, texts: Iterable[str] | None, length: int, max_windows: int | None) -> Tensor:
-    """`stream_windows` of texts, by default of a short English one."""
+    """Returns `stream_windows` of texts, by default of a short English text."""
     stream = token_stream(tokenizer, [ENGLISH.passage] if texts is None else texts)
     return stream_windows(stream, length, max_windows=max_windows)
 
 
 def causal_targets(windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and labels for a causal model: every token but the first of a window, which has no context."""
+    """Returns inputs and labels for a causal model: every token except the first of a window, which has no context."""
     labels = windows.clone()
     labels[:, 0] = IGNORED
     return windows, labels
@@ -166,19 +164,19 @@ def causal_targets(windows: Tensor) -> tuple[Tensor, Tensor]:
 def masked_targets(
     windows: Tensor, mask_token_id: int, *, probability: float = 0.15, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and labels for a masked model, the same whatever the model and the scheme.
+    """Returns inputs and labels for a masked model, which do not depend on the model or the scheme.
 
     Every target is shown as the mask token, without the random and unchanged tokens of training, so that a model that
-    knows nothing but frequencies scores the unigram cross-entropy.
+    knows only frequencies scores the unigram cross-entropy.
 
     Args:
         windows: `(windows, length)`.
         mask_token_id: the id of the mask token.
-        probability: of a token to be a target (BERT, arXiv:1810.04805: 0.15).
-        seed: of the draw; the random state of the process is not touched.
+        probability: probability that a token is a target (BERT, arXiv:1810.04805: 0.15).
+        seed: seed of the draw; the random state of the process does not change.
     """
     if not 0 < probability < 1:
-        raise MeasurementError(f"The probability of a mask must lie between 0 and 1, got {probability}.")
+        raise MeasurementError(f"The probability of a mask must be between 0 and 1, got {probability}.")
     draw = torch.rand(windows.shape, generator=torch.Generator().manual_seed(seed))
     chosen = draw < probability
     return windows.masked_fill(chosen, mask_token_id), windows.masked_fill(~chosen, IGNORED)
@@ -187,12 +185,12 @@ def masked_targets(
 def language_targets(
     model: Any, tokenizer: Any, windows: Tensor, *, causal: bool, probability: float = 0.15, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """`causal_targets`, or the `masked_targets` of a model that sees both sides."""
+    """Returns `causal_targets`, or `masked_targets` for a model that sees both sides."""
     if causal:
         return causal_targets(windows)
     if tokenizer.mask_token_id is None:
         raise MeasurementError(
-            f"{type(model).__name__} sees both sides of a token, so masked tokens are what it predicts, but the "
+            f"{type(model).__name__} sees both sides of a token, so it is measured on masked tokens, but the "
             f"tokenizer {type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its "
             f"mask_token."
         )
@@ -200,7 +198,7 @@ def language_targets(
 
 
 def special_frame(tokenizer: Any, *, causal: bool) -> Frame:
-    """The special tokens that the tokenizer puts around a text; a causal model gets none behind it."""
+    """Returns the special tokens that the tokenizer puts around a text; for a causal model, none after it."""
     content = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(content) + 1):
@@ -208,6 +206,6 @@ def special_frame(tokenizer: Any, *, causal: bool) -> Frame:
             after = () if causal else tuple(whole[start + len(content) :])
             return Frame(tuple(whole[:start]), after)
     raise MeasurementError(
-        f"The tokenizer {type(tokenizer).__name__} reads a text otherwise with special tokens than without, so they "
-        f"cannot be put around pieces of it. Measure without special tokens."
+        f"The tokenizer {type(tokenizer).__name__} encodes a text differently with special tokens than without, so "
+        f"they cannot be put around pieces of a text. Measure without special tokens."
     )

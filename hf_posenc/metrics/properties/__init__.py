@@ -1,4 +1,4 @@
-"""What kind of position encoding a scheme is: measured properties, with thresholds, without any model."""
+"""Measured properties of schemes, each with a threshold. They need no model."""
 
 from hf_posenc.metrics.properties.decay import decay_curve, long_term_decay, rotary_envelope
 from hf_posenc.metrics.properties.encodings import length_consistency, logit_defect, low_precision, uniqueness

@@ -15,7 +15,7 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
-#: Rank correlation with distance at or below which logits fall on the whole; oscillations do not undo a trend.
+#: At or below this rank correlation with distance, logits fall overall. They may oscillate.
 DECAYS_BELOW = -0.5
 ENVELOPE_DISTANCES = (0, 1, 10, 100, 1000, 4000)
 _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 255)
@@ -23,15 +23,15 @@ _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 255)
 
 @measured(DECAYS_BELOW)
 def long_term_decay(specimen: Specimen, refusals: Refusals, *, length: int = 256) -> Found | None:
-    """The rank correlation (Spearman) of distance and logit, for equal queries and keys at `length` distances.
+    """Measures the rank correlation (Spearman) of distance and logit, for equal queries and keys at `length` distances.
 
-    The curve is `decay_curve`. A scheme with learned weights is measured with three draws of them, and the least decay
-    counts: a trend that a random table happens to have is none of the mechanism. Passes at or below -0.5; a curve
-    without variation has the correlation 0.
+    The curve is `decay_curve`. A scheme with learned weights is measured with three draws of them, and the weakest
+    decay counts, because an accidental trend of a random table is not a property of the mechanism. Passes at or below
+    -0.5; a curve without variation has the correlation 0.
 
-    `details["half"]` is the first distance with less than half the logit of distance 0 (`None` if there is none),
-    `details["at"]` the curve at some distances, and `details["envelope"]`, for rotations by position times frequency
-    that all heads share, RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
+    `details["half"]` is the first distance with less than half the logit of distance 0 (`None` if there is none), and
+    `details["at"]` the curve at some distances. For rotations by position times frequency that all heads share,
+    `details["envelope"]` is RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
     """
     specimens = [specimen]
     if any(True for part in specimen.parts for _ in part.parameters()):
@@ -57,20 +57,20 @@ def long_term_decay(specimen: Specimen, refusals: Refusals, *, length: int = 256
 
 @torch.no_grad()
 def decay_curve(scheme: str | SchemeConfig | Specimen, *, length: int = 256, independent: bool = False) -> Tensor:
-    """`D(distance)`: the mean logit of a query and a key that far from it, in units of the content's logit.
+    """Returns `D(distance)`: the mean logit of a query and a key at this distance, in units of the content's logit.
 
-    All tokens hold the same content, and the mean is over unit vectors: for maps the 64 coordinate directions, spread
-    over contents and heads, and their negatives, which for a rotation is the exact mean over the sphere; over many
-    queries; and over keys on both sides, where the scheme is bidirectional. Logits are not divided by the square root
-    of the width, so that the content's is 1, and `D = 1 + logit(distance) - logit(0)`: for schemes that do nothing at
-    distance 0 this is the ratio of the two.
+    All tokens have the same content. The mean is over unit vectors, many queries, and keys on both sides if the scheme
+    is bidirectional. For maps, the unit vectors are the 64 coordinate directions, spread over contents and heads, and
+    their negatives, which for a rotation gives the exact mean over the sphere. Logits are not divided by the square
+    root of the width, so that of the content is 1, and `D = 1 + logit(distance) - logit(0)`: for schemes that do
+    nothing at distance 0 this is the ratio of the two.
 
     Args:
         scheme: a name, a config, or a built specimen.
         length: number of distances, from 0.
-        independent: takes keys drawn independently of the queries, from N(0, 1 / head_dim) per component, and returns
-            the mean logit itself. For rotations it is 0 at every distance (arXiv:2410.06205, proposition 3.2): the
-            decay is a property of queries and keys that resemble each other.
+        independent: draws keys independently of the queries, from N(0, 1 / head_dim) per component, and returns the
+            mean logit itself. For rotations it is 0 at every distance (arXiv:2410.06205, proposition 3.2): decay is a
+            property of queries and keys that are similar.
 
     Returns:
         `(length,)` float64.
@@ -80,7 +80,7 @@ def decay_curve(scheme: str | SchemeConfig | Specimen, *, length: int = 256, ind
     total = _total(length)
     positions = positions_at(torch.arange(total))
     per_head = head_dim // heads
-    # Without a map, all directions have the same dot product with themselves, and few are enough.
+    # Without a map, all directions have the same dot product with themselves, so few are enough.
     vectors = torch.eye(head_dim)[: per_head if specimen.parts.query_key_map is not None else 2]
     contents = torch.cat((vectors, -vectors)).unsqueeze(1)
     hidden_states = (contents + specimen.additive(positions)).expand(-1, total, -1)
@@ -106,30 +106,30 @@ def decay_curve(scheme: str | SchemeConfig | Specimen, *, length: int = 256, ind
 def rotary_envelope(
     distances: Sequence[int] = ENVELOPE_DISTANCES, head_dim: int = 64, theta: float = 10000.0
 ) -> list[float]:
-    """RoFormer's bound on the decay of RoPE (arXiv:2104.09864, section 3.4.3 and figure 2).
+    """Returns RoFormer's bound on the decay of RoPE (arXiv:2104.09864, section 3.4.3 and figure 2).
 
-    With `S_i` the sum of the first `i` terms `exp(1j * distance * frequency_m)`, the mean of `|S_i|` over
-    `i = 1 .. head_dim / 2`.
+    It is the mean of `|S_i|` over `i = 1 .. head_dim / 2`. `S_i` is the sum of the first `i` terms
+    `exp(1j * distance * frequency_m)`.
 
     Args:
         distances: in positions.
         head_dim: width of a head, even.
-        theta: the base.
+        theta: the base of the frequencies.
     """
     return envelope(rope_inverse_frequencies(theta, head_dim), torch.tensor(distances)).tolist()
 
 
 def envelope(inverse_frequencies: Tensor, distances: Tensor) -> Tensor:
-    """`rotary_envelope` for any frequencies, `(pairs,)` radians per position, at `(distances,)`; float64."""
+    """Returns `rotary_envelope` for any frequencies, `(pairs,)` radians per position, at `(distances,)`; float64."""
     angles = distances.double().unsqueeze(-1) * inverse_frequencies.double()
     return torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1).abs().mean(dim=-1)
 
 
 @torch.no_grad()
 def rotation_frequencies(parts: SchemeParts, length: int) -> Tensor | None:
-    """The frequencies `(pairs,)` of a scheme that only rotates, by one set of frequencies for all heads; else `None`.
+    """Returns the frequencies `(pairs,)` of a scheme that only rotates, with the same ones in all heads; else `None`.
 
-    A map that also changes lengths of pairs has no such bound on its decay, nor has one beside a bias.
+    A map that also changes lengths of pairs has no such bound on its decay, nor does a map together with a bias.
     """
     part = parts.query_key_map
     if not isinstance(part, RotaryMap) or not part.symmetric or parts.logit_bias is not None:
@@ -143,5 +143,5 @@ def rotation_frequencies(parts: SchemeParts, length: int) -> Tensor | None:
 
 
 def _total(length: int) -> int:
-    """The length of a sequence in whose middle some queries have `length - 1` tokens on either side."""
+    """Returns a sequence length with some queries in the middle that have `length - 1` tokens on either side."""
     return 2 * length + 64

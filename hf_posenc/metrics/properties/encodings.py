@@ -1,4 +1,4 @@
-"""What a scheme makes of one position as a row of numbers: unique, the same in longer texts, in half precision."""
+"""Encodings as one row of numbers per position: are they unique, the same in longer texts, good in half precision?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hf_posenc.schemes.positions import AttentionPairs, Positions
 
 
 def mapped_basis(query_key_map: QueryKeyMap, specimen: Specimen, positions: Positions) -> tuple[Tensor, Tensor]:
-    """The matrices that queries and keys are mapped by, each `(heads, length, mapped width, head_dim)`.
+    """Returns the matrices that map queries and keys, each `(heads, length, mapped width, head_dim)`.
 
     Column `c` is the image of the unit vector `c`.
     """
@@ -41,13 +41,13 @@ def mapped_basis(query_key_map: QueryKeyMap, specimen: Specimen, positions: Posi
 
 
 def position_rows(specimen: Specimen, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`enc(p)` of every position: the added vector, the flattened map, or the logits as one query sees them.
+    """Returns `enc(p)` of every position: the added vector, the flattened map, or the logits as one query sees them.
 
-    A logit bias is not a property of one position. Its row holds the logits, in all heads and for eight contents, of
-    the key at `p` for the last of the queries, where every token has the same content; a map that acts beside it is
-    part of these logits. A scheme that only scales logits is described by its factors.
+    A logit bias is not a property of one position. Its row has the logits, in all heads and for eight contents, of the
+    key at `p` for the last query, where every token has the same content. A map that the scheme uses together with the
+    bias is part of these logits. A scheme that only scales logits is described by its factors.
 
-    Returns `(length, width)` float32 for ascending ids `(length,)`; width 0 for a scheme that does nothing.
+    Returns `(length, width)` float32 for ascending ids `(length,)`; the width is 0 for a scheme that does nothing.
     """
     parts, positions = specimen.parts, positions_at(ids, lengths=lengths)
     rows = [] if parts.additive is None else [specimen.additive(positions)[0]]
@@ -64,10 +64,10 @@ def position_rows(specimen: Specimen, ids: Tensor, lengths: Tensor | None = None
 
 
 def cast_rows(specimen: Specimen, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """`enc(p)` of every position as a model in `dtype` holds it: computed in float32, rounded last; `(length, width)`.
+    """Returns `enc(p)` as in a model in `dtype`: computed in float32, rounded last; `(length, width)`.
 
-    Added vectors, one mapped query and key (per head, where heads differ), and biases of the last query. Where a bias
-    is more than a function of distance, every token has the same content.
+    It has added vectors, one mapped query and key (per head, if heads differ), and biases of the last query. If a bias
+    depends on more than the distance, every token has the same content.
     """
     parts, positions = specimen.parts, positions_at(ids)
     rows = [] if parts.additive is None else [specimen.additive(positions)[0]]
@@ -88,7 +88,7 @@ def cast_rows(specimen: Specimen, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bias_row(bias: LogitBias, specimen: Specimen, positions: Positions) -> Tensor:
-    """`(length, heads)` float32: the bias of each token's key for the last query, with equal contents."""
+    """Returns `(length, heads)` float32: the bias of each token's key for the last query, with equal contents."""
     if isinstance(bias, DistanceBias):
         return bias(positions.ids[0] - positions.ids[0, -1]).T
     assert isinstance(bias, PairwiseBias)
@@ -97,28 +97,28 @@ def _bias_row(bias: LogitBias, specimen: Specimen, positions: Positions) -> Tens
     features = bias.key_features(hidden_states) if bias.num_features else None
     slots, scaling = torch.arange(query.shape[-2]), specimen.context.head_dim**-0.5
     pairs = AttentionPairs(query, key, slots, positions, scaling, hidden_states, features)
-    # Equal numbers may differ in the last bits, where they went through different kernels.
+    # Equal numbers may differ in the last bits if they went through different kernels.
     return (pairwise_bias(bias, pairs)[0, :, -1].T / 1e-5).round() * 1e-5
 
 
-#: Encodings nearer than this are the same: the rounding of a float32 logit of a few units, a few times over.
+#: Closer encodings count as equal. This is several times the rounding of a float32 logit of a few units.
 UNIQUE_ABOVE = 1e-5
 CONSISTENT_UP_TO = 1e-5
-#: Past the training length, and past the first step of a temperature that rises every 8192 tokens.
+#: Beyond the training length, and beyond the first step of a temperature that rises every 8192 tokens.
 GROWN_TO = (2 * TRAINING_LENGTH, 32 * TRAINING_LENGTH)
 
 
 @measured(UNIQUE_ABOVE)
 def uniqueness(specimen: Specimen, refusals: Refusals, *, length: int = 2 * TRAINING_LENGTH) -> Found | None:
-    """The smallest distance between the encodings of two positions below `length`, `u(T)`.
+    """Measures the smallest distance between the encodings of two positions below `length`, `u(T)`.
 
-    Compared are the first and the last 256 positions, each with every other; `T` is the training length for schemes
-    that have no positions past it, and at least 256.
+    The first and the last 256 positions are compared, each with every other. For schemes that have no positions beyond
+    the training length, `T` is that length; it is at least 256.
 
     An encoding is the added vector, the flattened map of queries and keys, or, for a logit bias, the logits of a key as
-    the last query sees them, where all tokens have the same content (`position_rows`). Passes above 1e-5.
-    `details["pair"]` are the two positions, `details["distinct"]` the number of encodings that differ from all earlier
-    ones by more than the threshold, of the `details["compared"]`.
+    the last query sees them, if all tokens have the same content (`position_rows`). Passes above 1e-5.
+    `details["pair"]` are the two positions, and `details["distinct"]` the number of encodings that differ from all
+    earlier ones by more than the threshold, of the `details["compared"]`.
     """
     for count in (length, TRAINING_LENGTH):
         with refusals.at(f"positions up to {count - 1}"):
@@ -132,14 +132,13 @@ def uniqueness(specimen: Specimen, refusals: Refusals, *, length: int = 2 * TRAI
 
 @measured(CONSISTENT_UP_TO)
 def length_consistency(specimen: Specimen, refusals: Refusals, *, length: int = 256) -> Found | None:
-    """How far encodings move when the sequence grows: the largest `max_p |enc_T(p) - enc_S(p)|` over the lengths `S`.
+    """Measures how far encodings move in a longer sequence: the largest `max_p |enc_T(p) - enc_S(p)|` over lengths `S`.
 
-    A scheme that fails cannot extend a cache: what it said about the tokens so far is no longer true. The sequence
-    grows from `T = length`, less than the training length, to twice `T`, and to 2 and 32 times the training length,
-    because many schemes begin to follow the length only past the one they were built for. The logits are compared too,
-    for contents that differ, because a bias or a scale may depend on the length without an encoding of its own. Passes
-    up to 1e-5, relative to the largest encoding where that is more than 1. `details["by_length"]` has the difference
-    for each `S`.
+    A scheme that fails cannot extend a cache, because the encodings of cached tokens change. The sequence grows from `T
+    = length`, less than the training length, to twice `T`, and to 2 and 32 times the training length, because many
+    schemes depend on the length only beyond the one that they were built for. Logits are compared too, for different
+    contents, because a bias or a scale may depend on the length without an encoding. Passes up to 1e-5, relative to the
+    largest encoding if that is more than 1. `details["by_length"]` has the difference for each `S`.
     """
     if not any(True for _ in specimen.parts):
         raise DoesNotApplyError("the scheme encodes nothing")
@@ -162,13 +161,13 @@ def length_consistency(specimen: Specimen, refusals: Refusals, *, length: int = 
 
 
 def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:
-    """Distance and indices of the two nearest rows, and how many rows are no duplicate of one before them."""
+    """Returns distance and indices of the two nearest rows, and the number of rows that repeat no earlier row."""
     count = rows.shape[0]
-    # Columns that all positions share add nothing to any distance.
+    # Columns in which all positions are equal add nothing to any distance.
     columns = rows[:, (rows != rows[:1]).any(dim=0)].double()
     squares = columns.square().sum(dim=-1)
     approximate = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * columns @ columns.T).clamp(min=0)
-    # The difference of squares cancels, so the nearest candidates are compared once more, directly.
+    # The difference of squares loses digits, so the nearest candidates are compared again directly.
     later = torch.ones(count, count, dtype=torch.bool).tril(diagonal=-1)
     candidates = (
         approximate.masked_fill(~later, torch.inf).flatten().topk(min(64, count * (count - 1) // 2), largest=False)
@@ -182,37 +181,37 @@ def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 POSITIONS = (0, 1000, 16000, 64000)
-#: Spacings of numbers at 1 that a logit may be off by: rounding queries, keys and their products takes about three.
+#: Largest error of a logit, in spacings of numbers at 1. Rounding queries, keys and their products costs about three.
 DEFECT_ULPS = 8
-#: Logits this far below the largest have a weight below 1e-4 of its weight.
+#: The weight of logits this far below the largest is less than 1e-4 of its weight.
 NEGLIGIBLE_BELOW = 10.0
 
 
 @measured(1.0)
 def low_precision(specimen: Specimen, refusals: Refusals, dtype: torch.dtype, *, length: int = 65536) -> Found | None:
-    """What is left of a scheme where a model computes in half precision.
+    """Measures how well a scheme works in a model that computes in half precision.
 
-    (a) How many positions keep an encoding of their own, if it is computed in float32 from integer positions and
-    rounded last, as the parts of this package do; and how many would, if the positions were rounded first, the mistake
-    of `position_ids.to(dtype)`: bfloat16 has no 257. (b) How far logits are from those of float32 with the same rounded
-    contents and projections, for 16 tokens from each of several positions on.
+    (a) How many positions have a unique encoding, if it is computed in float32 from integer positions and rounded last,
+    as the parts of this package do; and how many if the positions are rounded first, as by `position_ids.to(dtype)`,
+    which is a mistake: bfloat16 has no 257. (b) How far logits are from those of float32 with the same rounded contents
+    and projections, for 16 tokens from each of several positions on.
 
-    Passes if rounding makes no two encodings equal that float32 tells apart, and no logit is off by more than 8 times
-    the spacing of numbers at 1 (0.0078 in float16, 0.0625 in bfloat16; without positions logits have a variance of 1).
+    Passes if encodings that differ in float32 also differ after rounding, and no logit is off by more than 8 times the
+    spacing of numbers at 1 (0.0078 in float16, 0.0625 in bfloat16; without positions logits have a variance of 1).
 
-    (a) takes `length` positions, fewer where a scheme ends earlier or compares all pairs. The value is the share of the
-    encodings that stay unique; `details` has that share with positions rounded first, the first position that would
-    repeat an earlier one, and the defect of logits by position.
+    (a) uses `length` positions, or fewer if a scheme ends earlier or compares all pairs. The value is the share of the
+    encodings that stay unique. `details` has that share with positions rounded first, the first position that would
+    repeat an earlier one, and the error of logits by position.
     """
     if not any(True for _ in specimen.parts):
         raise DoesNotApplyError("the scheme encodes nothing")
     cast, form = None, str(dtype).removeprefix("torch.")
-    # A bias on pairs needs all of them for one row; a table ends where the model did.
+    # A bias on pairs needs all of them for one row; a table ends at the training length.
     lengths = [512] if isinstance(specimen.parts.logit_bias, PairwiseBias) else [length, TRAINING_LENGTH]
     for count in lengths:
         with refusals.at(f"positions up to {count - 1}"):
             ids = torch.arange(count)
-            # A position may round up to one past the last, which the scheme need not have.
+            # A position may round up to one after the last, which the scheme may not have.
             first = rounded_ids(ids, form).clamp(max=count - 1).unique()
             exact = _unique_in_float32(specimen, count)
             cast, cast_first = (
@@ -244,16 +243,16 @@ def low_precision(specimen: Specimen, refusals: Refusals, dtype: torch.dtype, *,
 
 @functools.lru_cache(maxsize=1)
 def _unique_in_float32(specimen: Specimen, count: int) -> int:
-    """How many of the first encodings differ, kept because every format is compared with it."""
+    """Returns how many of the first encodings differ. It is cached, because every format is compared with it."""
     return unique_rows(cast_rows(specimen, torch.arange(count), torch.float32))
 
 
 @torch.no_grad()
 def logit_defect(scheme: str | SchemeConfig | Specimen, position: int, dtype: torch.dtype) -> float:
-    """How far logits computed in `dtype` are from those in float32, for 16 tokens from `position` on.
+    """Returns how far logits computed in `dtype` are from those in float32, for 16 tokens from `position` on.
 
-    Logits that are more than 10 below the largest of their query are left out: a softmax gives them no weight, and
-    their rounding grows with their size.
+    Logits more than 10 below the largest of their query are ignored: a softmax gives them no weight, and their rounding
+    grows with their size.
     """
     specimen = build_specimen(scheme)
     query_weight, key_weight = (weight.to(dtype).float() for weight in (specimen.query_weight, specimen.key_weight))
@@ -267,13 +266,13 @@ def logit_defect(scheme: str | SchemeConfig | Specimen, position: int, dtype: to
 
 
 def unique_rows(rows: Tensor) -> int:
-    """How many different rows there are; bit patterns are compared, by a hash of 64 bits."""
+    """Returns the number of different rows. Their bit patterns are compared by a hash of 64 bits."""
     if rows.shape[-1] == 0:
         return 1
-    # A negative zero equals a positive one.
+    # This makes negative zeros positive.
     words = (rows + 0.0).contiguous().view(torch.int32 if rows.dtype == torch.float32 else torch.int16).long()
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (words.shape[-1],), generator=generator)
-    # Overflow wraps around, which is what a hash wants; chunks keep the products small.
+    # Overflow wraps around, as it should in a hash; chunks keep the products small.
     hashes = torch.cat([((chunk + 7919) * factors).sum(dim=-1) for chunk in words.split(8192)])
     return int(hashes.unique().numel())

@@ -1,4 +1,4 @@
-"""Is moving on by k positions a linear map that does not depend on where one starts?"""
+"""Is a step of k positions a linear map that does not depend on the starting position?"""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.parts import PairwiseBias, QueryKeyMap
 
 SHIFTS = (1, 7, 64, 500)
-#: Maps are compared up to here: float32 angles are rounded by their own size, and a residual grows with them.
+#: Maps are compared up to here: the rounding of float32 angles grows with their size, and the residual with it.
 MAPS_UP_TO = 16384
-#: In float32 a fit over half of the positions is extended to the other half, which multiplies their rounding of 1e-7
-#: by the condition of the fit (in float64 a sinusoidal table stays below 1e-9).
+#: A fit over half of the positions is extended to the other half. In float32 this multiplies their rounding of 1e-7 by
+#: the condition number of the fit (in float64 a sinusoidal table stays below 1e-9).
 LINEAR_UP_TO = 1e-3
-#: Directions in which the table has less than this share of its largest extent are rounding, and not fitted.
+#: Directions in which the table has less than this share of its largest extent are rounding and are not fitted.
 _NEGLIGIBLE = 1e-6
-#: Number of positions, sampled at random, that stand for all.
+#: Number of positions that are sampled at random.
 _ROWS = 1024
 
 
@@ -34,17 +34,17 @@ _ROWS = 1024
 def linearity(
     specimen: Specimen, refusals: Refusals, *, length: int = 131072, shifts: tuple[int, ...] = SHIFTS
 ) -> Found | None:
-    """How far `PE(p + k) = M_k PE(p)` or `R_{p+k} = M_k R_p` is from true, for the best `M_k`.
+    """Measures how far `PE(p + k) = M_k PE(p)` or `R_{p+k} = M_k R_p` is from true, for the best `M_k`.
 
     For vectors, `M_k` is fitted by least squares to the first half of the positions, and the residual is that of the
-    second half, relative to the length of the vectors; a sinusoidal table is measured with the explicit block rotation
-    too (`sinusoidal_shift`). For maps of queries and keys `M_k = R_k R_0^{-1}`, that is `R_k` where position 0 is not
-    mapped at all; a map that changes the width of a head is fitted like vectors are. Passes up to 1e-3.
+    second half, relative to the length of the vectors. A sinusoidal table is also measured with the explicit block
+    rotation (`sinusoidal_shift`). For maps of queries and keys, `M_k = R_k R_0^{-1}`, that is `R_k` if position 0 is
+    not mapped at all. A map that changes the width of a head is fitted like vectors. Passes up to 1e-3.
 
-    Some of `length` positions are sampled, or of the training length where the scheme has no more: long enough for the
-    slowest frequencies of a table to turn, or no fit could tell them from a constant. The `shifts` are the `k`.
-    `details["by_shift"]` has the largest residual per shift, `details["affine"]` the largest residual of
-    `PE(p + k) = M_k PE(p) + c_k`, `details["explicit"]` that of the explicit rotations.
+    Some of `length` positions are sampled, or of the training length if the scheme has no more. By default, the slowest
+    frequencies of a table turn within `length`; otherwise a fit could not distinguish them from a constant. The
+    `shifts` are the `k`. `details["by_shift"]` has the largest residual per shift, `details["affine"]` the largest
+    residual of `PE(p + k) = M_k PE(p) + c_k`, `details["explicit"]` that of the explicit rotations.
     """
     parts = specimen.parts
     if parts.additive is None and parts.query_key_map is None:
@@ -53,7 +53,7 @@ def linearity(
         raise DoesNotApplyError("the map of a key depends on the query it is paired with")
     by_shift: dict[int, float] = {}
     largest: dict[str, float] = {}
-    # A table ends where the model did.
+    # A table ends at the training length.
     for count in (length, TRAINING_LENGTH):
         with refusals.at(f"positions up to {count - 1}"):
             for shift in shifts:
@@ -67,17 +67,17 @@ def linearity(
 
 
 def sinusoidal_shift(config: SinusoidalConfig, hidden_size: int, shift: int) -> Tensor:
-    """The matrix `M_k` that moves a sinusoidal table by `k` positions: `PE(p + k) = M_k PE(p)`.
+    """Returns the matrix `M_k` that moves a sinusoidal table by `k` positions: `PE(p + k) = M_k PE(p)`.
 
     For the frequency `w` of a pair, by the addition theorems::
 
         sin((p + k) w) =  cos(k w) sin(p w) + sin(k w) cos(p w)
         cos((p + k) w) = -sin(k w) sin(p w) + cos(k w) cos(p w)
 
-    so that `M_k` rotates every pair by `k w`, whatever `p` is.
+    so `M_k` rotates every pair by `k w` for every `p`.
 
     Args:
-        config: frequencies, base and layout; scale and offset cancel.
+        config: frequencies, base and layout of the table; scale and offset cancel.
         hidden_size: an even width of the vectors, `hidden`.
         shift: `k`.
 
@@ -85,10 +85,10 @@ def sinusoidal_shift(config: SinusoidalConfig, hidden_size: int, shift: int) -> 
         `(hidden, hidden)` float64.
 
     Raises:
-        ValueError: for an odd width, which has a sine without a cosine.
+        ValueError: for an odd width, in which a sine has no cosine.
     """
     if hidden_size % 2:
-        raise ValueError(f"A sinusoidal table of width {hidden_size} has a sine without a cosine; give an even width.")
+        raise ValueError(f"A sinusoidal table of width {hidden_size} has a sine without a cosine; use an even width.")
     pairs = hidden_size // 2
     steps = torch.arange(pairs, dtype=torch.float64)
     exponents = steps / pairs if config.frequencies == "vaswani" else steps / (pairs - 1)
@@ -104,9 +104,9 @@ def sinusoidal_shift(config: SinusoidalConfig, hidden_size: int, shift: int) -> 
 
 
 def fitted_residual(source: Tensor, target: Tensor, fitted: Tensor) -> float:
-    """The largest residual of a linear map `(rows, width)` -> `(rows, width)`, relative to the length of the target.
+    """Returns the largest residual of a linear map `(rows, width)` -> `(rows, width)`, relative to the target's length.
 
-    The map is fitted by least squares to the rows that `fitted` names; the residual is that of the others.
+    The map is fitted by least squares to the rows in `fitted`; the residual is that of the other rows.
     """
     source, target = source.double(), target.double()
     solution = torch.linalg.lstsq(source[fitted], target[fitted], rcond=_NEGLIGIBLE, driver="gelsd").solution
@@ -119,7 +119,7 @@ def _relative_residual(actual: Tensor, expected: Tensor) -> float:
 
 
 def _vector_residuals(specimen: Specimen, length: int, shift: int) -> dict[str, float]:
-    """The residuals of a fit without constant and with one, and of the explicit rotations where they are known."""
+    """Returns the residuals of a fit without and with a constant, and of the explicit rotations if they are known."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randperm(length - shift, generator=generator)[:_ROWS].sort().values
     lengths = torch.tensor([[length]])
@@ -143,10 +143,10 @@ def _map_residual(specimen: Specimen, query_key_map: QueryKeyMap, length: int, s
         for ids in (starts, starts + shift, torch.tensor([0, shift]))
     ]
     residuals = []
-    # Of queries, then of keys.
+    # For queries, then for keys.
     for start, end, steps in zip(*bases, strict=True):
         if start.shape[-1] != start.shape[-2]:
-            # Column by column: each image of a unit vector at each position is one row to fit.
+            # Each image of a unit vector at each position is one row to fit.
             fitted = (torch.arange(starts.shape[0]) < starts.shape[0] // 2).repeat_interleave(start.shape[-1])
             columns = (basis.transpose(-1, -2).flatten(1, 2) for basis in (start, end))
             residuals += [fitted_residual(source, target, fitted) for source, target in zip(*columns, strict=True)]

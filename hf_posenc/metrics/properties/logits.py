@@ -1,4 +1,4 @@
-"""Properties of logits under shifts, far positions, repetition and several axes; and of the norms of queries."""
+"""Properties of logits under shifts, far positions, repetition and several axes; norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -26,35 +26,34 @@ from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.positions import Positions
 
 SHIFTS = (1, 17, 500, 4000, 30000)
-#: Parts compute angles in float32, which rounds one of 30000 radians by up to 1e-3, for the query and for the key. (In
-#: float64 relative schemes would stay below 1e-9; those that are not relative exceed 1e-2.)
+#: Parts compute angles in float32, which rounds 30000 radians by up to 1e-3, for the query and for the key. (In float64
+#: relative schemes would stay below 1e-9; schemes that are not relative exceed 1e-2.)
 RELATIVE_UP_TO = 2e-3
 FAR = (2 * TRAINING_LENGTH, 4 * TRAINING_LENGTH, 30000)
 #: Far logits may exceed near ones by this factor: logarithmic temperatures grow by less up to 30000 positions.
 BOUNDED_UP_TO = 2.0
-#: Two evaluations and two builds agree to the last bit. In a batch of another shape matrix products may round
+#: Two evaluations and two builds agree to the last bit. In a batch of another shape, matrix products may round
 #: differently, by a few units in the last place of logits up to about 10.
 SAME_UP_TO = 1e-5
 #: A rotation in float32 rounds each of 64 components by 6e-8; their norm is off by less than 1e-6.
 PRESERVED_UP_TO = 1e-5
 AXIS_SHIFTS = (1, 17, 500)
-#: A change of logits that is seen; their rounding is 1000 times smaller.
+#: A larger change of logits is not rounding, which is 1000 times smaller.
 SEEN_ABOVE = 1e-3
 _TOKENS = 48
-#: Steps per axis: those of a picture of 896 pixels in patches of 14.
+#: Steps per axis, as in a picture of 896 pixels with patches of 14.
 _STEPS = 64
 
 
 @measured(RELATIVE_UP_TO)
 def relativity(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, ...] = SHIFTS) -> Found | None:
-    """The largest change of a logit when all positions move by the same shift.
+    """Measures the largest change of a logit when all positions move by the same shift.
 
-    Measured with random contents, in two sets of 96 positions: the first ones, and the first one with a random
-    selection below twice the training length, for schemes that treat near and far keys differently. For additive
-    schemes the logits are `(x_i + PE_i) W_q . W_k (x_j + PE_j)`, contents included. The sequence keeps its length, for
-    schemes that read it. Changes are relative to the largest logit where that is more than 1; only pairs that the
-    scheme may see are compared. Passes up to 2e-3. `details["by_shift"]` is the largest change for each shift, in
-    positions.
+    Contents are random. There are two sets of 96 positions: the first ones, and the first one with a random selection
+    below twice the training length, for schemes that treat near and far keys differently. For additive schemes, the
+    logits are `(x_i + PE_i) W_q . W_k (x_j + PE_j)`, including contents. The sequence keeps its length, for schemes
+    that depend on it. Changes are relative to the largest logit if that is more than 1, and only pairs that the scheme
+    may see are compared. Passes up to 2e-3. `details["by_shift"]` is the largest change for each shift, in positions.
     """
     generator = torch.Generator().manual_seed(0)
     spread = torch.randperm(2 * TRAINING_LENGTH, generator=generator)[:96].sort().values
@@ -73,25 +72,24 @@ def relativity(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, ...
 
 
 def logit_change(specimen: Specimen, logits: Tensor, reference: Tensor) -> float:
-    """The largest difference on visible pairs, relative to the largest logit where that is more than 1."""
+    """Returns the largest difference on visible pairs, relative to the largest logit if that is more than 1."""
     visible = specimen.visible(logits.shape[-1])
     reference = reference[..., visible]
     size = reference.where(reference > HIDDEN / 2, 0.0).abs().max().clamp(min=1)
     difference = (logits[..., visible] - reference).abs().max() / size
-    # Not a number is no small change.
+    # NaN is not a small change.
     return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")))
 
 
 @measured(BOUNDED_UP_TO)
 def defined_past_training(specimen: Specimen, refusals: Refusals, *, far: tuple[int, ...] = FAR) -> Found:
-    """Whether a scheme can be evaluated past the training length, with finite logits of the usual size.
+    """Measures whether a scheme can be evaluated beyond the training length, with finite logits of the usual size.
 
-    This is what can be said about extrapolation without training, and it is necessary, not sufficient: RoPE passes,
-    and models trained with it still collapse there. Whether the *loss* holds up is measured by training
-    (`hf-posenc compare`).
+    This is what can be said about extrapolation without training. It is necessary, not sufficient: RoPE passes, but
+    models trained with it still collapse there. Training shows what happens to the *loss* (`hf-posenc compare`).
 
     48 tokens at the start of a sequence and 48 at its far end, which begins at one of the `far` positions, attend to
-    each other. The value is the largest far logit over the largest near one. Passes where all logits are finite and the
+    each other. The value is the largest far logit over the largest near one. Passes if all logits are finite and the
     value is at most 2 (a bias may fall without limit).
     """
     contents, start, visible = random_contents(4, 96), torch.arange(48), specimen.visible(96)
@@ -112,12 +110,11 @@ def defined_past_training(specimen: Specimen, refusals: Refusals, *, far: tuple[
 
 @measured(SAME_UP_TO)
 def determinism(specimen: Specimen, refusals: Refusals) -> Found:
-    """The largest difference between logits that have to be the same.
+    """Measures the largest difference between logits that must be the same.
 
-    Compared are two evaluations under different random states, two builds under different random states of which the
-    second takes over the weights of the first, and a sequence by itself and in a batch with a longer one (padding
-    before it and after it); `details` has each. Passes up to 1e-5, relative to the largest logit where that is more
-    than 1.
+    Three comparisons are made: two evaluations with different random states; two builds with different random states,
+    the second with the weights of the first; and a sequence alone and in a batch with a longer one (padded before and
+    after it). `details` has each. Passes up to 1e-5, relative to the largest logit if that is more than 1.
     """
     contents, visible = random_contents(1, _TOKENS), specimen.visible(_TOKENS)
 
@@ -140,7 +137,7 @@ def determinism(specimen: Specimen, refusals: Refusals) -> Found:
 
 
 def _in_batches(specimen: Specimen, contents: Tensor) -> list[Tensor]:
-    """The logits of a sequence of 48 beside one of 64, padded on the left and on the right."""
+    """Returns the logits of a sequence of 48 in a batch with one of 64, padded on the left and on the right."""
     results = []
     other, padding = random_contents(1, 64, seed=SEED + 1), torch.full((16,), -1)
     ids, token_ids, filler = torch.arange(48), torch.arange(48) * 7 % 11, torch.zeros(1, 16, contents.shape[-1])
@@ -161,11 +158,11 @@ def _in_batches(specimen: Specimen, contents: Tensor) -> list[Tensor]:
 
 @measured(PRESERVED_UP_TO)
 def norm_preservation(specimen: Specimen, refusals: Refusals) -> Found | None:
-    """The largest relative change of the norm of a query or key, `max_p | |R_p x| / |x| - 1 |`.
+    """Measures the largest relative change of the norm of a query or key, `max_p | |R_p x| / |x| - 1 |`.
 
-    Over the positions of the training length and some far beyond it, for random queries and keys. Passes up to 1e-5.
-    `details["by_position"]` is how much of it depends on the position, `max_p | |R_p x| / |R_0 x| - 1 |`: zero for a
-    rotation of vectors that were changed otherwise.
+    Queries and keys are random. Positions are those of the training length and some far beyond it. Passes up to 1e-5.
+    `details["by_position"]` is the part that depends on the position, `max_p | |R_p x| / |R_0 x| - 1 |`: zero for a
+    rotation of vectors that were changed in other ways.
     """
     query_key_map = specimen.parts.query_key_map
     if query_key_map is None:
@@ -186,21 +183,21 @@ def norm_preservation(specimen: Specimen, refusals: Refusals) -> Found | None:
 
 @measured(RELATIVE_UP_TO)
 def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, ...] = AXIS_SHIFTS) -> Found:
-    """Whether logits see every axis, and each only through distances along it.
+    """Measures whether logits depend on every axis, and on each only through distances along it.
 
-    48 tokens are placed at random on a grid of 64 steps per axis. Passes if logits change where the coordinates of any
-    one axis are drawn anew (by more than 1e-3), and do not where all of them move together along one axis by any of the
-    `shifts` (up to 2e-3), so that with all axes but one held fixed the scheme is a relative one of one dimension. The
-    two axes of a hierarchical scheme are the segment and the place within it.
+    48 tokens are placed at random on a grid of 64 steps per axis. Passes if logits change when the coordinates of any
+    one axis are drawn again (by more than 1e-3), and do not when all of them move together along one axis by any of the
+    `shifts` (up to 2e-3). With all axes but one fixed, it is then a relative scheme of one dimension. The two axes of a
+    hierarchical scheme are the segment and the place in it.
 
-    The value is the largest change under a shift; `details` has it by axis, with the change where that axis is drawn
-    anew, and `text`: the change from no coordinates at all to coordinates that all equal the position, 0 where
-    one-dimensional text is a case of the scheme.
+    The value is the largest change under a shift. `details` has it by axis, with the change when that axis is drawn
+    again, and `text`: the change from no coordinates at all to coordinates that all equal the position, which is 0 if
+    one-dimensional text is a special case of the scheme.
     """
     config, segment_length = specimen.config, None
     if isinstance(config, HierarchicalConfig):
         if config.separators:
-            raise DoesNotApplyError("segments end at separator tokens, so that positions alone do not say where")
+            raise DoesNotApplyError("segments end at separator tokens, so their ends do not follow from positions")
         segment_length = config.segment_length
 
     def logits(coordinates: Tensor | None) -> Tensor:
@@ -210,7 +207,7 @@ def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, 
         return specimen.logits(positions_at(ids, coordinates), random_contents(1, _TOKENS))
 
     def reads(axes: int) -> bool:
-        """A scheme of another number of axes refuses these, or does not see them."""
+        """Whether the scheme has this number of axes. Otherwise it refuses these coordinates or ignores them."""
         try:
             first, second = (logits(_grid(axes, seed, _STEPS)) for seed in (0, 1))
         except (PositionEncodingError, ValueError):
@@ -220,7 +217,7 @@ def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, 
     axes = 2 if segment_length is not None else next((count for count in (2, 3, 4) if reads(count)), None)
     if axes is None:
         raise DoesNotApplyError("the scheme reads no coordinates")
-    # Tokens keep to the first quarter of their segments, so that a shift within them leads into no other.
+    # Tokens are in the first quarter of their segments, so that they stay in them under a shift.
     steps = _STEPS if segment_length is None else max(segment_length // 4, 1)
     grid, other = _grid(axes, 0, steps), _grid(axes, 1, steps)
     reference = logits(grid)
@@ -238,5 +235,5 @@ def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, 
 
 
 def _grid(axes: int, seed: int, steps: int) -> Tensor:
-    """`(axes, tokens)`."""
+    """Draws `(axes, tokens)`."""
     return torch.randint(0, steps, (axes, _TOKENS), generator=torch.Generator().manual_seed(seed))

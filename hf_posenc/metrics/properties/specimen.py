@@ -1,4 +1,4 @@
-"""A scheme at the standard place, with weights, contents and projections that all properties share; measuring one."""
+"""A scheme in the standard setting, with weights, contents and projections that all properties share."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 
-#: The standard place: small, and of the widths for which the literature gives numbers (d = 64).
+#: The standard setting: small, with the widths for which the literature gives numbers (d = 64).
 HIDDEN_SIZE, NUM_HEADS, HEAD_DIM = 64, 4, 64
-#: The length "the stock model was trained for": tables have this many rows, and what lies beyond is extrapolation.
+#: The assumed training length of the stock model: tables have this many rows, and more positions are extrapolation.
 TRAINING_LENGTH = 1024
-#: Of the weights of parts and projections, and of the contents of tokens.
+#: Seed of the weights of parts and projections, and of the contents of tokens.
 SEED = 0
-#: A learned tensor whose root mean square is below this one is drawn anew: at zero, or at the 0.02 of BERT, it would
-#: show its initialisation and not what the mechanism can do.
+#: A learned tensor whose root mean square is below this is drawn again: at zero, or at the 0.02 of BERT, it would show
+#: its initialisation and not what the mechanism can do.
 SMALL_WEIGHT, REDRAWN_STD = 0.1, 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class Specimen:
-    """The parts of a scheme at the standard place, and random tokens to put there.
+    """The parts of a scheme in the standard setting, and random tokens for them.
 
-    A token's logits are those of its contents and its position: `x = content + additive(p)`, queries and keys are
+    The logits of a token follow from its content and its position: `x = content + additive(p)`, queries and keys are
     random projections of `x`, and the parts do the rest (`positional_logits`). Contents are drawn from N(0, 1) per
-    component and the projections keep that variance, so that without positions logits have a variance of 1.
+    component, and projections keep that variance, so that logits have a variance of 1 without positions.
 
     Args:
         config: the options of the scheme.
-        context: the place.
-        parts: built from `config` at `context`, in evaluation mode.
-        redrawn: names of the learned tensors that were drawn anew because they start near zero.
+        context: the setting.
+        parts: built from `config` for `context`, in evaluation mode.
+        redrawn: names of the learned tensors that were drawn again because they start near zero.
         query_weight: `(hidden, heads * head_dim)`.
         key_weight: `(hidden, heads * head_dim)`.
     """
@@ -60,18 +60,18 @@ class Specimen:
         return self.context.causal
 
     def visible(self, length: int) -> Tensor:
-        """`(length, length)` bool: the pairs of query and key that are compared."""
+        """Returns `(length, length)` bool: the pairs of query and key that are compared."""
         everything = torch.ones(length, length, dtype=torch.bool)
         return everything.tril() if self.causal else everything
 
     def additive(self, positions: Positions) -> Tensor:
-        """`(batch or 1, length, hidden)` float32: what the scheme adds to token representations; zeros if nothing."""
+        """Returns `(batch or 1, length, hidden)` float32: what the scheme adds to token representations, or zeros."""
         if self.parts.additive is None:
             return torch.zeros(*positions.ids.shape, self.context.hidden_size)
         return self.parts.additive(positions).float()
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, each `(batch, heads, length, head_dim)`, of `(batch, length, hidden)`."""
+        """Returns queries and keys, each `(batch, heads, length, head_dim)`, of `(batch, length, hidden)`."""
         query, key = (
             (hidden_states @ weight.to(hidden_states.dtype)).unflatten(-1, (self.context.num_heads, -1)).transpose(1, 2)
             for weight in (self.query_weight, self.key_weight)
@@ -79,31 +79,31 @@ class Specimen:
         return query, key
 
     def logits(self, positions: Positions, contents: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`(batch, heads, length, length)`: the logits of tokens with contents `(batch, length, hidden)`.
+        """Returns `(batch, heads, length, length)`: the logits of tokens with contents `(batch, length, hidden)`.
 
-        Contents, projections, queries, keys and logits are rounded to `dtype`; the parts compute in float32 from
-        integer positions whatever it is, as they do in a model.
+        Contents, projections, queries, keys and logits are rounded to `dtype`. The parts always compute in float32 from
+        integer positions, as they do in a model.
         """
         hidden_states = contents.to(dtype) + self.additive(positions).to(dtype)
         return positional_logits(self.parts, *self.projected(hidden_states), positions, hidden_states.float())
 
 
 def build_specimen(scheme: str | SchemeConfig | Specimen, *, causal: bool | None = None, seed: int = SEED) -> Specimen:
-    """Builds a scheme at the standard place.
+    """Builds a scheme in the standard setting.
 
-    It has 4 heads of 64 dimensions over a hidden size of 64 and a training length of 1024. Weights are the scheme's own
-    initialisation, except that learned tensors with a root mean square below 0.1 are drawn from N(0, 0.25^2): what is
-    measured is the mechanism, not its first step of training.
+    It has 4 heads of 64 dimensions, a hidden size of 64 and a training length of 1024. Weights have the initialisation
+    of the scheme, except that learned tensors with a root mean square below 0.1 are drawn from N(0, 0.25^2): the
+    properties are those of the mechanism, not of its first step of training.
 
     Args:
         scheme: a name, a config, or a specimen, which is returned as it is.
-        causal: whether the place is a causal model; `None` for a bidirectional one, or a causal one if the scheme
-            refuses that. Some schemes are another function there (`specimen_forms`).
-        seed: of all weights; the random state of the process is left as it was.
+        causal: whether the setting is a causal model; `None` for a bidirectional one, or a causal one if the scheme
+            refuses that. Some schemes differ between the two (`specimen_forms`).
+        seed: seed of all weights; the random state of the process does not change.
 
     Raises:
         UnknownNameError: for an unknown scheme.
-        MeasurementError: if the scheme cannot be built from its name alone, or not at this place.
+        MeasurementError: if the scheme cannot be built from its name alone, or not in this setting.
     """
     if isinstance(scheme, Specimen):
         return scheme
@@ -114,7 +114,7 @@ def build_specimen(scheme: str | SchemeConfig | Specimen, *, causal: bool | None
     except ValueError as error:
         if causal is not None or "bidirectional" not in str(error):
             raise MeasurementError(
-                f"The scheme {config.name!r} cannot be built at the standard place: {error}"
+                f"The scheme {config.name!r} cannot be built in the standard setting: {error}"
             ) from error
         return build_specimen(config, causal=True, seed=seed)
     redrawn = []
@@ -132,13 +132,13 @@ def build_specimen(scheme: str | SchemeConfig | Specimen, *, causal: bool | None
 
 @torch.no_grad()
 def specimen_forms(scheme: str | SchemeConfig) -> tuple[Specimen, ...]:
-    """A scheme in each of its forms, with the same weights.
+    """Returns a scheme in each of its forms, with the same weights.
 
-    Two, causal and then bidirectional, where a query and an earlier key get another logit in a causal model than in a
-    bidirectional one: because the scheme reads the number of visible keys, or divides its table among both sides. This
-    is measured, with random contents and two sets of positions: the first 96, and 96 of all up to 32 times the
-    training length, because some schemes follow the length only past a threshold. One where the forms agree or the
-    scheme has only one. The errors are those of `build_specimen`.
+    There are two, causal and then bidirectional, if a query and an earlier key get different logits in a causal model
+    and in a bidirectional one: because the scheme depends on the number of visible keys, or divides its table between
+    both sides. This is measured, with random contents and two sets of positions: the first 96, and 96 of all up to 32
+    times the training length, because some schemes depend on the length only beyond a threshold. There is one if the
+    forms agree or the scheme has only one. The errors are those of `build_specimen`.
     """
     specimen = build_specimen(scheme)
     if specimen.causal:
@@ -146,7 +146,7 @@ def specimen_forms(scheme: str | SchemeConfig) -> tuple[Specimen, ...]:
     try:
         causal = build_specimen(specimen.config, causal=True)
     except MeasurementError:
-        # A variant for bidirectional models only; its reason is not about this measurement.
+        # The scheme is for bidirectional models only, which is not an error here.
         return (specimen,)
     generator = torch.Generator().manual_seed(0)
     far = torch.randperm(32 * TRAINING_LENGTH, generator=generator)[:96].sort().values
@@ -154,14 +154,14 @@ def specimen_forms(scheme: str | SchemeConfig) -> tuple[Specimen, ...]:
     for ids in (torch.arange(96), far):
         with contextlib.suppress(PositionEncodingError):
             first, second = (form.logits(positions_at(ids), contents)[..., visible] for form in (causal, specimen))
-            # Not a number is one in both: a form that overflows does so at the same places.
+            # NaN equals NaN: if a form overflows, the other does so at the same places.
             if not torch.allclose(first, second, rtol=1e-5, atol=1e-5, equal_nan=True):
                 return causal, specimen
     return (specimen,)
 
 
 def build_parts(config: SchemeConfig, context: BuildContext, seed: int) -> SchemeParts:
-    """The parts in evaluation mode, with weights drawn from `seed`."""
+    """Builds the parts in evaluation mode, with weights drawn from `seed`."""
     with isolated_rng(seed):
         parts = config.build(context)
     for part in parts:
@@ -172,7 +172,7 @@ def build_parts(config: SchemeConfig, context: BuildContext, seed: int) -> Schem
 def positions_at(ids: Tensor, coordinates: Tensor | None = None, lengths: Tensor | None = None) -> Positions:
     """Tokens at the positions `(length,)`, or coordinates `(axes, length)`, of a sequence that ends with the last one.
 
-    With `lengths` `(1, 1)` the sequence goes on after the tokens shown.
+    With `lengths` `(1, 1)`, the sequence continues after these tokens.
     """
     ids = ids.unsqueeze(0)
     # Schemes that cut a text into segments read the vocabulary ids; these repeat every eleven tokens.
@@ -186,12 +186,12 @@ def positions_at(ids: Tensor, coordinates: Tensor | None = None, lengths: Tensor
 
 
 def random_contents(batch: int, length: int, *, seed: int = SEED) -> Tensor:
-    """`(batch, length, hidden)`: contents drawn from N(0, 1) per component."""
+    """Returns `(batch, length, hidden)`: contents drawn from N(0, 1) per component."""
     return torch.randn(batch, length, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed + 2))
 
 
 def repeated_contents(batch: int, length: int) -> Tensor:
-    """`(batch, length, hidden)`: in each row the same token everywhere, so that only positions tell tokens apart."""
+    """Returns `(batch, length, hidden)`: the same token everywhere in a row, so that tokens differ only by position."""
     return random_contents(batch, 1).expand(-1, length, -1)
 
 
@@ -200,14 +200,13 @@ class Measurement:
     """One property of one scheme.
 
     Args:
-        passed: whether the scheme has the property; `None` where it does not apply to this scheme, or nothing of it
-            could be evaluated.
+        passed: whether the scheme has the property; `None` if it does not apply, or nothing of it could be evaluated.
         value: the number that decided.
-        threshold: what it was compared with.
+        threshold: the number that the value was compared with.
         details: further numbers.
-        refused: what the scheme would not compute, with its own reason, such as positions past a table.
+        refused: what the scheme refused to compute, with its reason, such as positions beyond a table.
         reason: why the property does not apply.
-        shown: what a table shows in place of the value, where that does not say why the property failed.
+        shown: what a table shows instead of the value, if that does not show why the property failed.
     """
 
     passed: bool | None
@@ -220,30 +219,30 @@ class Measurement:
 
 
 class DoesNotApplyError(Exception):
-    """The property says nothing about this scheme; the message says why."""
+    """The property does not apply to this scheme; the message says why."""
 
 
 class Refusals(list[str]):
-    """What a scheme refuses to compute, such as a position past its table, each with the reason."""
+    """What a scheme refused to compute, such as a position beyond its table, each with the reason."""
 
     @contextlib.contextmanager
     def at(self, where: str) -> Iterator[None]:
-        """Notes a refusal as `"<where>: <reason>"` instead of raising it."""
+        """Records a refusal as `"<where>: <reason>"` instead of raising it."""
         try:
             yield
         except PositionEncodingError as error:
             self.append(f"{where}: {error}")
 
 
-#: The value, further numbers, and where the value is not compared with the threshold, the verdict and what is shown.
+#: The value and further numbers; if the value is not compared with the threshold, also the verdict and what is shown.
 Found = tuple[float | None, dict[str, Any]] | tuple[float | None, dict[str, Any], bool, str | None]
 
 
 def measured(threshold: float) -> Callable[[Callable[..., Found | None]], Callable[..., Measurement]]:
-    """Makes a measurement of a function `(specimen, refusals, ...)`.
+    """Makes a measurement from a function `(specimen, refusals, ...)`.
 
-    The new function takes a name, a config or a specimen in place of both, and computes no gradients. A function that
-    returns `None` found everything refused.
+    The new function takes a name, a config or a specimen instead of both, and computes no gradients. If the function
+    returns `None`, the scheme refused everything.
 
     Args:
         threshold: the largest value that passes.

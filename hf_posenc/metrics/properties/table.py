@@ -34,7 +34,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import list_schemes
 
 _ROUNDED = "share of the encodings of float32 that rounding leaves apart, or how far logits are off"
-#: Each property: its function, its heading in the table, and what its number is.
+#: The function of each property, its heading in the table, and the meaning of its number.
 PROPERTIES: dict[str, tuple[Callable[[Specimen], Measurement], str, str]] = {
     "uniqueness": (uniqueness, "unique", "smallest distance between the encodings of two positions below 2048"),
     "length_consistency": (
@@ -65,7 +65,7 @@ _QUANTITIES = (
     Quantity("acts_on", "acts on", style="text"),
     *(Quantity(name, heading, f"{heading}: {text}.", "verdict") for name, (_, heading, text) in PROPERTIES.items()),
 )
-#: Below the table.
+#: Remarks below the table.
 _REMARKS = (
     "A cell has yes or no, and the number that decided it, or - if the property does not apply. No is not an error.",
     f"Setting: {NUM_HEADS} heads of {HEAD_DIM} dimensions, a hidden size of {HIDDEN_SIZE}, a training length of "
@@ -78,15 +78,15 @@ _REMARKS = (
 
 
 def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Result:
-    """Measures every property of every scheme, at the standard place (`build_specimen`).
+    """Measures every property of every scheme, in the standard setting (`build_specimen`).
 
     Args:
         schemes: names or configs; `None` for all registered schemes.
 
     Returns:
-        One subject per scheme, or two for one that is another function in a causal model than in a bidirectional one
-        (`specimen_forms`), with a record for each property: the verdict in `passed`, the number that decided in
-        `value`, threshold and reasons in `details`. A scheme that cannot be built has the reason in `error`.
+        One subject per scheme, or two if the scheme differs between causal and bidirectional models (`specimen_forms`),
+        with a record for each property: the verdict in `passed`, the number that decided in `value`, threshold and
+        reasons in `details`. A scheme that cannot be built has the reason in `error`.
 
     Raises:
         UnknownNameError: for an unknown scheme, before anything is measured.
@@ -106,7 +106,7 @@ def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Res
 
 
 def _measured(scheme: str | SchemeConfig) -> Iterator[tuple[Subject, Sequence[Record]]]:
-    """Each form of a scheme with its records."""
+    """Yields each form of a scheme with its records."""
     subject = Subject(str(scheme), str(scheme), {"scheme": scheme})
     try:
         config = resolve_scheme(scheme)
@@ -131,7 +131,7 @@ def _records(label: str, specimen: Specimen) -> Iterator[Record]:
     )
     yield Record("", "acts_on", shown=" + ".join(kind for part, kind in kinds if part is not None) or "-")
     measurements = {name: measure(specimen) for name, (measure, _, _) in PROPERTIES.items()}
-    # One reason stands for all: a scheme that ends somewhere says the same of every position past it.
+    # One reason is enough: a scheme gives the same one for every position beyond its last.
     refused = next((row.refused[0] for row in measurements.values() if row.refused), "")
     note = f"Not all positions could be evaluated. {refused.partition(': ')[2]}"
     for name, row in measurements.items():
@@ -149,7 +149,7 @@ def _records(label: str, specimen: Specimen) -> Iterator[Record]:
 
 
 def _json_ready(value: Any) -> Any:
-    """Infinite and undefined numbers become their names, which JSON has no number for."""
+    """Replaces infinite and undefined numbers by their names, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {str(key): _json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
