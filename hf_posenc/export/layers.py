@@ -88,11 +88,14 @@ class ModelParts:
             UnsupportedError: for a stock model that no scheme describes.
         """
         stacks = find_stacks(self.model)
-        encoding = build_encoding(self.scheme, stacks) if self.placed is None else self.placed
-        found = [(stack, encoding.stacks[stack.name]) for stack in stacks]
-        for stack, parts in found if self.placed is None else ():
-            adopt_native(parts, stack)
-        return found
+        known: dict[str, StackEncoding] = {} if self.placed is None else dict(self.placed.stacks.items())
+        # Other parts of the model may be patched, and these not.
+        native = [stack for stack in stacks if stack.name not in known]
+        if native:
+            known |= build_encoding(native_scheme(self.model, part=native[0].part), native).stacks.items()
+        for stack in native:
+            adopt_native(known[stack.name], stack)
+        return [(stack, known[stack.name]) for stack in stacks]
 
     @cached_property
     def layers(self) -> list[Layer]:

@@ -117,7 +117,7 @@ def place_scheme(
         _warn_of_raster_order(encoding, previous)
     if previous is not None:
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
-        encoding.record.follow(previous.record)
+        encoding.record.follow(previous.record, encoding.stacks)
     transaction.install(encoding)
     before = () if previous is None else tuple(previous.stacks.values())
     return {table for stack in encoding.stacks.values() if stack not in before for table in stack.unfilled}
@@ -227,7 +227,7 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
         transaction.undo()
     elif part in _in_force(previous):
         encoding = transaction.plan(of_parts(remaining), kept=_kept(previous, [part]))
-        encoding.record.follow(previous.record)
+        encoding.record.follow(previous.record, encoding.stacks)
         transaction.install(encoding)
     return model
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -247,10 +247,13 @@ class SchemeRecord:
         self.lengths_by_part: dict[str | None, Lengths] = {}
         self.base_weights: dict[str, Sample] = {}
 
-    def follow(self, previous: SchemeRecord) -> None:
-        """Takes over what belongs to the model and not to its scheme: lengths, weights and fields of the config."""
-        self.lengths_by_part, self.stacks = dict(previous.lengths_by_part), dict(previous.stacks)
-        self.base_weights = previous.base_weights
+    def follow(self, previous: SchemeRecord, stacks: Container[str]) -> None:
+        """Takes over what belongs to the model and not to its scheme: lengths, weights and fields of the config.
+
+        The fields are those of the `stacks` that have a scheme now.
+        """
+        self.lengths_by_part, self.base_weights = dict(previous.lengths_by_part), previous.base_weights
+        self.stacks = {name: stack for name, stack in previous.stacks.items() if name in stacks}
 
     def placed(self, kind: type[Site]) -> list[Site]:
         """The forwards of a kind that are in effect."""

@@ -17,7 +17,7 @@ from .test_text_part import _stir, logits
 LLAVA = COMPOSITES["llava"]
 
 
-def test_two_parts_have_two_schemes_and_the_second_call_keeps_the_first() -> None:
+def test_two_parts_have_two_schemes_and_the_second_call_keeps_the_first(tmp_path: Path) -> None:
     model = LLAVA.model()
     prompt = LLAVA.prompt()
     stock = logits(LLAVA, model, **prompt)
@@ -34,7 +34,14 @@ def test_two_parts_have_two_schemes_and_the_second_call_keeps_the_first() -> Non
     assert float((with_both - with_text).abs().max()) > 1e-4
     unpatch_model(model, part="vision")
     assert torch.equal(logits(LLAVA, model, **prompt), with_text)
-    unpatch_model(model, part="text")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(LLAVA, loaded, **prompt), with_text)
+    patch_model(model, "none", part="vision")
+    assert torch.equal(logits(LLAVA, model, **prompt), with_both)
+    patch_model(unpatch_model(model, part="vision"), "native", part="vision")
+    assert torch.equal(logits(LLAVA, model, **prompt), with_text)
+    unpatch_model(unpatch_model(model, part="vision"), part="text")
     assert torch.equal(logits(LLAVA, model, **prompt), stock)
     assert not hasattr(model, "position_encoding")
 
