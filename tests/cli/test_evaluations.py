@@ -364,7 +364,7 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
         ("generalization {bytes} --task party", "Did you mean 'parity'"),
         ("generalization {bytes} --task copy --lengths 0", "whole number from 1"),
-        ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer of another model"),
+        ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer"),
         ("minimal-pairs {llama} --task {folder}/missing.json", "pip download"),
         ("minimal-pairs {llama} --task {pairs} --samples -1", "samples is -1"),
         ("minimal-pairs {bert} --tokenizer {llama} --task {pairs}", "no mask token"),
@@ -384,5 +384,5 @@ def test_what_cannot_be_measured_is_refused(files, capsys, words, message):
 
 def test_a_model_without_a_tokenizer(capsys, llama):
     message = refused(capsys, "eval", "dog", llama)
-    assert "name one with --tokenizer" in message
+    assert "Give one with --tokenizer" in message
     assert "AutoTokenizer cannot load" in message
