@@ -76,7 +76,7 @@ def test_tokenising_drops_blanks_and_closes_documents() -> None:
         return tokenize(datasets.Dataset.from_dict({"body": texts}), "body", ByT5Tokenizer())
 
     assert tokenized("ab", "  ", None, "c")["input_ids"] == [[100, 101, 1], [102, 1]]
-    with pytest.raises(SettingsError, match="'body' holds int, not text"):
+    with pytest.raises(SettingsError, match="'body' contains int, not text"):
         tokenized(1, 2)
     with pytest.raises(SettingsError, match="0 tokens in 0 document"):
         PackedRows(TokenStream.of_documents(tokenized(" ")), 4, "documents", None)
