@@ -46,7 +46,7 @@ class SavingError(TrainingError):
 
 
 class SchemeTrainer(Trainer):
-    """A `Trainer` whose curve depends on its settings alone.
+    """A `Trainer` whose curve depends only on its settings.
 
     - The loss is the mean over all targets of an update (tokens, or rows for a classifier), however they are
       distributed over processes and accumulated batches. The evaluation loss is the mean over all targets. The

@@ -103,8 +103,8 @@ class TrainingSettings(BaseModel):
     Default: those of the task.
     """
     test_lengths: Lengths = []
-    """Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the training length,
-    doubled repeatedly.
+    """Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the training length
+    times 1, 2, 4, ...
     """
     pose_length: int | None = Field(None, ge=1)
     """Train at the positions of longer texts of this many tokens (task embedding): the rest of each text skips
@@ -231,11 +231,11 @@ class StudySettings(TrainingSettings):
     name: str = Field("compare", description="Name of the study, for its report and model cards.")
     description: str = Field("", description="A sentence above the tables.")
     schemes: Labels = Field(["none", "sinusoidal", "learned", "t5", "alibi", "rope"], min_length=1)
-    """Position encodings to compare, separated by commas; 'native' is the unpatched model. A name that is not a scheme
-    is a label. Define it in --scheme_options.
+    """Position encodings to compare, separated by commas; 'native' is the unpatched model. Any other name is a
+    label, which --scheme_options defines.
     """
     scheme_options: dict[str, SchemeOptions] = {}
-    """Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' is the scheme, 'from' the label whose
+    """Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' is its scheme, 'from' the label whose
     trained model it starts from, 'swap' how to swap from the old scheme, and 'training' its own training settings. By
     default, sinusoidal has scale 0.07, which gives it the size of the token vectors.
     """

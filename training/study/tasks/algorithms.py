@@ -74,7 +74,7 @@ class AlgorithmTask(StudyTask):
         )
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[Any]], dict[str, Tensor]]:
-        """What makes batches of examples."""
+        """Returns the function that makes batches of examples."""
         return default_collate
 
     def read(
@@ -94,7 +94,7 @@ class EncoderDecoderTask(AlgorithmTask):
     encoder_decoder = True
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[Any]], dict[str, Tensor]]:
-        """What makes batches of examples."""
+        """Returns the function that makes batches of examples."""
         return EncoderDecoderCollator(end_token(tokenizer), padding_token(tokenizer))
 
     def sample(self, data: CellData, length: int) -> Tensor:
