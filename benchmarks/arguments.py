@@ -52,16 +52,10 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     add("--phases", choices=phases, nargs="+", default=PHASES)
     add(
         "--schemes", type=scheme_name, nargs="+",
-        help="by default all, and the usual ones for an encoder; alibi@flex_attention sets a backend, alibi:axes=2 sets "
+        help="by default all, or the usual ones for an encoder; alibi@flex_attention sets a backend, alibi:axes=2 sets "
         "options, alibi+forget_gate combines schemes",
     )  # fmt: skip
-    add(
-        "--peers",
-        choices=tuple(PEER_GROUPS),
-        nargs="*",
-        default=tuple(PEER_GROUPS),
-        help="groups; without a name, none",
-    )
+    add("--peers", choices=tuple(PEER_GROUPS), nargs="*", default=tuple(PEER_GROUPS), help="without a name, none")
     add(
         "--memory_lengths", type=length_of, nargs="*", default=[4096, 16384],
         help="lengths for peak memory; above 8192 only for a training step of bare, rope, alibi and t5",

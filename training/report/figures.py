@@ -99,7 +99,7 @@ def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigur
 
 
 def _groups(study: Study, task: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields the schemes of each figure: those with new or pretrained weights; those that start from others, and these."""
+    """Yields the schemes of each figure: those without a start; those that start from others, and their starts."""
     started = {run.scheme: run.start for run in study.of(task)}
     yield "", [label for label, start in started.items() if start is None]
     if any(started.values()):
