@@ -189,7 +189,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
         return cells[key]
 
     if study.train_lengths and {*study.tasks} <= {CAUSAL, MASKED, IMAGES}:
-        raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; other texts have --train_length.")
+        raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; other text uses --train_length.")
     for name in study.tasks:
         options = study.task_options.get(name, TaskOptions())
         task = _task(study, name, options)
