@@ -1,8 +1,8 @@
-"""Calls in a process of their own, which times them.
+"""Calls in separate processes, which time them.
 
-torch keeps the compiled graphs of a function with its code, which all models of a class share, and checks the
-conditions of one graph after the other. In a process with several compiled models, the second of two equal ones takes
-twice as long. A process for each is forked before anything is compiled.
+torch stores the compiled graphs of a function with its code, which all models of a class share, and checks the
+conditions of one graph after the other. In a process with several compiled models, the second of two equal models takes
+twice as long. So a process for each model is forked before anything is compiled.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.errors import BenchmarkError
 
 
 class Apart:
-    """A call that is made and timed in a process of its own, which `prepare` returns with what restores the state."""
+    """A call that is made and timed in a separate process. `prepare` returns it and one that restores the state."""
 
     def __init__(self, prepare: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> None:
         if torch.cuda.is_initialized():
-            raise BenchmarkError("compiled models are timed in forked processes, which cannot use this GPU")
+            raise BenchmarkError("compiled models are timed in forked processes, which cannot use this process's GPU")
         self._ours, theirs = multiprocessing.Pipe()
         fork = multiprocessing.get_context("fork")
         self._process = fork.Process(target=_serve, args=(theirs, prepare), daemon=True)
@@ -37,13 +37,13 @@ class Apart:
         return answer
 
     def close(self) -> None:
-        """Ends the process. It does not notice that nobody calls any more: others hold the pipe too."""
+        """Ends the process. It does not end itself, because other processes also have the pipe open."""
         self._process.terminate()
         self._process.join()
 
 
 def _serve(pipe: Connection, prepare: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> None:
-    # Its compiler would start processes of its own.
+    # The compiler would start more processes.
     torch._inductor.config.compile_threads = 1
     calls: tuple[Callable[[], object], Callable[[], object]] | None = None
     while True:

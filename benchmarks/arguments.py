@@ -1,4 +1,4 @@
-"""The options of `python -m benchmarks.price`, and checks of options that other commands share."""
+"""The options of `python -m benchmarks.price`, and checks of options for several commands."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ _QUICK: dict[str, Any] = {
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line, with the `setting` and the `pace` that follow from it; exits with status 2 and a sentence
-    for what cannot work.
+    """Reads the command line and adds the `setting` and the `pace`. Exits with status 2 and a message for invalid
+    options.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.price",
-        description="Measures what each position encoding costs over the same model without any, side by side.",
-        epilog="Run the same command again to go on where a run was stopped.",
+        description="Measures the cost of each position encoding, side by side with the same model without any.",
+        epilog="Run the same command again to continue an interrupted run.",
     )
     phases = (*PHASES, DECODE_BATCH, *COMPILED)
     add = parser.add_argument
     add("--output_dir", type=Path, default=Path("outputs/price"), help="default: %(default)s")
-    add("--quick", action="store_true", help="a few schemes at two lengths, within three minutes")
+    add("--quick", action="store_true", help="measure a few schemes at two lengths, within three minutes")
     add_device(parser)
     add(
         "--lengths", type=length_of, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384],
-        help="tokens, or patches of a ViT; nothing is timed if no length follows",
+        help="tokens, or patches of a ViT; without a length nothing is timed",
     )  # fmt: skip
     add(
         "--levels", choices=tuple(LEVELS), nargs="+", default=DEFAULT_LEVELS,
-        help="one attention call, a small Llama, a small BERT; if named, a Llama of the shape of SmolLM2-135M, a "
-        "narrow and deep Llama, a small ViT, a ViT of the shape of ViT-B",
+        help="by default one attention call, a small Llama and a small BERT; also a Llama with the shape of "
+        "SmolLM2-135M, a narrow and deep Llama, a small ViT, and a ViT with the shape of ViT-B",
     )  # fmt: skip
     add("--phases", choices=phases, nargs="+", default=PHASES)
     add(
         "--schemes", type=scheme_name, nargs="+",
-        help="names, by default all, and the usual ones in an encoder; alibi@flex_attention names a backend too, "
-        "alibi:axes=2 options, alibi+forget_gate schemes that act together",
+        help="by default all, or the usual ones for an encoder; alibi@flex_attention sets a backend, alibi:axes=2 sets "
+        "options, alibi+forget_gate combines schemes",
     )  # fmt: skip
-    add("--peers", choices=tuple(PEER_GROUPS), nargs="*", default=tuple(PEER_GROUPS), help="none if no name follows")
+    add("--peers", choices=tuple(PEER_GROUPS), nargs="*", default=tuple(PEER_GROUPS), help="without a name, none")
     add(
         "--memory_lengths", type=length_of, nargs="*", default=[4096, 16384],
-        help="where peak memory is measured; above 8192 only a training step of bare, rope, alibi and t5",
+        help="lengths for peak memory; above 8192 only for a training step of bare, rope, alibi and t5",
     )  # fmt: skip
-    add("--rounds", type=whole_number(MIN_ROUNDS), default=10, help="at most; never fewer than three are run")
-    add("--budget_minutes", type=positive, default=math.inf, help="measurements that were not begun by then are left")
+    add("--rounds", type=whole_number(MIN_ROUNDS), default=10, help="maximum number of rounds; at least three are run")
+    add("--budget_minutes", type=positive, default=math.inf, help="starts no measurements after this time")
     add(
         "--cell_seconds", type=positive, default=240.0,
-        help="adds no rounds after that: one level, phase and length",
+        help="adds no rounds to a level, phase and length after this time",
     )  # fmt: skip
-    add("--subject_seconds", type=positive, default=90.0, help="leaves out what takes longer for three rounds")
-    add("--seed", type=int, default=0, help="of weights, tokens and order")
-    add("--overwrite", action="store_true", help="forget earlier results in the folder")
+    add("--subject_seconds", type=positive, default=90.0, help="skips subjects that take longer for three rounds")
+    add("--seed", type=int, default=0, help="seed of weights, tokens and order")
+    add("--overwrite", action="store_true", help="discard earlier results in the folder")
     if "--quick" in words:
         parser.set_defaults(**_QUICK)
     options = parse_with_device(parser, words)
@@ -84,7 +84,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def subjects_of(options: argparse.Namespace, level: str) -> list[str]:
-    """The references and schemes that are measured at a level."""
+    """Returns the references and schemes that are measured at a level."""
     usual = LEVELS[level].usual or list_schemes()
     return [*REFERENCES, *dict.fromkeys(usual if options.schemes is None else options.schemes)]
 
@@ -106,10 +106,10 @@ def parse_with_device(parser: argparse.ArgumentParser, words: Sequence[str] | No
 
 
 def scheme_name(text: str) -> str:
-    """A name on the command line, with options after a colon, or names of schemes that act together, checked."""
+    """Checks a name from the command line, with options after a colon, or names of schemes to combine."""
     name, separator, backend = text.partition("@")
     if separator and backend not in BACKENDS:
-        raise argparse.ArgumentTypeError(f"the backend {backend!r} is none of {', '.join(BACKENDS)}")
+        raise argparse.ArgumentTypeError(f"the backend {backend!r} is not one of {', '.join(BACKENDS)}")
     try:
         if ":" in name:
             parse_scheme(name)
@@ -118,14 +118,14 @@ def scheme_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
     if arranges:
         raise argparse.ArgumentTypeError(
-            f"{text!r} arranges other schemes and has no price of its own. Name the schemes in it; known: "
+            f"{text!r} arranges other schemes and has no cost itself. Give the schemes in it. Known: "
             f"{', '.join(list_schemes())}."
         )
     return text
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """A type of `argparse`: a whole number that is not below `least`."""
+    """Returns a type for `argparse`: a whole number of at least `least`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -140,7 +140,7 @@ length_of = whole_number(16)
 
 
 def positive(text: str) -> float:
-    """A number above 0 on the command line, checked."""
+    """Checks that a number from the command line is above 0."""
     with contextlib.suppress(ValueError):
         if 0 < (number := float(text)) < math.inf:
             return number

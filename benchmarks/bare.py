@@ -1,7 +1,7 @@
-"""Models without any position: what all others are measured against.
+"""Models without any position, which all others are compared with.
 
-Nothing of `hf_posenc` runs in them. A rotation or a table is not multiplied by one or filled with zeros but taken out,
-so that a bare model does less than any model that knows positions.
+They run no code of `hf_posenc`. A rotation or a table is removed, not multiplied by one or filled with zeros, so a bare
+model does less than any model with positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 
 def shared_copy(model: Any) -> Any:
-    """A copy of a model on the same weights, with gradients of its own."""
+    """Returns a copy of a model with the same weights and separate gradients."""
     return copy.deepcopy(model, {id(weight): nn.Parameter(weight.detach()) for weight in model.parameters()})
 
 
@@ -25,7 +25,7 @@ class NoPhases(nn.Module):
     """Replaces a rotary embedding: computes no angles."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
-        """Neither cosines nor sines."""
+        """Returns neither cosines nor sines."""
         return None, None
 
 
@@ -34,20 +34,18 @@ def _not_rotated(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple
 
 
 def without_rotation() -> AbstractContextManager[Any]:
-    """Within it, no Llama of this process that uses stock code rotates its queries and keys."""
+    """Within this context, no Llama with stock code rotates its queries and keys in this process."""
     return mock.patch.object(modeling_llama, "apply_rotary_pos_emb", _not_rotated)
 
 
 class Nothing:
-    """A summand that leaves the other one unchanged: not even a sum with zeros is computed."""
+    """A summand without effect. Not even a sum with zeros is computed."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        """Torch hands over every operation on a tensor and an instance."""
+        """Torch calls this for every operation on a tensor and an instance."""
         if function not in (torch.Tensor.add, torch.Tensor.__add__):
-            raise NotImplementedError(
-                f"The stock code does {function} with a summand that is not there; it was expected to add it."
-            )
+            raise NotImplementedError(f"The stock code does {function} with `Nothing`; only an addition was expected.")
         return args[0]
 
 
@@ -55,14 +53,14 @@ class AddsNothing(nn.Module):
     """Replaces a table of positions, or a layer whose output is added to its input."""
 
     def forward(self, states: Tensor) -> Nothing:
-        """A summand that leaves the other one unchanged."""
+        """Returns a summand without effect."""
         return Nothing()
 
 
 class Copied(nn.Module):
-    """Replaces a projection: `times` copies of its input, side by side.
+    """Replaces a projection by `times` copies of its input, side by side.
 
-    Queries, keys and values are tensors of their own, as they are behind real projections, for the price of copying.
+    Queries, keys and values are separate tensors, as after real projections, for only the cost of copying.
     """
 
     def __init__(self, times: int = 1) -> None:
@@ -70,15 +68,15 @@ class Copied(nn.Module):
         self.times = times
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`(batch, length, hidden)` to `(batch, length, times * hidden)`."""
+        """Maps `(batch, length, hidden)` to `(batch, length, times * hidden)`."""
         return hidden_states.clone() if self.times == 1 else torch.cat([hidden_states] * self.times, dim=-1)
 
 
 def reduce_to_attention(model: Any) -> None:
-    """Leaves of a `LlamaModel` only what happens between the projections of its layers. In place.
+    """Reduces a `LlamaModel` in place to the computation between the projections of its layers.
 
-    Norms, the feed-forward layer and the output projection are gone, and the projections to queries, keys and values
-    become copies.
+    Norms, the feed-forward layer and the output projection are removed, and the projections to queries, keys and values
+    are replaced by copies.
     """
     for layer in model.layers:
         layer.input_layernorm = layer.post_attention_layernorm = nn.Identity()

@@ -1,8 +1,8 @@
-"""Where one matrix of a bias stops being faster than blocks, which `hf_posenc.attention.blockwise.SIZES` decides.
+"""Finds where blocks become faster than one matrix of a bias, for `hf_posenc.attention.blockwise.SIZES`.
 
     python -m benchmarks.blocks --device cuda --dtype bfloat16
 
-Each length runs with the blocks of a CPU, with the larger ones of an accelerator, and with one matrix.
+Each length runs with the blocks for a CPU, with the larger blocks for an accelerator, and with one matrix.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _measured(subject: LanguageModel, length: int, rounds: int) -> tuple[str, st
 
 
 def _median(subject: LanguageModel, phase: str, length: int, rounds: int) -> str:
-    """Milliseconds of a call; the first two are not counted."""
+    """Returns the median milliseconds of a call, without the first two."""
     with subject.ready(phase, length) as call:
         times = [timed(call, subject.setting.device) for _ in range(rounds + 2)][2:]
     return f"{sorted(times)[rounds // 2] * 1e3:.1f}"

@@ -1,5 +1,5 @@
-"""The error of the benchmarks: what was found, why it cannot work, and what to do instead."""
+"""The error of the benchmarks. Its message says what was found, why it cannot work, and what to do instead."""
 
 
 class BenchmarkError(Exception):
-    """A benchmark that cannot be run as it was asked for."""
+    """A benchmark cannot run with the given options."""

@@ -1,4 +1,4 @@
-"""`price.png` and `price_dark.png`: what a scheme costs, a row each, the cheapest on top."""
+"""Draws `price.png` and `price_dark.png`: the cost of schemes, one row per scheme, with the cheapest on top."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _PHASES = {"forward": "forward", "train": "training step", "decode": "one more token"}
 _KINDS = ("this library and stock models", "other libraries and other ways")
-#: The most important ones first.
+#: The most important ticks first.
 _TICKS = (1, 2, 4, 8, 16, 32, 1.5, 3, 6, 1.2, 0.9, 1.1, 0.8)
 
 
 def draw_price(result: Result, folder: Path) -> list[Path]:
-    """Draws the ratios of time to that of the same model without position, logarithmic, a dot per length, for light and
-    dark pages. There is nothing to draw where no row has two lengths.
+    """Draws ratios of time to the same model without position on a logarithmic axis, one dot per length, for light and
+    dark pages. Draws nothing if no row has two lengths.
     """
     frame = _frame(result)
     if frame.empty or frame.groupby(["level", "phase", "subject"]).size().max() < 2:
@@ -38,7 +38,7 @@ def draw_price(result: Result, folder: Path) -> list[Path]:
 
 
 def _frame(result: Result) -> pd.DataFrame:
-    """A row for each ratio, the shortest length of a subject first."""
+    """Returns a row for each ratio, with the shortest length of a subject first."""
     rows = []
     for record in result.records:
         phase = record.at["phase"]
@@ -79,7 +79,7 @@ def _drawn(frame: pd.DataFrame) -> Figure:
 
 
 def _ordered(rows: pd.DataFrame) -> list[str]:
-    """The subjects of one phase, the cheapest at its longest length first."""
+    """Returns the subjects of one phase, starting with the cheapest at its longest length."""
     return list(rows.groupby("subject", sort=False).ratio.last().sort_values(kind="stable").index)
 
 
@@ -96,7 +96,7 @@ def _draw_phase(axes: Axes, rows: pd.DataFrame, names: list[str], sizes: dict[in
     low, high = axes.get_xlim()
     ticks: list[float] = []
     for tick in _TICKS:
-        # Only as many as fit beside each other.
+        # Only as many as fit side by side.
         if low <= tick <= high and all(abs(math.log(tick / other)) > math.log(high / low) / 7 for other in ticks):
             ticks.append(tick)
     axes.xaxis.set_major_locator(FixedLocator(ticks))

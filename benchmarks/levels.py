@@ -1,4 +1,4 @@
-"""The levels at which position encodings are measured: what runs there, how large it is, and what tables call it."""
+"""The levels at which position encodings are measured: their models, the sizes, and their titles in tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATCH = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all models. Without `num_key_value_heads`, keys and values have `num_heads` heads."""
+    """The sizes of a model. Without `num_key_value_heads`, keys and values have `num_heads` heads."""
 
     hidden_size: int = 512
     num_layers: int = 6
@@ -24,13 +24,13 @@ class Sizes:
     num_key_value_heads: int | None = None
 
 
-#: The shape of HuggingFaceTB/SmolLM2-135M, as its config has it.
+#: The shape in the config of HuggingFaceTB/SmolLM2-135M.
 SMOLLM2 = Sizes(576, 30, 9, 1536, 49152, 3)
 
 
 @dataclass(frozen=True)
 class Level:
-    """What is measured: "attention" is one attention call without projections, and the lengths of a "vit" are numbers
+    """A level. The kind "attention" is one attention call without projections, and the lengths of a "vit" are numbers
     of patches. Without `sizes` it has those of the run, and without `usual` all schemes are measured.
     """
 
@@ -61,28 +61,28 @@ LEVELS = {
         usual=("none", "learned", "sinusoidal", "rope", "alibi", "t5", "kerple", "sandwich", "shaw"),
     ),
     "vit": Level("A small ViT, T patches of one image", "vit", usual=_OF_IMAGES),
-    # The shape of google/vit-base-patch16-224, as its config has it; no vocabulary.
+    # The shape in the config of google/vit-base-patch16-224. It has no vocabulary.
     "vit_base": Level(
         "The shape of ViT-B/16, T patches of one image", "vit", Sizes(768, 12, 12, 3072), usual=_OF_IMAGES
     ),
 }  # fmt: skip
-#: The others are measured on request.
+#: Other levels are measured on request.
 DEFAULT_LEVELS = ("attention", "model", "encoder")
 #: Levels of models with a cache.
 DECODERS = tuple(name for name, level in LEVELS.items() if level.kind == "llama")
 
 
 def has_smollm2_shape(settings: Mapping[str, Any]) -> bool:
-    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs."""
+    """Whether the level "smollm2" of a run has that shape, and not a smaller one for testing."""
     return settings.get(SMOLLM2_LEVEL, dataclasses.asdict(SMOLLM2)) == dataclasses.asdict(SMOLLM2)
 
 
 def image_side(length: int) -> int:
-    """Pixels along each side of a square image of so many patches."""
+    """Returns the pixels along each side of a square image with this number of patches."""
     side = math.isqrt(length)
     if side**2 != length:
         raise ValueError(
-            f"{length} patches make no square image. Use squares: 196 for 224 pixels in patches of {PATCH}, 576 for "
+            f"{length} patches are not a square image. Use squares: 196 for 224 pixels in patches of {PATCH}, 576 for "
             "384, 1024 for 512."
         )
     return side * PATCH

@@ -1,4 +1,4 @@
-"""Who is measured at each level: the bare model, the stock one, a patched copy for each scheme, and peers."""
+"""The subjects at each level: the bare model, the stock model, a patched copy for each scheme, and peers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from hf_posenc.schemes.written import parse_scheme
 
 CONTROL = "bare again"
 REFERENCES = (BARE, CONTROL, STOCK)
-#: What may follow the `@` of a scheme.
+#: Attention backends that may follow the `@` of a scheme.
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
 def build_lineup(
     level: str, schemes: Sequence[str], peers: Sequence[str], length: int, setting: Setting
 ) -> tuple[list[Subject], dict[str, str]]:
-    """All subjects of a level that serve up to `length` tokens, and the reasons why others are missing, by name. Models
-    share their weights.
+    """Returns all subjects of a level that support `length` tokens, and the reasons why others are missing, by name.
+    Models share their weights.
     """
     torch.manual_seed(setting.seed)
     setting, kind = setting.at(level), LEVELS[level].kind
@@ -65,7 +65,7 @@ def build_lineup(
 
 
 def scheme_family(config: SchemeConfig) -> str:
-    """What kind of scheme it is, by the parts it builds."""
+    """Returns the kind of a scheme, determined by the parts that it builds."""
     if ".position_maps." in type(config).__module__:
         return "position map"
     parts = config.build(BuildContext(hidden_size=512, num_heads=8, head_dim=64, max_positions=512))
@@ -79,7 +79,7 @@ def scheme_family(config: SchemeConfig) -> str:
 
 
 def base_model(level: str, length: int, setting: Setting) -> Any:
-    """A stock model of a level, with random weights and no dropout, that takes `length` tokens and one more."""
+    """Returns a stock model of a level, with random weights and no dropout, that supports `length + 1` tokens."""
     sizes, kind = setting.sizes, LEVELS[level].kind
     shape: dict[str, Any] = {
         "hidden_size": sizes.hidden_size,
@@ -88,9 +88,9 @@ def base_model(level: str, length: int, setting: Setting) -> Any:
         "intermediate_size": sizes.intermediate_size,
         "attn_implementation": "sdpa",
     }
-    # A cache of `length` tokens and the token behind it.
+    # A cache of `length` tokens and the token after it.
     text = {"vocab_size": sizes.vocab_size, "max_position_embeddings": length + ROOM, "pad_token_id": None}
-    # The random numbers of dropout would be most of the noise, and say nothing about positions.
+    # The random numbers of dropout would cause most of the noise, and have nothing to do with positions.
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model: Any
     if kind == "vit":
@@ -106,7 +106,7 @@ def base_model(level: str, length: int, setting: Setting) -> Any:
 
 
 def place(name: str, model: Any, level: str) -> str:
-    """Gives a model its positions, or takes away those it has. In place; returns the family of the subject."""
+    """Patches a model in place, or removes its positions. Returns the family of the subject."""
     name, _, backend = name.partition("@")
     if backend:
         model.set_attn_implementation(backend)
@@ -125,7 +125,7 @@ def place(name: str, model: Any, level: str) -> str:
     together = name.split("+")
     config = parse_scheme(name) if ":" in name else as_scheme(together if len(together) > 1 else name)
     with warnings.catch_warnings():
-        # They speak of trained weights and of generate(); here are neither.
+        # The warnings are about trained weights and generate(), which are not used here.
         warnings.simplefilter("ignore", UserWarning)
         patch_model(model, config)
     return backend or scheme_family(config)

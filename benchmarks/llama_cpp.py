@@ -1,10 +1,10 @@
-"""Time per token in llama.cpp of exported models, as a ratio to the first of them.
+"""Measures the time per token of exported models in llama.cpp, as a ratio to the first model.
 
     python -m benchmarks.llama_cpp gguf/stock gguf/none gguf/alibi
 
-Each argument is a folder that `export_model(..., to="gguf")` has written. In every round each file runs once in a
-process of its own, in random order, with the default cache. The times are its own. Ratios are taken within a round. The
-first file runs twice per round, which shows the noise of the machine.
+Each argument is a folder from `export_model(..., to="gguf")`. In every round, each file runs once in a separate
+process, in random order, with the default cache. The times are those that llama.cpp reports. Ratios are computed within
+a round. The first file runs twice per round, which shows the noise of the machine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from benchmarks.machine import describe_machine, machine_line
 from benchmarks.timing import quartiles
 from hf_posenc.report.tables import markdown_table
 
-#: What is timed: a prompt that is read, and tokens that are written after it. Milliseconds per token.
+#: The timed phases: reading a prompt, and writing tokens after it. In milliseconds per token.
 PHASES = ("reading", "writing")
 Times = dict[str, list[float]]  # by phase, one per round
 _SPREAD = "{median:.2f} ({low:.2f} to {high:.2f})"
-#: Ends without the destructor of the server, which may wait for its thread forever.
+#: Exits without the destructor of the server, which may wait for its thread forever.
 _SERVER = """
 import json, os, sys, xllamacpp
 file, prompt, steps, threads = json.load(sys.stdin)
@@ -46,9 +46,9 @@ os._exit(0)
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.llama_cpp", description=__doc__.split("\n")[0])
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="with a file model.gguf")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens that are read (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=64, help="tokens that are written (default: %(default)s)")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folder with a file model.gguf")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens to read (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="tokens to write (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(arguments)
     files = {folder: Path(folder, "model.gguf") for folder in options.folders}
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(run: Callable[[str], Mapping[str, float]], names: Sequence[str], rounds: int) -> dict[str, Times]:
-    """Runs every subject once in each round, in random order; returns the times by name and phase."""
+    """Runs every subject once per round, in random order. Returns the times by name and phase."""
     generator, again = random.Random(0), f"{names[0]} again"
     times: dict[str, Times] = {name: {phase: [] for phase in PHASES} for name in (*names, again)}
     for _ in range(rounds):
@@ -79,7 +79,7 @@ def measure(run: Callable[[str], Mapping[str, float]], names: Sequence[str], rou
 
 
 def timed(file: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
-    """llama.cpp's own times in milliseconds per token, by phase."""
+    """Returns the times that llama.cpp reports, in milliseconds per token, by phase."""
     task = json.dumps([str(file), list(prompt), steps, torch.get_num_threads()])
     ran = subprocess.run([sys.executable, "-c", _SERVER], input=task, stdout=subprocess.PIPE, text=True, check=True)
     timings = json.loads(ran.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: the description that makes figures comparable, and how much memory a process takes."""
+"""A description of the machine of a benchmark, which makes figures comparable, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from benchmarks.errors import BenchmarkError
 from training.machine import processor_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Of the memory that is free, this much is left to the rest of the machine.
+#: Free memory that is left to the rest of the machine.
 _RESERVE_BYTES = 1 << 30
-#: Above this ratio, schemes whose biases decay are slower than on other processors.
+#: Above this ratio, schemes with decaying biases are slower than on other processors.
 SLOW_SUBNORMALS = 3.0
 
 
 def check_device(device: str) -> None:
-    """Explains what is missing where a device does not exist."""
+    """Raises if a device does not exist, and says what is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         why = (
-            "this build of torch is for the CPU only; install one with CUDA"
+            "this build of torch only supports the CPU; install one with CUDA"
             if torch.version.cuda is None
-            else "torch was built with CUDA but finds no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+            else "torch was built with CUDA but finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-        raise BenchmarkError(f"The device 'cuda' is not there: {why}, or use --device cpu.")
+        raise BenchmarkError(f"The device 'cuda' is not available: {why}, or use --device cpu.")
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Everything that figures depend on beside the settings, and nothing that changes from day to day."""
+    """Returns everything that figures depend on besides the settings, and nothing that changes from day to day."""
     described: dict[str, Any] = {
         "cpu": processor_name(),
         "cores": os.cpu_count() or 1,
@@ -59,7 +59,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """The processor, the GPU where there is one, and the versions."""
+    """Returns the processor, the GPU if there is one, and the versions."""
     processor = f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
     place = f"{machine['gpu']} (CUDA {machine['cuda']}) with {processor}" if "gpu" in machine else processor
     return (
@@ -69,10 +69,10 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 def subnormal_ratio() -> float:
-    """How many times as long the processor takes for subnormal float32 numbers as for normal ones.
+    """Returns the time for subnormal float32 numbers as a multiple of the time for normal ones.
 
-    The slower of a multiplication and a matrix product, each the fastest of 15 runs: the operators that meet `exp` of a
-    large negative logit in attention. A matrix of 192 rows stays in the caches of any processor.
+    It is the larger ratio of a multiplication and a matrix product, each the fastest of 15 runs. In attention, these
+    operators process `exp` of a large negative logit. A matrix of 192 rows stays in the caches of any processor.
     """
     half, normal, subnormal, out = (torch.full((192, 192), value) for value in (0.5, 0.25, 1e-40, 0.0))
 
@@ -83,7 +83,7 @@ def subnormal_ratio() -> float:
 
 
 def subnormal_line(ratio: float) -> str:
-    """One sentence for a table, and a warning where the ratio is large."""
+    """Returns one sentence for a table, and a warning if the ratio is large."""
     line = f"Subnormal float32 numbers take {ratio:.1f} times as long as normal ones on this processor."
     if ratio <= SLOW_SUBNORMALS:
         return line
@@ -97,12 +97,12 @@ def synchronize(device: str) -> None:
 
 
 def resident_bytes(device: str) -> int:
-    """What the process holds now: allocated memory on a GPU, resident memory otherwise."""
+    """Returns the current memory of the process: allocated memory on a GPU, resident memory otherwise."""
     return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
 
 
 def reset_peak(device: str) -> None:
-    """Makes `peak_bytes` count from now on, if the system permits it; otherwise from the start of the process."""
+    """Makes `peak_bytes` count from now on if the system permits it, otherwise from the start of the process."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
@@ -111,20 +111,20 @@ def reset_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int:
-    """The most that the process has held since `reset_peak`."""
+    """Returns the maximum memory of the process since `reset_peak`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     if sys.platform != "linux":
-        raise BenchmarkError("The peak memory of a process on the CPU can be measured on Linux only.")
+        raise BenchmarkError("The peak memory of a process on the CPU can only be measured on Linux.")
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
 
 
 @contextlib.contextmanager
 def within_free_memory(device: str) -> Iterator[None]:
-    """Within it, an allocation that this machine has no memory for is an error of torch instead of a killed process.
+    """Within this context, an allocation that does not fit into memory raises an error, and the process is not killed.
 
-    On Linux only. CUDA raises by itself.
+    It only works on Linux. CUDA raises an error itself.
     """
     if device == "cuda" or sys.platform != "linux":
         yield
@@ -143,7 +143,7 @@ def within_free_memory(device: str) -> Iterator[None]:
 
 
 def _available_bytes() -> int:
-    """What the machine has free, or the control group of a container if that is less."""
+    """Returns the free memory of the machine, or of a container's control group if that is less."""
     available = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     limit, used = group / "memory.max", group / "memory.current"
@@ -153,7 +153,7 @@ def _available_bytes() -> int:
 
 
 def _source_digest() -> str:
-    """Twelve hexadecimal digits that change with any line of the library's code."""
+    """Returns twelve hexadecimal digits that change with any line of the library's code."""
     root = Path(hf_posenc.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -1,7 +1,7 @@
-"""Peak memory: every subject, phase and length in a process of its own.
+"""Peak memory of every subject, phase and length, each in a separate process.
 
-The peak of a process never falls, and what one subject has freed the next one finds. So each measurement starts a fresh
-process, runs a short call once so that what is allocated only once does not count, and then the one that is measured.
+The peak of a process never falls, and a subject reuses memory that another one has freed. So each measurement starts a
+new process. It first runs a short call, so that memory that is allocated only once does not count.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from benchmarks.subjects import BARE, DECODING, Setting
 from benchmarks.timing import reason_of, timed
 
 _WARM_UP_TOKENS = 64
-#: Beyond this length only a few subjects are measured, in a training step.
+#: Above this length, only a few subjects are measured, in a training step.
 _LONG = 8192
-#: What is measured beyond it, and beside the peers in one attention call.
+#: The subjects above that length, and those that are measured with the peers in one attention call.
 _FEW = (BARE, "rope", "alibi", "t5")
 
 
 def memory_requests(options: Namespace) -> list[dict[str, Any]]:
-    """The `level`, `phase`, `length`, `subject` and, for a peer, `peers` (its group) of each measurement of a run.
+    """Returns `level`, `phase`, `length`, `subject` and, for a peer, `peers` (its group) of each measurement of a run.
 
     Whole models are measured with every scheme, attention with the peers and the schemes they are compared with.
     """
@@ -53,21 +53,21 @@ def memory_requests(options: Namespace) -> list[dict[str, Any]]:
 
 
 def peak_memory(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """Measures one call in a fresh process: `before_bytes` held before it, `phase_bytes` by which the peak was higher,
-    `total_bytes` the sum, and its `seconds`; or the `reason` why there is none of it.
+    """Measures one call in a new process. Returns the memory before it (`before_bytes`), the increase to the peak
+    (`phase_bytes`), their sum (`total_bytes`) and its `seconds`; or the `reason` why it was not measured.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure_here, request, setting).result()
         except BrokenProcessPool:
             return {"reason": "the process was killed, probably for want of memory"}
-        # Whatever it is, it is told in the results, and the next one is measured.
+        # Any error is recorded in the results, and the run continues.
         except Exception as error:
             return {"reason": reason_of(error)[0]}
 
 
 def measure_here(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """What the fresh process does."""
+    """Measures one call in this process, which must be new."""
     device, phase, length = setting.device, request["phase"], request["length"]
     name, peers = request["subject"], request["peers"]
     subjects, left_out = build_lineup(request["level"], () if peers else (name,), peers, length, setting)
@@ -81,7 +81,7 @@ def measure_here(request: dict[str, Any], setting: Setting) -> dict[str, Any]:
     synchronize(device)
     before = resident_bytes(device)
     reset_peak(device)
-    # What a subject builds once, such as a mask, is part of what it takes.
+    # Memory for things that a subject builds once, such as a mask, counts.
     with within_free_memory(device), subject.ready(phase, length) as call:
         seconds = timed(call, device)
         peak = peak_bytes(device)

@@ -1,7 +1,7 @@
-"""Other ways to the same attention, by group: torch's own kernels with a bias, and the modules of other libraries.
+"""Other implementations of the same attention, by group: torch's kernels with a bias, and modules of other libraries.
 
-Every peer maps `(batch, length, hidden)` to the same shape; its projections are replaced by copies, as in the reduced
-Llama that the schemes run in. Each is measured against the same code without position, and all against the bare Llama.
+Every peer maps `(batch, length, hidden)` to the same shape. Its projections are replaced by copies, as in the reduced
+Llama of the schemes. Each is compared with the same code without position, and all are compared with the bare Llama.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.bare import Copied
 from benchmarks.machine import DTYPES
 from benchmarks.subjects import AttentionCall, Setting, Subject
 
-#: From a length to a function of the input; what it builds once is not timed.
+#: Returns, for a length, a function of the input. Preparations that run once are not timed.
 Builder = Callable[[int], Callable[[Tensor], Tensor]]
 #: `scaled_dot_product_attention(is_causal=True)` and nothing else.
 _SDPA = "sdpa"
 
 
 def peer_subjects(groups: Sequence[str], setting: Setting) -> tuple[list[Subject], dict[str, str]]:
-    """The subjects of some groups of `PEER_GROUPS`, and the reasons why others are missing, by name."""
+    """Returns the subjects of some groups of `PEER_GROUPS`, and the reasons why others are missing, by name."""
     subjects: list[Subject] = []
     missing: dict[str, str] = {}
     for group in groups:
@@ -54,13 +54,13 @@ def _peer(name: str, baseline: str, build: Builder, setting: Setting, *modules: 
 def _pair(
     code: str, bias: str, build: Callable[[bool, int], Any], setting: Setting, *modules: nn.Module
 ) -> list[Subject]:
-    """The same code without position, and with a bias."""
+    """Returns two subjects: the same code without position, and with a bias."""
     without = f"{code} without position"
     return [_peer(name, without, partial(build, name == bias), setting, *modules) for name in (without, bias)]
 
 
 def _heads(states: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """Three copies, `(batch, heads, length, head_dim)`."""
+    """Returns three copies, `(batch, heads, length, head_dim)`."""
     query, key, value = (states.clone().unflatten(-1, (setting.sizes.num_heads, -1)).transpose(1, 2) for _ in range(3))
     return query, key, value
 
@@ -79,12 +79,12 @@ def _later(length: int, setting: Setting) -> Tensor:
 
 
 def _slopes(setting: Setting) -> Tensor:
-    """`(heads,)` float32: what BLOOM's bias grows by from one key to the next."""
+    """`(heads,)` float32: the increase of BLOOM's bias from one key to the next."""
     return build_alibi_tensor(torch.ones(1, 2, device=setting.device), setting.sizes.num_heads, torch.float32)[:, 0, 1]
 
 
 def _alibi(length: int, setting: Setting) -> Tensor:
-    """The bias as most code has it: `(1, heads, length, length)`."""
+    """The bias in its usual form: `(1, heads, length, length)`."""
     positions = torch.arange(length, device=setting.device)
     distance = positions[None, :] - positions[:, None]
     return (_slopes(setting)[:, None, None] * distance).unsqueeze(0).to(DTYPES[setting.dtype])
@@ -101,7 +101,7 @@ def _kernel(setting: Setting) -> list[Subject]:
 
 
 def _masks(setting: Setting) -> list[Subject]:
-    """ALiBi as a dense mask, built in each call as most code does, and built once."""
+    """ALiBi as a dense mask, built in each call as in most code, and built once."""
 
     def each_call(length: int) -> Any:
         return lambda states: _sdpa(states, setting, attn_mask=_alibi_mask(length, setting))
@@ -168,7 +168,7 @@ def _flash(setting: Setting) -> list[Subject]:
 
 
 class _PerHead(nn.Module):
-    """BLOOM's order of a joint projection: query, key and value of one head side by side."""
+    """The order of BLOOM's joint projection: query, key and value of each head are next to each other."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class _PerHead(nn.Module):
 
 
 def _bloom(setting: Setting) -> list[Subject]:
-    """BLOOM with its ALiBi, and with a zero in its place."""
+    """BLOOM with its ALiBi, and with zeros instead."""
     sizes, dtype = setting.sizes, DTYPES[setting.dtype]
     module = BloomAttention(
         BloomConfig(hidden_size=sizes.hidden_size, n_head=sizes.num_heads, hidden_dropout=0.0), layer_idx=0
@@ -191,12 +191,12 @@ def _bloom(setting: Setting) -> list[Subject]:
     def build(with_bias: bool, length: int) -> Any:
         ones = torch.ones(1, length, device=setting.device)
         mask = torch.full((1, 1, length, length), torch.finfo(dtype).min, dtype=dtype, device=setting.device).triu(1)
-        # Its product of queries and keys needs a summand of this shape.
+        # Its product of queries and keys needs a tensor of this shape to add.
         zeros = mask.new_zeros(sizes.num_heads, 1, length)
 
         def attend(states: Tensor) -> Tensor:
             alibi = build_alibi_tensor(ones, sizes.num_heads, states.dtype) if with_bias else zeros
-            # The residual is part of the module; a zero of no size is not.
+            # The module adds a residual. A zero scalar costs nothing.
             return module(states, states.new_zeros(()), alibi, mask)[0]
 
         return attend
@@ -225,7 +225,7 @@ def _mpt(setting: Setting) -> list[Subject]:
 
 
 def _t5(setting: Setting) -> list[Subject]:
-    """A T5 decoder layer that computes its bias, and one that has none; stock code then adds zeros."""
+    """A T5 decoder layer that computes its bias, and one without a bias, in which stock code adds zeros."""
     sizes = setting.sizes
     config = T5Config(
         d_model=sizes.hidden_size, d_kv=sizes.hidden_size // sizes.num_heads, num_heads=sizes.num_heads,
@@ -244,7 +244,7 @@ def _t5(setting: Setting) -> list[Subject]:
 
 
 def _x_transformers(setting: Setting) -> list[Subject]:
-    """x-transformers with ALiBi, T5 bias, rotation, and nothing."""
+    """x-transformers with ALiBi, with a T5 bias, with a rotation, and without position."""
     from x_transformers.x_transformers import AlibiPositionalBias, Attention, RelativePositionBias, RotaryEmbedding
 
     sizes = setting.sizes
@@ -278,7 +278,7 @@ PEER_GROUPS: dict[str, Callable[[Setting], list[Subject]]] = {
     "kernel": _kernel, "mask": _masks, "position_bias": _position_bias, "bloom": _bloom, "mpt": _mpt, "t5": _t5,
     "x_transformers": _x_transformers, "flex": _flex, "flash": _flash,
 }  # fmt: skip
-#: The package that a group needs, what to call the group, and what to do where it is missing.
+#: The package that a group needs, the name of the group, and what to do if the package is missing.
 _PACKAGES = {
     "x_transformers": ("x_transformers", "x-transformers", "pip install -c constraints.txt -e '.[bench]'"),
     "flash": ("flash_attn", "FlashAttention", "it needs a GPU and pip install flash-attn"),

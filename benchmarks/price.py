@@ -1,12 +1,12 @@
-"""Measures what each position encoding costs over the same model without any.
+"""Measures the cost of each position encoding, compared with the same model without any.
 
     python -m benchmarks.price --output_dir docs/results/price
     python -m benchmarks.price --quick
     python -m benchmarks.price --device cuda --dtype bfloat16 --lengths 4096 16384
 
-In every round each subject runs once, in random order, and a ratio is the median over rounds of a subject's time over
-that of the bare model in the same round. The output folder gets `results.json`, `table.md` and `price.png`. Run the
-same command again to go on where a run was stopped.
+In every round, each subject runs once, in random order. A ratio is the median over rounds of a subject's time divided
+by that of the bare model in the same round. The output folder gets `results.json`, `table.md` and `price.png`. Run the
+same command again to continue an interrupted run.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ Cell = tuple[str, str, int]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 2 for what cannot be measured."""
+    """The command line. Returns the exit status: 0, or 2 if something cannot be measured."""
     words = sys.argv[1:] if arguments is None else arguments
     options = parse_options(words)
     try:
         content = measure(options, shlex.join(["python", "-m", "benchmarks.price", *words]))
         write_outputs(content, options.output_dir)
     except (BenchmarkError, OSError) as error:
-        remedy = ". Choose another --output_dir, or make room or permission there."
+        remedy = ". Choose another --output_dir, or free some space or change permissions there."
         print(f"price: {error}{'' if isinstance(error, BenchmarkError) else remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nInterrupted. Run the same command again to go on with the next cell.", file=sys.stderr)
+        print("\nInterrupted. Run the same command again to continue with the next cell.", file=sys.stderr)
         return 130
     return 0
 
 
 def measure(options: Namespace, command: str) -> dict[str, Any]:
-    """Measures what is missing in `results.json`, which is written after every measurement; returns its content."""
+    """Adds missing measurements to `results.json`, which is written after each of them. Returns its content."""
     deadline = time.monotonic() + 60 * options.budget_minutes
     path = options.output_dir / "results.json"
     machine, settings = describe_machine(options.setting.device), asdict(options.setting) | {"batch_size": 1}
@@ -83,12 +83,12 @@ def measure(options: Namespace, command: str) -> dict[str, Any]:
     content["not_begun"] = left
     write_json(path, content)
     if left:
-        print(f"{len(left)} measurements were not begun; the same command goes on with them.", file=sys.stderr)
+        print(f"{len(left)} measurements were not started; run the same command again to continue.", file=sys.stderr)
     return content
 
 
 def planned_cells(options: Namespace) -> list[Cell]:
-    """Level, phase and length of each cell, short ones first, since the time of long ones is estimated from them."""
+    """Returns level, phase and length of each cell, short ones first, because they predict the time of long ones."""
     return [
         (level, phase, length)
         for length in sorted(set(options.lengths))
@@ -101,7 +101,7 @@ def planned_cells(options: Namespace) -> list[Cell]:
 def measure_cell(
     options: Namespace, cell: Cell, earlier: Mapping[str, dict[str, Any]], deadline: float = math.inf
 ) -> dict[str, Any]:
-    """Times all subjects of one cell; see `time_subjects`."""
+    """Times all subjects of one cell, see `time_subjects`."""
     level, phase, length = cell
     asked = _asked(options, cell)
     place: dict[str, Any] = {"level": level, "phase": phase, "length": length, "asked": asked}
@@ -125,7 +125,7 @@ def measure_cell(
 
 
 def write_outputs(content: dict[str, Any], folder: Path) -> None:
-    """Writes table and figure, and prints the table."""
+    """Writes the table and the figure, and prints the table."""
     text = write_tables(content)
     write_text(folder / "table.md", text)
     print(text)
@@ -134,34 +134,34 @@ def write_outputs(content: dict[str, Any], folder: Path) -> None:
 
 
 def _earlier(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
-    """The content of a results file, if this run may add to it."""
+    """Returns the content of a results file, if this run may add to it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BenchmarkError(
-            f"{path} cannot be read ({error}): it was changed since it was written. Remove it or pass --overwrite, "
-            "and everything is measured anew."
+            f"{path} cannot be read ({error}): it was changed after it was written. Remove it or pass --overwrite to "
+            "measure everything again."
         ) from error
     if not isinstance(content, dict) or not fresh.keys() <= content.keys():
-        raise BenchmarkError(f"{path} does not hold results of this benchmark. Choose another --output_dir.")
+        raise BenchmarkError(f"{path} does not contain results of this benchmark. Choose another --output_dir.")
     for kind in ("machine", "settings"):
         check_same(content[kind], fresh[kind], kind, path)
     return content
 
 
 def check_same(earlier: dict[str, Any], now: dict[str, Any], kind: str, path: Path) -> None:
-    """Refuses results that cannot be compared with those of today."""
+    """Raises if earlier results cannot be compared with those of this run."""
     names = sorted(name for name in {*earlier, *now} if earlier.get(name) != now.get(name))
     if names:
         told = "; ".join(f"{name} {earlier.get(name)!r} there, {now.get(name)!r} here" for name in names)
         raise BenchmarkError(
-            f"{path} was begun with another {kind} ({told}), and figures are only comparable within one. Choose "
-            "another --output_dir, or pass --overwrite to measure everything anew."
+            f"{path} was begun with another {kind} ({told}), but figures are only comparable with the same one. Choose "
+            "another --output_dir, or pass --overwrite to measure everything again."
         )
 
 
 def _asked(options: Namespace, cell: Cell) -> dict[str, Any]:
-    """What has to be the same for a cell not to be measured again."""
+    """Returns the settings that must be unchanged to reuse a cell."""
     return {
         "subjects": subjects_of(options, cell[0]),
         "peers": list(options.peers) if cell[0] == "attention" else [],
@@ -174,9 +174,9 @@ def _memory_name(request: dict[str, Any]) -> str:
 
 
 def _too_slow(options: Namespace, cell: Cell, earlier: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Reasons, by subject, not even to try: too slow or too large, to judge by the next shorter length.
+    """Returns reasons, by subject, to skip it: too slow or too large, judging by the next shorter length.
 
-    No scheme grows faster than with the square of the length.
+    No scheme grows faster than the square of the length.
     """
     level, phase, length = cell
     shorter = [other for other in sorted(options.lengths) if other < length]

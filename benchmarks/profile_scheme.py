@@ -1,4 +1,4 @@
-"""Where the time of one scheme goes: torch's profiler over a patched model and over the bare one.
+"""Shows where the time of a scheme goes, with torch's profiler on a patched model and on the bare model.
 
 python -m benchmarks.profile_scheme t5 --length 2048 --phase train
 """
@@ -22,18 +22,18 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, or 2 if the scheme cannot be run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.profile_scheme",
-        description="Operators of a patched model beside those of the bare one.",
+        description="Compare the operators of a patched model with those of the bare model.",
     )
     parser.add_argument("scheme", type=scheme_name)
     parser.add_argument("--length", type=length_of, default=2048, help="tokens")
     parser.add_argument("--phase", choices=PHASES, default="train")
     parser.add_argument("--level", choices=(*DEFAULT_LEVELS, SMOLLM2_LEVEL), default="model")
     add_device(parser)
-    parser.add_argument("--calls", type=whole_number(1), default=3, help="of each model, in turn")
-    parser.add_argument("--rows", type=int, default=20, help="operators that are shown")
+    parser.add_argument("--calls", type=whole_number(1), default=3, help="calls of each model, alternating")
+    parser.add_argument("--rows", type=int, default=20, help="number of operators to show")
     options = parse_with_device(parser, arguments)
     if options.phase == "decode" and options.level not in DECODERS:
-        parser.error(f"only these levels decode, for others have no cache: {', '.join(DECODERS)}")
+        parser.error(f"only these levels can decode, because others have no cache: {', '.join(DECODERS)}")
     setting = Setting(device=options.device, dtype=options.dtype)
     subjects, left_out = build_lineup(options.level, (BARE, options.scheme), (), options.length, setting)
     if options.scheme in left_out:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def operators(subject: Subject, phase: str, length: int, calls: int, device: str) -> dict[str, tuple[float, float]]:
-    """Milliseconds of self time and runs of every operator in one call, by name; on CUDA those of its kernels."""
+    """Returns milliseconds of self time and runs of every operator in one call, by name; on CUDA, of the kernels."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with subject.ready(phase, length) as call:
         call.once()

@@ -1,11 +1,11 @@
-"""What a decaying bias saves on real text, in a model that was trained with it: beside the same model without position.
+"""Measures what a decaying bias saves on real text in a trained model, compared with the same model without position.
 
     python -m benchmarks.real_text --scheme forget_gate
     python -m benchmarks.real_text --scheme alibi --model SmolLM2-135M --steps 24 --lengths 4096 --text *.py
 
-How many keys can be skipped depends on gates, on the norms of queries and keys, and so on training. A small Llama is
-trained on the bytes of a text; a pretrained model (`--model`, a folder) gets the scheme in place of its own and is
-healed for some steps. The text is the reference manual that comes with Python, or the files that are named.
+How many keys can be skipped depends on gates and on the norms of queries and keys, and so on training. By default, a
+small Llama is trained on the bytes of a text. A pretrained model (`--model`, a folder) gets the scheme instead of its
+own and is healed for some steps. The text is the reference manual that comes with Python, or the given files.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from hf_posenc.recipes import swap_scheme
 
 @dataclass(frozen=True)
 class TextSetting(Setting):
-    """A setting whose tokens are those of a text, `(tokens,)` int64."""
+    """A setting with the tokens of a text, `(tokens,)` int64."""
 
     stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def tokens(self, length: int, batch: int = 1) -> Tensor:
-        """`(batch, length)`, the end of the stream, on which no model is trained."""
+        """Returns `(batch, length)` tokens from the end of the stream, which is not used for training."""
         return self.stream[-length:].expand(batch, -1)
 
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     stream = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     longest = max(options.lengths)
     if len(stream) < longest + options.train_length:
-        print(f"real_text: the text has {len(stream)} tokens, which is too few for {longest}.", file=sys.stderr)
+        print(f"real_text: the text has only {len(stream)} tokens, too few for {longest}.", file=sys.stderr)
         return 2
     model = _model(options, stream[: len(stream) - longest])
     bare = shared_copy(model)
@@ -93,11 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str] | None) -> Any:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_text", description=__doc__.split("\n")[0])
     parser.add_argument("--scheme", type=scheme_name, default="forget_gate")
-    parser.add_argument("--model", help="folder of a pretrained model; without it, a small Llama is trained")
-    parser.add_argument("--text", nargs="*", default=[], help="files; by default Python's reference manual")
-    parser.add_argument("--steps", type=int, default=300, help="of training, or healing")
-    parser.add_argument("--train_length", type=length_of, default=512, help="tokens of a row in training")
-    parser.add_argument("--lengths", type=length_of, nargs="+", default=[4096, 16384], help="that are timed")
+    parser.add_argument("--model", help="folder of a pretrained model; by default, a small Llama is trained")
+    parser.add_argument("--text", nargs="*", default=[], help="text files (default: Python's reference manual)")
+    parser.add_argument("--steps", type=int, default=300, help="number of steps of training or healing")
+    parser.add_argument("--train_length", type=length_of, default=512, help="tokens per training row")
+    parser.add_argument("--lengths", type=length_of, nargs="+", default=[4096, 16384], help="lengths to time")
     parser.add_argument("--phases", nargs="+", choices=("forward", "train"), default=["forward", "train"])
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args(arguments)
@@ -138,7 +138,7 @@ def _train(model: Any, stream: Tensor, steps: int, rows: int, length: int, rate:
 
 @contextmanager
 def _kept_keys() -> Iterator[list[float]]:
-    """Within it, the share of visible keys that each causal attention call has looked at is noted."""
+    """Within this context, records the share of visible keys that each causal attention call has read."""
     shares: list[float] = []
 
     find = fused_attention.windows_of

@@ -1,4 +1,4 @@
-"""What is timed: whole models and single attention calls, each of which can be called in a phase and at a length."""
+"""The subjects that are timed: whole models and single attention calls. Each can run in a phase and at a length."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from benchmarks.levels import LEVELS, SMOLLM2, SMOLLM2_LEVEL, Sizes, image_side
 from benchmarks.machine import DTYPES
 from hf_posenc import accept_cache
 
-#: The model without positions, which all others are measured against, and the one with its own positions.
+#: The model without positions, which all others are compared with, and the model with its own positions.
 BARE, STOCK = "bare", "stock"
 PHASES = ("forward", "train", "decode")
-#: Sixteen sequences get a token each; measured on request.
+#: One token for each of sixteen sequences. Measured on request.
 DECODE_BATCH = "decode_batch16"
-#: Sequences of the phases that are a step behind a cache. Their time grows no faster than the length.
+#: Number of sequences in the phases that are one step after a cache. Their time grows at most linearly with the length.
 DECODING = {"decode": 1, DECODE_BATCH: 16, "decode_compiled": 1}
-#: Of compiled models; measured on request. A token is decoded with a static cache.
+#: Phases of compiled models, measured on request. A token is decoded with a static cache.
 COMPILED = ("train_compiled", "decode_compiled")
-#: Tokens that a static cache has room for beyond its first ones.
+#: Number of tokens that a static cache has room for after its first ones.
 ROOM = 64
-#: A cache of any length is grown from what the model itself writes for so many tokens.
+#: A cache of any length is extended from one that the model itself writes for this many tokens.
 _SEED_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all subjects of a run share; the seed is that of weights, tokens and the order of the subjects."""
+    """Settings of all subjects of a run. The seed is for weights, tokens and the order of the subjects."""
 
     sizes: Sizes = field(default_factory=Sizes)
     smollm2: Sizes = SMOLLM2
@@ -44,25 +44,25 @@ class Setting:
     seed: int = 0
 
     def at(self, level: str) -> Setting:
-        """The setting of one level, with its sizes in `sizes`."""
+        """Returns the setting of one level, with its sizes in `sizes`."""
         sizes = self.smollm2 if level == SMOLLM2_LEVEL else LEVELS[level].sizes
         return self if sizes is None else dataclasses.replace(self, sizes=sizes)
 
     def random(self, *shape: int) -> Tensor:
-        """Standard normal numbers, the same ones in every run."""
+        """Returns standard normal numbers, the same in every run."""
         numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(self.seed))
         return numbers.to(self.device, DTYPES[self.dtype])
 
     def tokens(self, length: int, batch: int = 1) -> Tensor:
-        """`(batch, length)`, the same ones in every run."""
+        """Returns `(batch, length)` token ids, the same in every run."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(self.sizes.vocab_size, (batch, length), generator=generator).to(self.device)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a subject that is ready: `run` is timed, and `after` restores the state from before it. `seconds`
-    makes a call elsewhere and returns its time; `None` for one that is made here.
+    """A prepared call of a subject. `run` is timed, and `after` restores the state from before it. `seconds` makes a
+    call in another process and returns its time; `None` if the call is made in this process.
     """
 
     run: Callable[[], object]
@@ -77,8 +77,8 @@ class Call:
 
 @dataclass
 class Subject:
-    """Something whose calls are timed, in the context `around`, against the subject of the same level that `baseline`
-    names, which may be itself. Its family is "bare", "stock", "peer", or what kind of scheme it is.
+    """Something whose calls are timed in the context `around`. They are compared with those of `baseline`, the name of
+    a subject of the same level, which may be itself. The family is "bare", "stock", "peer", or the kind of scheme.
     """
 
     name: str
@@ -89,27 +89,27 @@ class Subject:
 
     @contextlib.contextmanager
     def ready(self, phase: str, length: int) -> Iterator[Call]:
-        """Within it, the subject can be called in this phase and at this length."""
+        """Yields a call of the subject in this phase and at this length."""
         with self.around():
             yield self.call(phase, length)
 
     def call(self, phase: str, length: int) -> Call:
-        """Makes the inputs, and whatever is built once."""
+        """Prepares the inputs, and everything that is built only once."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends what `call` has started."""
+        """Stops everything that `call` has started."""
 
 
 @dataclass
 class LanguageModel(Subject):
-    """A whole model: forward and training step on `length` tokens, or one token behind a cache of `length`."""
+    """A whole model: forward and training step on `length` tokens, or one token after a cache of `length` tokens."""
 
     model: Any = None
     _apart: dict[tuple[str, int], Apart] = field(default_factory=dict)
 
     def call(self, phase: str, length: int) -> Call:
-        """Sets the mode of the model and makes its tokens and cache."""
+        """Sets the mode of the model and prepares its tokens and cache."""
         if phase in COMPILED:
             key = (phase, length)
             if key not in self._apart:
@@ -133,13 +133,13 @@ class LanguageModel(Subject):
         return Call(torch.no_grad()(lambda: model(input_ids=tokens, **uncached)))
 
     def close(self) -> None:
-        """Ends the processes of compiled models."""
+        """Stops the processes of compiled models."""
         for apart in self._apart.values():
             apart.close()
         self._apart.clear()
 
     def _compiled(self, phase: str, length: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        """A call of the compiled model, and what restores the state from before it."""
+        """Returns a call of the compiled model, and a function that restores the state from before it."""
         compiled = torch.compile(self.model.train(phase.startswith("train")))
         if phase == "train_compiled":
             tokens = self.setting.tokens(length)
@@ -160,10 +160,10 @@ class LanguageModel(Subject):
         return torch.no_grad()(lambda: compiled(input_ids=token, past_key_values=cache, use_cache=True)), after
 
     def filled_cache(self, length: int, batch: int = 1) -> DynamicCache:
-        """A cache of `length` tokens in each of `batch` sequences.
+        """Returns a cache of `length` tokens in each of `batch` sequences.
 
-        The model writes the first tokens itself, so that the tensors have the width and heads that this scheme caches;
-        the rest repeats them, since no time depends on the values.
+        The model writes the first tokens itself, so that the tensors have the width and heads that this scheme caches.
+        The rest repeats them, because times do not depend on the values.
         """
         cache = DynamicCache(config=self.model.config)
         with torch.no_grad():
@@ -182,7 +182,7 @@ def _grown(states: Tensor, length: int) -> Tensor:
 
 @dataclass
 class ImageClassifier(Subject):
-    """A whole model of images: forward and training step on one square image of `length` patches."""
+    """A whole image model: forward and training step on one square image of `length` patches."""
 
     model: Any = None
 
@@ -201,15 +201,15 @@ class AttentionCall(Subject):
     """One causal attention call on queries, keys and values that are copies of one input, `(1, length, hidden)`.
 
     Args:
-        build: from a length to a function of the input with an output of its shape. It runs before what is timed.
-        modules: whose mode is set, and whose gradients are dropped after each training step.
+        build: returns, for a length, a function of the input whose output has the same shape. It is not timed.
+        modules: modules whose mode is set, and whose gradients are dropped after each training step.
     """
 
     build: Callable[[int], Callable[[Tensor], Tensor]] = lambda length: lambda states: states
     modules: tuple[nn.Module, ...] = ()
 
     def call(self, phase: str, length: int) -> Call:
-        """Makes the input, and whatever the function builds once."""
+        """Prepares the input, and everything that the function builds only once."""
         for module in self.modules:
             module.train(phase == "train")
         states = self.setting.random(1, length, self.setting.sizes.hidden_size)

@@ -1,4 +1,4 @@
-"""`table.md`: targets, ratios by level and phase, peers, peak memory, and what was left out."""
+"""Writes `table.md`: targets, ratios by level and phase, peers, peak memory, and skipped subjects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PHASES = {
     "decode_compiled": "one token after a static cache of T, compiled",
     "decode_batch16": "a token for each of 16 sequences after a cache of T",
 }
-#: By quantity: the heading of its columns, and what the title of its tables adds to level and phase.
+#: By quantity: the heading of its columns, and the addition to level and phase in the titles of its tables.
 _QUANTITIES = {
     "to_bare": ("T = {T}", ", over bare"),
     "to_stock": ("T = {T}", ", over stock"),
@@ -41,12 +41,12 @@ _TABLES = (
     ("milliseconds", "rounds"), ("to_bare",), ("to_stock",), ("peer", "peer_own"), ("peak_bytes", "peak_over_bare"),
     ("phase_bytes", "phase_over_bare", "total_over_bare", "seconds"),
 )  # fmt: skip
-#: The control of an idle machine stays this near to 1.
+#: On an idle machine, the control differs from 1 by at most this.
 _QUIET = 0.03
 
 
 def write_tables(content: dict[str, Any]) -> str:
-    """The text of `table.md`."""
+    """Returns the text of `table.md`."""
     settings = content["settings"]
     shapes = [f"{name} {settings[name]}" for name in ("sizes", SMOLLM2_LEVEL) if name in settings]
     measured = {cell["level"] for cell in content["cells"].values()}
@@ -73,7 +73,7 @@ Models with random weights: `{"; ".join(shapes)}`."""
 
 
 def figure_tables(content: dict[str, Any]) -> list[str]:
-    """Everything after the introduction; parts may be empty."""
+    """Returns everything after the introduction. Parts may be empty."""
     result = price_result(content)
     tables = [
         f"## {view.title}\n\n" + replace(result, views=(replace(view, title=""),)).table(markdown=True)
@@ -83,7 +83,7 @@ def figure_tables(content: dict[str, Any]) -> list[str]:
 
 
 def price_result(content: dict[str, Any]) -> Result:
-    """Every figure of a run as a record; `at` are its level, phase, length `T` and the kind of its subject."""
+    """Returns every figure of a run as a record. Its `at` has level, phase, length `T` and the kind of its subject."""
     records = sorted([*_times(content), *_peaks(content)], key=lambda record: record.at["T"])
     measured = {(figure.quantity, figure.at["level"], figure.at["phase"]) for figure in records}
     titles = {name: level.title for name, level in LEVELS.items()}
@@ -127,7 +127,7 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
                 if row["baseline"] != name:
                     yield Record(name, "peer_own", row["ratio"]["median"], at)
             else:
-                # Beside the bare model, only the shape of a real one is compared with stock.
+                # All levels are compared with bare, but only some of them with stock.
                 others = ("to_bare", "to_stock") if LEVELS[cell["level"]].to_stock else ("to_bare",)
                 for over in others:
                     if over in row and name != over.removeprefix("to_"):
@@ -143,7 +143,7 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
 
 
 def _peaks(content: dict[str, Any]) -> Iterator[Record]:
-    """Peaks of whole processes, where the bare model has one too."""
+    """Yields peaks of whole processes, if the bare model also has one."""
     measured = [peak for peak in content["memory"].values() if "phase_bytes" in peak]
     bare = {(peak["level"], peak["phase"], peak["length"]): peak for peak in measured if peak["subject"] == BARE}
     for peak in measured:
@@ -159,12 +159,12 @@ def _peaks(content: dict[str, Any]) -> Iterator[Record]:
 
 
 def spread(quartiles: dict[str, float]) -> str:
-    """A median with its quartiles, as in "1.073 (1.063-1.097)"."""
+    """Formats a median with its quartiles, as in "1.073 (1.063-1.097)"."""
     return f"{quartiles['median']:.3f} ({quartiles['low']:.3f}-{quartiles['high']:.3f})"
 
 
 def _noise(content: dict[str, Any]) -> str:
-    """What the control shows."""
+    """Describes the noise that the control shows."""
     controls = [
         (abs(row["to_bare"]["median"] - 1), row["to_bare"]["median"], key)
         for key, cell in content["cells"].items()
@@ -179,13 +179,13 @@ def _noise(content: dict[str, Any]) -> str:
 
 
 def _targets(content: dict[str, Any]) -> str:
-    """The targets that were measured."""
+    """Returns the measured targets."""
     rows = [(target, measured, "yes" if met else "**no**") for target, measured, met in verdicts(content)]
     return "## Targets\n\n" + format_table(("target", "measured", "met"), rows, form="markdown") if rows else ""
 
 
 def _left_out(content: dict[str, Any]) -> str:
-    """One line per subject and reason, with the cells that lack it."""
+    """Returns one line per subject and reason, with the cells in which it is missing."""
     places: dict[str, list[str]] = {}
     for key, cell in content["cells"].items():
         for name, reason in cell["left_out"].items():

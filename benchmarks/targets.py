@@ -1,4 +1,4 @@
-"""What was promised, and whether the figures of a run keep it."""
+"""Targets for costs, and whether the figures of a run meet them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.levels import NARROW_LEVEL, SMOLLM2_LEVEL, has_smollm2_shape
 from benchmarks.subjects import BARE
 
 _LONG = 16384
-#: Whom a target is about: schemes by the family of their rows, or by name.
+#: The schemes that a target is about, by the family of their rows or by name.
 _FAMILIES = {
     "distance biases": ("distance bias",),
     "rotations": ("rotation",),
@@ -18,9 +18,9 @@ _FAMILIES = {
     "additive schemes": ("additive",),
 }
 _CONTENT, _CONTENT_FREE = "schemes that read the content", "schemes that do not read the content"
-#: Beside those of the family "content bias".
+#: Schemes that read the content, in addition to those of the family "content bias".
 _READ_CONTENT = ("pope", "repo", "selective_rope", "grape_m")
-#: Whom, at most how much, over which model, and in which cells; a cell is a level, its phases and its lengths.
+#: Schemes, maximum ratio, reference model, and cells. A cell is a level, its phases and its lengths.
 _ON_CPU = (
     *(
         ("distance biases", 1.25, "to_bare", level, ("forward", "train"), (4096,))
@@ -40,7 +40,7 @@ _ON_CPU = (
     (_CONTENT, 1.25, "to_stock", NARROW_LEVEL, ("decode",), (32,)),
     ("all schemes", 1.25, "to_stock", NARROW_LEVEL, ("train",), (32,)),
 )
-#: Schemes at sdpa unless they name a backend. ALiBi and forget gates are to be faster than no position.
+#: Schemes with sdpa unless they name a backend. ALiBi and forget gates should be faster than no position.
 _ON_CUDA = (
     *(
         (whom, limit, over, level, ("forward", "train"), (4096, _LONG))
@@ -60,7 +60,7 @@ _ON_CUDA = (
 
 
 def verdicts(content: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """The targets for the device of a run that were measured: in words, what was measured, and whether it is met."""
+    """Yields the measured targets for the device of a run: the target, the measurement, and whether it is met."""
     return [*_ratios(content), *(() if content["settings"]["device"] == "cuda" else _memory(content))]
 
 
@@ -68,7 +68,7 @@ def _ratios(content: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
     targets = _ON_CUDA if content["settings"]["device"] == "cuda" else _ON_CPU
     for whom, limit, over, level, phases, lengths in targets:
         for cell in content["cells"].values():
-            # A model of another size only shows that it runs.
+            # A model of another size only tests that it runs.
             of_size = level != SMOLLM2_LEVEL or has_smollm2_shape(content["settings"])
             here = (
                 cell["level"] == level and cell["phase"] in phases and cell["length"] in (lengths or [cell["length"]])
@@ -98,7 +98,7 @@ def _is_meant(row: dict[str, Any], whom: str) -> bool:
 
 
 def _memory(content: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    """Of the small Llama with distance biases: its peak over the bare one, and whether a long training step fits."""
+    """For the small Llama with distance biases: its peak relative to bare, and whether a long training step fits."""
     rows = [row for cell in content["cells"].values() for row in cell["rows"]]
     biases = {row["subject"] for row in rows if row["family"] == "distance bias"} | {"alibi", "t5", BARE}
     for phase, length in (("forward", 4096), ("train", 4096), ("train", _LONG)):

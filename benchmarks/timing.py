@@ -1,4 +1,4 @@
-"""Timing side by side: in every round each subject runs once, in an order that is drawn anew."""
+"""Timing side by side: in every round, each subject runs once, in a new random order."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from benchmarks.machine import peak_bytes, reset_peak, resident_bytes, synchroni
 from benchmarks.subjects import BARE, STOCK, Call, Subject
 from hf_posenc import PositionEncodingError
 
-#: Fewer would have no spread to speak of.
+#: With fewer rounds, there would be no meaningful spread.
 MIN_ROUNDS = 3
-#: One measurement is the mean of no more calls than this.
+#: One measurement is the mean of at most this many calls.
 _MAX_CALLS = 30
-#: For a subject that is slower than this per call, it does not matter what was in the processor's caches before.
+#: If a call takes longer than this many seconds, the earlier content of the processor's caches does not matter.
 _SLOW = 0.5
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long is measured: `rounds` at most, and after `cell_seconds` no more than three. A subject whose three rounds
-    would take longer than `subject_seconds` is left out; a baseline never is. One measurement is the mean of as many
-    calls as fit into `measurement_seconds`.
+    """How long to measure: at most `rounds`, and after `cell_seconds` at most three. A subject whose three rounds would
+    take longer than `subject_seconds` is left out, except for a baseline. One measurement is the mean of as many calls
+    as fit into `measurement_seconds`.
     """
 
     rounds: int = 10
@@ -40,7 +40,7 @@ class Pace:
     measurement_seconds: float = 0.1
 
     def too_slow(self, seconds: float) -> str | None:
-        """Why a subject is left out that takes so many seconds per round; `None` if it is not."""
+        """Returns why a subject with this number of seconds per round is left out; `None` if it is not."""
         total = seconds * MIN_ROUNDS
         if total <= self.subject_seconds:
             return None
@@ -50,7 +50,7 @@ class Pace:
         )
 
     def calls(self, seconds: float) -> int:
-        """How many calls of so many seconds make one measurement."""
+        """Returns the number of calls in one measurement, if a call takes this number of seconds."""
         return max(1, min(_MAX_CALLS, math.ceil(self.measurement_seconds / seconds)))
 
 
@@ -60,8 +60,8 @@ def time_subjects(
     """Times all subjects against each other.
 
     Returns:
-        `rounds`, their number; `rows`, see `row_of`; `left_out`, the reasons by subject; and `lasting`, the subjects
-        among them whose reason holds for longer inputs too. On a GPU a row has `peak_bytes` over what was held before.
+        `rounds`, their number; `rows`, see `row_of`; `left_out`, the reasons by subject; and `lasting`, those of them
+        whose reason also applies to longer inputs. On a GPU, a row has `peak_bytes` above the memory held before.
     """
     left_out: dict[str, str] = {}
     lasting: set[str] = set()
@@ -70,7 +70,7 @@ def time_subjects(
     baselines = {subject.baseline for subject in subjects}
 
     def attempt(subject: Subject, measure: Callable[[Call], float]) -> float | None:
-        """Seconds of one call; without them the subject is left out, whatever the reason."""
+        """Returns the seconds of one call. If it fails for any reason, the subject is left out."""
         try:
             with subject.ready(phase, length) as call:
                 return measure(call)
@@ -90,7 +90,7 @@ def time_subjects(
 
     def first(call: Call) -> float:
         seconds = timed(call, device)
-        # The first call may have compiled something.
+        # The first call may include compilation.
         compiles = device == "cuda" or call.seconds is not None
         return timed(call, device) if seconds < _SLOW or compiles else seconds
 
@@ -114,7 +114,7 @@ def time_subjects(
         order = random.Random(f"{pace.seed} {phase} {length}")
         end = min(time.monotonic() + pace.cell_seconds, deadline)
         rounds = 0
-        # Garbage is collected before a round and not within it.
+        # Garbage is collected before a round, not during it.
         stack.callback(gc.enable)
         gc.disable()
         while rounds < pace.rounds and (rounds < MIN_ROUNDS or time.monotonic() < end):
@@ -139,7 +139,7 @@ def time_subjects(
 
 
 def row_of(subject: Subject, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Milliseconds of every round, and quartiles of the ratios to other subjects within rounds."""
+    """Returns the milliseconds of every round, and quartiles of the ratios to other subjects within rounds."""
     measured = times[subject.name]
     row: dict[str, Any] = {"subject": subject.name, "family": subject.family, "baseline": subject.baseline}
     row["milliseconds"] = round(statistics.median(measured) * 1e3, 4)
@@ -151,14 +151,14 @@ def row_of(subject: Subject, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def quartiles(times: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    """The `median` of the ratios of two subjects within a round, and their quartiles `low` and `high`."""
+    """Returns the `median` of the ratios of two subjects within a round, and their quartiles `low` and `high`."""
     ratios = [mine / theirs for mine, theirs in zip(times, others, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     return {"median": median, "low": low, "high": high}
 
 
 def reason_of(error: Exception) -> tuple[str, bool]:
-    """Why a subject cannot be run, and whether that holds for longer inputs too."""
+    """Returns why a subject cannot run, and whether that also applies to longer inputs."""
     if isinstance(error, BenchmarkError):
         return str(error), False
     lines = str(error).strip().splitlines() or [""]
@@ -171,14 +171,14 @@ def reason_of(error: Exception) -> tuple[str, bool]:
 
 
 def _mean(call: Call, calls: int, warm: bool, device: str) -> float:
-    """The mean seconds of some calls."""
+    """Returns the mean seconds of some calls."""
     if warm:
         call.once()
     return sum(timed(call, device) for _ in range(calls)) / calls
 
 
 def timed(call: Call, device: str) -> float:
-    """The seconds of one call."""
+    """Returns the seconds of one call."""
     if call.seconds is not None:
         return call.seconds()
     synchronize(device)

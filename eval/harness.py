@@ -1,7 +1,7 @@
 """lm-evaluation-harness on patched models: `accelerate launch eval/harness.py --model hf --model_args ... --tasks ...`.
 
-The same as `hf-posenc lm-eval`; every option is lm-eval's, after any `--import MODULE`. On GPUs lm-eval shares its work
-between the processes. On a CPU each process would do all of it, so only the first one runs it.
+The same as `hf-posenc lm-eval`. All options are lm-eval's, except `--import MODULE` before them. On GPUs, lm-eval
+distributes its work over the processes. On a CPU, each process would do all of it, so only the first one runs.
 """
 
 import sys
@@ -13,7 +13,7 @@ from training.machine import is_first_process, launched_on_cpu
 
 
 def command(words: list[str]) -> list[str]:
-    """Puts the verb after `--import MODULE`, which is not lm-eval's."""
+    """Puts the verb after `--import MODULE`, which is not an option of lm-eval."""
     options = 0
     while words[options : options + 1] == ["--import"]:
         options += 2

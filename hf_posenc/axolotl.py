@@ -54,8 +54,8 @@ class PositionEncodingPlugin(BasePlugin):
         """Checks the scheme before axolotl reads any data, and turns off what would bypass it.
 
         Raises:
-            UnknownNameError, ValueError, TypeError: for what is not a scheme.
-            UnsupportedError: if the settings ask for what does not work with a patched model.
+            UnknownNameError, ValueError, TypeError: if it is not a scheme.
+            UnsupportedError: if a setting does not work with a patched model.
         """
         if cfg.get("position_encoding") is not None:
             read_request(cfg["position_encoding"])

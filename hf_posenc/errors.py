@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-#: Packages whose lines a warning does not point at; `contextlib` and `functools` call what is wrapped in them.
+#: Packages that a warning does not point at. `contextlib` and `functools` call the functions that they wrap.
 _NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "peft", "contextlib", "functools"}
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
-#: More known names than this are not listed in a message that says where they are listed.
+#: A message that says where names are listed does not list more names than this itself.
 _MOST_LISTED = 12
 
 
@@ -35,7 +35,7 @@ class UnknownNameError(PositionEncodingError, ValueError):
         known: the known names.
         owner: owner of the names, for a message like "Unknown option 'thetha' of scheme 'rope'".
         hint: a suggestion to use instead of similar names.
-        listing: what lists the known names, such as a command.
+        listing: something that lists the known names, such as a command.
         remedy: what to do if the name is correct.
 
     Attributes:
@@ -107,7 +107,7 @@ class MeasurementError(PositionEncodingError, ValueError):
 
 
 def warn_user(message: str) -> None:
-    """Warns at the line outside of this library and of transformers that led here."""
+    """Warns with the location of the caller outside of this library and transformers."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_OF_THE_USER:
         frame, level = frame.f_back, level + 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-#: The parameters for texts, and how they take several. Others for data take one item at a time.
+#: The parameters for texts, and how they combine several. Other parameters for data take one item at a time.
 _TEXTS: dict[str, Callable[[Iterable[str]], Any]] = {"texts": list, "text": "\n".join}
 _ITEMS = ("sentence", "task")
 
@@ -20,14 +20,14 @@ _ITEMS = ("sentence", "task")
 class Evaluation:
     """One evaluation.
 
-    Its data is that of the parameter `texts`, `text`, `sentence` or `task`. The command line reads texts from the files
-    given with `--text`, and an `evaluate` module measures each sentence or task separately.
+    Its data is passed as `texts`, `text`, `sentence` or `task`. The command line reads texts from the files given with
+    `--text`, and an `evaluate` module measures each sentence or task separately.
 
     Args:
         summary: one-line description for the command line.
         function: `"module:name"` of a function `(model, tokenizer, ..., schemes, ...)` that returns a
-            `hf_posenc.report.Result`; without `tokenizer` for models of images, or of `schemes` alone. Its other
-            parameters are the options.
+            `hf_posenc.report.Result`. For image models, it has no `tokenizer`. If it measures only schemes, it has
+            neither `model` nor `tokenizer`. Its other parameters are the options.
         plot: `"module:name"` of a function `(result, path)` that draws a figure.
         reference: source paper or data.
     """
@@ -53,7 +53,7 @@ class Evaluation:
 
     @property
     def texts(self) -> Callable[[Iterable[str]], Any] | None:
-        """Makes the value of the parameter for data of several texts; `None` if it takes no texts."""
+        """Combines several texts into the value of the parameter for data; `None` if it takes no texts."""
         return _TEXTS.get(self.data or "")
 
 

@@ -1,4 +1,4 @@
-"""What an installation may hold beside the library: the scripts, and the packages of the extras."""
+"""Optional contents of an installation: the scripts, and the packages of the extras."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ EXTRAS = {
     "executorch": ("executorch",),
     "executors": ("dask", "distributed", "submitit"),
 }
-#: What every training script imports.
+#: Modules that every training script imports.
 TRAINING = ("accelerate", "datasets", "jinja2", "matplotlib", "pandas", "pydantic", "scipy")
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra. The name alone could be that of another package on PyPI, where this one is not yet."""
+    """Returns the command that installs an extra. It has the URL, as another package may have this name on PyPI."""
     return f"pip install 'hf-posenc[{extra}] @ git+{REPOSITORY}'"
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
-    """The modules that are not installed."""
+    """Returns the modules that are not installed."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
@@ -41,7 +41,7 @@ def require(purpose: str, *modules: str) -> None:
         modules: their names, all in one of `EXTRAS`.
 
     Raises:
-        MissingPackageError: names those that are not installed, and the extra that installs them.
+        MissingPackageError: if any is not installed. The message names the extra that installs it.
     """
     names = missing(modules)
     if names:
@@ -50,16 +50,16 @@ def require(purpose: str, *modules: str) -> None:
 
 
 def scripts_folder() -> Path:
-    """The folder with `training` and `eval`: `_scripts` in an installed package, the repository's root in a clone."""
+    """Returns the folder of `training` and `eval`: `_scripts` in an installed package, the root of a clone."""
     package = Path(__file__).resolve().parent
     installed = package / "_scripts"
     return installed if installed.is_dir() else package.parent
 
 
 def located(word: str) -> str:
-    """The path of a script or settings file, such as `training/run_clm.py`; any other word as it is.
+    """Returns the path of a script or settings file, such as `training/run_clm.py`; any other word unchanged.
 
-    A file of the working folder comes first.
+    A file in the working folder takes precedence.
     """
     path = scripts_folder() / word
     return str(path) if word.startswith(("training/", "eval/")) and not Path(word).exists() and path.exists() else word

@@ -31,7 +31,7 @@ def auto_class(config: Any) -> Any:
     classes = {name: kind for name, kind in vars(modeling_auto).items() if isinstance(kind, type)}
     loaders = {name: getattr(kind, "_model_mapping", None) for name, kind in classes.items()}
     public = [name for name, mapping in loaders.items() if mapping is not None and hasattr(transformers, name)]
-    # A class may have several loaders, of which those that say most about it come first.
+    # A class may have several loaders. The most informative ones come first.
     for name in sorted(public, key=lambda name: (name not in _COMMON_LOADERS, name in _VAGUE_LOADERS, name)):
         for known in getattr(loaders[name], "_model_mapping", {}).values():
             if wanted == known or (isinstance(known, tuple | list) and wanted in known):
@@ -111,8 +111,8 @@ def _load(loader: str, model: str) -> Any:
         raise UsageError(f"{loader} cannot load {model!r}. {missing_folder(model)}{error}") from error
 
 
-#: The config, the tokenizer, or what prepares the inputs of a model of images or sound (a processor, or one for its
-#: only modality), of a hub id or local folder. A `UsageError` is raised if there is none.
+#: Load the config, the tokenizer, or the processor of a hub id or local folder. A processor prepares the inputs of a
+#: model for images or sound, and may be for one modality only. A `UsageError` is raised if there is none.
 load_config, load_tokenizer, load_processor = (
     partial(_load, loader) for loader in ("AutoConfig", "AutoTokenizer", "AutoProcessor")
 )

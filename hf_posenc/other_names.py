@@ -1,4 +1,4 @@
-"""Other names of schemes, and words of the field that are no schemes, with hints for the error."""
+"""Other names of schemes, and common terms that are not schemes, with hints for error messages."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _SCALINGS = {
 }
 
 
-#: How a longer table is made from the rows of the old one.
+#: How to make a longer table from the rows of the old one.
 TABLE_EXTENSION = (
     "swap_scheme(model, scheme, table_extension='repeat') in Python, --table-extension repeat for `hf-posenc patch`, "
     "--initialization fitted --table_extension repeat for the training scripts"
 )
-_OPTIONS = {"table_extension": f"It is no option of a scheme, but says how the rows are made: {TABLE_EXTENSION}."}
+_OPTIONS = {"table_extension": f"It is not an option of a scheme, but says how rows are made: {TABLE_EXTENSION}."}
 
 
 def hint_for_option(name: str) -> str:
@@ -85,7 +85,7 @@ def hint_for(name: str) -> str:
     if word in _SCALINGS:
         kind, *options = _SCALINGS[word]
         given = "".join(f', "{option}": ...' for option in options)
-        # Typed in the same way in Python, on the command line and in a file of settings.
+        # It is written in the same way in Python, on the command line and in a settings file.
         return f'It is a scaling of \'rope\', whose option is scaling={{"type": "{kind}"{given}}}.'
     if word in _SCHEMES:
         return f"Did you mean {' or '.join(repr(scheme) for scheme in _SCHEMES[word])}?"

@@ -1,4 +1,4 @@
-"""Running a model without leaving a trace: what a run could change is given back as it was found."""
+"""Running a model without side effects: everything that a run could change is restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _NEEDED = (
     *("torch.distributed", "torch.nn.utils", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes"),
     "hf_posenc",
 )
-#: Contents of a module that sharding moves during a run and that it moves back itself.
+#: Contents of a module that sharding moves during a run, and moves back itself.
 _MOVED = "_parameters"
 _CONTAINERS = (dict, OrderedDict, list, set)
-#: Buffers with more numbers are quantised weights, which no forward changes.
+#: Buffers with more elements are quantised weights, which a forward call does not change.
 _LARGEST_COPY = 2**24
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module is in the mode it was in, one by one."""
+    """Evaluation mode without gradients. Afterwards, every module is back in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -44,12 +44,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attention_implementation(model: Any, name: str, unless: Sequence[str] = ()) -> Iterator[None]:
-    """Another implementation of attention; afterwards the one that the model had.
+    """Switches to another attention implementation, and restores that of the model afterwards.
 
     Args:
         model: a transformers model.
         name: as in `attn_implementation`, such as "eager".
-        unless: implementations that stay.
+        unless: implementations that are kept.
     """
     before = model.config._attn_implementation
     if before in (name, *unless):
@@ -64,8 +64,8 @@ def attention_implementation(model: Any, name: str, unless: Sequence[str] = ()) 
 
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """Draws from `seed`; afterwards the random state of the CPU and of every CUDA device in use is as before."""
-    # An uninitialised CUDA has no state to keep, and must not be initialised by a measurement.
+    """Sets a seed, and afterwards restores the random state of the CPU and of every CUDA device in use."""
+    # Uninitialised CUDA has no state to keep, and a measurement must not initialise it.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.random.default_generator.manual_seed(seed)
@@ -76,7 +76,7 @@ def isolated_rng(seed: int) -> Iterator[None]:
 
 @contextmanager
 def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode for a run on inputs of our own, which nothing of the caller's notices.
+    """Evaluation mode for a run on the library's own inputs, without effects on the caller.
 
     Hooks do not run, except those that move or compute weights. The context of the caller (autocast, inference mode,
     a default device) does not apply. Afterwards, attributes, containers and buffers of every module, fields of configs
@@ -102,9 +102,9 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def ordinary_context() -> Iterator[None]:
-    """Global hooks, inference mode and a default device of the caller do not apply.
+    """Disables global hooks, inference mode and a default device of the caller.
 
-    Tensors that are made in inference mode could not be trained later, and a default device may be "meta".
+    Tensors created in inference mode could not be trained later, and a default device may be "meta".
     """
     with ExitStack() as context:
         context.enter_context(_without_hooks([getattr(global_hooks, f"_global{name}") for name in _HOOKS]))
@@ -132,7 +132,7 @@ def _without_hooks(registered: list[dict[int, Any]]) -> Iterator[None]:
 
 @contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Gives back the states of the generators of Python and NumPy, from which a few models draw."""
+    """Restores the states of the random generators of Python and NumPy, which a few models use."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -160,7 +160,7 @@ def _silent_loggers() -> Iterator[None]:
 
 @contextmanager
 def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
-    """Evaluation mode without the caller's hooks; attributes, containers, buffers and configs are given back."""
+    """Evaluation mode without the caller's hooks. Restores attributes, containers, buffers and configs."""
     configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     owners = [*map(vars, modules), *map(vars, configs.values())]
     inside = [

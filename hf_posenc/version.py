@@ -8,7 +8,7 @@ REPOSITORY = "https://github.com/hf-posenc/hf_posenc"
 
 
 def with_version(package: str) -> str:
-    """A package and its version, or its name alone if it is not installed."""
+    """Returns the name and version of a package; only the name if it is not installed."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -16,6 +16,6 @@ def with_version(package: str) -> str:
 
 
 def installed() -> list[str]:
-    """This package and those that decide what it does, with their versions."""
+    """Returns this package and the packages that affect its behaviour, with their versions."""
     others = map(with_version, ("torch", "transformers", "peft"))
     return [f"hf_posenc {__version__}", *(package for package in others if " " in package)]

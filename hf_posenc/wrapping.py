@@ -50,7 +50,7 @@ class Call:
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name: of all parameters, with their defaults, and additional keywords.
+        """The arguments by name: all parameters, with their defaults, and additional keywords.
 
         Raises:
             TypeError: the function's own, for arguments that it does not take.
@@ -155,10 +155,10 @@ def _place(module: ModuleType, path: str, wrapper: Callable[[Call], Any]) -> Non
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(Call(original, signature, args, kwargs))
 
-    # `inspect.getfullargspec` reads this, and does not look behind a wrapper. Pickle looks at the place.
+    # `inspect.getfullargspec` reads the signature, and does not unwrap. Pickle reads the module and the name.
     wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     wrapped.__module__, wrapped.__qualname__ = module.__name__, path
-    for attribute in dir(original):  # such as those of `functools.lru_cache`
+    for attribute in dir(original):  # for example those of `functools.lru_cache`
         if not hasattr(wrapped, attribute):
             setattr(wrapped, attribute, getattr(original, attribute))
     setattr(wrapped, _MARK, original)
@@ -171,7 +171,7 @@ def _place(module: ModuleType, path: str, wrapper: Callable[[Call], Any]) -> Non
 
 
 def _named(function: Any, name: str, before: tuple[Any, ...] = ()) -> Any:
-    """The function of this name behind one of another package that takes `(self, *args, **kwargs)`."""
+    """Returns the function of this name that another package's function with `(self, *args, **kwargs)` calls."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     if kinds[-2:] != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD] or len(kinds) > 3:
         return function if function.__name__ == name else None

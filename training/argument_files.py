@@ -1,4 +1,4 @@
-"""Command lines whose options may stand in a YAML or JSON file."""
+"""Command lines whose options can be in a YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.errors import SettingsError
 from training.help import GroupedHelp
 from training.machine import launched_on_cpu
 
-#: Bytes that a file of settings may have. YAML takes seconds for a megabyte.
+#: Maximum number of bytes of a settings file. YAML takes seconds for a megabyte.
 LARGEST_SETTINGS = 2**20
 
 _FURTHER = (
@@ -28,11 +28,11 @@ _FURTHER = (
 
 
 class _Parser(GroupedHelp, HfArgumentParser):
-    """Options from dataclasses, in the groups that the dataclasses name."""
+    """Options from dataclasses, in the groups named by the dataclasses."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which `5e-4` is a number. YAML 1.1 reads it as text."""
+    """Reads `5e-4` as a number. In YAML 1.1 it is text."""
 
 
 _Loader.add_implicit_resolver(
@@ -57,7 +57,7 @@ def parse_arguments(
     """Returns one object per dataclass, from flags, or from a file followed by flags that override it."""
     parser = _Parser(dataclass_types, description=description, further=_FURTHER)
     actions = {action.dest: action for action in parser._actions if action.dest != argparse.SUPPRESS}
-    # Memory is pinned for copies to an accelerator; without one torch warns at every epoch that it is not.
+    # Pinned memory is for copies to an accelerator. Without an accelerator, torch warns in every epoch.
     defaults = {"dataloader_pin_memory": torch.accelerator.is_available()}
     if launched_on_cpu():
         defaults["use_cpu"] = True
@@ -70,11 +70,11 @@ def parse_arguments(
                 raise SettingsError(parser.refusal(name, words[0]))
         given = [word for name, value in content.items() for word in _words(name, value, actions[name].nargs)]
         words = [*given, *words[1:]]
-    # First, because an option that is misspelt looks like one that is missing.
+    # First, because a misspelt option would be reported as a missing one.
     if unknown := parser.parse_known_args(words)[1]:
         if unknown[0].startswith("--"):
             raise SettingsError(parser.refusal(unknown[0][2:].partition("=")[0], "the command line"))
-        raise SettingsError(f"{unknown[0]!r} is not an option; a file of settings (.yaml, .json) comes first.")
+        raise SettingsError(f"{unknown[0]!r} is not an option. A settings file (.yaml, .json) must come first.")
     try:
         return tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
     except SettingsError:
@@ -87,7 +87,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Reads the settings in a YAML or JSON file, by name."""
     try:
         if path.stat().st_size > LARGEST_SETTINGS:
-            raise SettingsError(f"{path} has {path.stat().st_size} bytes; settings have at most {LARGEST_SETTINGS}.")
+            raise SettingsError(f"{path} has {path.stat().st_size} bytes; at most {LARGEST_SETTINGS} are allowed.")
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_Loader)
     except OSError as error:
@@ -97,18 +97,18 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that does not exist
         raise SettingsError(f"{path} is not {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
-        raise SettingsError(f"{path} holds {type(content).__name__}; one mapping of options to values is expected.")
+        raise SettingsError(f"{path} contains {type(content).__name__}; expected one mapping of options to values.")
     return content
 
 
 def _words(name: str, value: Any, nargs: Any) -> list[str]:
-    """The words on a command line for one entry of a file."""
+    """Returns the words on a command line that correspond to one entry of a file."""
     if value is None:
         return []
     if isinstance(value, list) and nargs in ("+", "*"):
         return [f"--{name}", *map(str, value)]
-    if name == "report_to" and isinstance(value, list):  # takes one word
+    if name == "report_to" and isinstance(value, list):  # accepts one word
         if len(value) != 1:
-            raise SettingsError(f"report_to takes one tracker, or 'all' for all that are installed; it holds {value}.")
+            raise SettingsError(f"report_to takes one tracker, or 'all' for all that are installed; got {value}.")
         value = value[0]
     return [f"--{name}={json.dumps(value) if isinstance(value, list | dict) else value}"]

@@ -12,51 +12,51 @@ from hf_posenc.extensions import name_modules
 from training.errors import SettingsError
 from training.machine import check_met
 
-#: Arguments of `Trainer` with only one value that keeps the promises of these scripts, and the reason.
+#: Arguments of `Trainer` that can only have one value in these scripts: the value, and the reason.
 _FIXED = {
     "ignore_data_skip": (False, "A resumed run would read the first rows again."),
     "auto_find_batch_size": (False, "The batches of a run would depend on free memory."),
-    "dataloader_drop_last": (False, "Training always reads whole batches; evaluation has to read every row."),
+    "dataloader_drop_last": (False, "Training always reads whole batches, and evaluation must read every row."),
     "prediction_loss_only": (False, "The evaluation loss is a mean over targets, computed from the predictions."),
     "batch_eval_metrics": (False, "The evaluation loss is a mean over all targets."),
     "eval_do_concat_batches": (True, "The evaluation loss is a mean over all targets."),
     "do_predict": (False, "These scripts only train and evaluate; use --do_train and --do_eval."),
-    "deepspeed": (None, "This script was never run with it; use DDP or FSDP (training/accelerate)."),
-    "resume_from_checkpoint": (None, "The same command again resumes from the last complete checkpoint."),
+    "deepspeed": (None, "It is not tested with this script. Use DDP or FSDP (training/accelerate)."),
+    "resume_from_checkpoint": (None, "Run the same command again to resume from the last complete checkpoint."),
 }
 
 
 @dataclass
 class WeightsArguments:
-    """Which model is trained, and from which weights."""
+    """The model to train, and its initial weights."""
 
     _argument_group_name = "model"
 
     model_name_or_path: str | None = HfArg(
-        default=None, help="Pretrained weights: on the hub or in a folder, stock or already patched."
+        default=None, help="Pretrained weights, on the hub or in a folder, stock or already patched."
     )
-    config_name: str | None = HfArg(default=None, help="From scratch, with the config of this hub name or folder.")
+    config_name: str | None = HfArg(default=None, help="Train from scratch with the config of this hub id or folder.")
     model_type: str | None = HfArg(
-        default=None, help="From scratch, with the default config of this architecture, such as llama."
+        default=None, help="Train from scratch with the default config of this architecture, such as llama."
     )
     config_overrides: str | None = HfArg(
         default=None,
-        help="From scratch: fields of the config, as hidden_size=64,num_hidden_layers=2 or as a JSON mapping. "
-        "Vocabulary size and special tokens, or classes and size of images, are those of the data unless given.",
+        help="From scratch: fields of the config, as hidden_size=64,num_hidden_layers=2 or as a JSON mapping. By "
+        "default, vocabulary size and special tokens, or classes and image size, come from the data.",
     )
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the hub.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = HfArg(
-        default="float32", help="Of the weights in memory; for mixed precision leave float32 and use --bf16 or --fp16."
+        default="float32", help="Dtype of the weights. For mixed precision keep float32 and use --bf16 or --fp16."
     )
     attn_implementation: str | None = HfArg(
         default=None, help="Attention backend: sdpa, eager, flex_attention, flash_attention_2."
     )
-    trust_remote_code: bool = HfArg(default=False, help="Run code that comes with a model on the hub.")
+    trust_remote_code: bool = HfArg(default=False, help="Run code from the model's repository on the hub.")
 
     def __post_init__(self) -> None:
         given = [name for name in ("model_name_or_path", "config_name", "model_type") if getattr(self, name)]
         if len(given) != 1:
-            problem = f"Several models are named: --{', --'.join(given)}" if given else "No model is named"
+            problem = f"Several models are given: --{', --'.join(given)}" if given else "No model is given"
             raise SettingsError(
                 f"{problem}. Give one of --model_name_or_path (pretrained weights), --config_name (from scratch, with "
                 "that config) and --model_type (from scratch, for example --model_type llama --config_overrides "
@@ -64,40 +64,40 @@ class WeightsArguments:
             )
         if self.config_overrides and self.model_name_or_path:
             raise SettingsError(
-                "--config_overrides builds a model from scratch, and --model_name_or_path has weights that fit its own "
-                "config. For that config with other sizes use --config_name instead."
+                "--config_overrides builds a model from scratch, but the weights of --model_name_or_path only fit "
+                "their own config. To change sizes in that config, give it with --config_name instead."
             )
 
 
 @dataclass
 class ModelArguments(WeightsArguments):
-    """Which language model is trained, from which weights, and with which tokenizer."""
+    """The language model to train, its initial weights, and its tokenizer."""
 
     tokenizer_name: str | None = HfArg(
         default=None,
-        help="Hub name or folder; 'bytes' for ByT5's bytes, which need no files. Default: that of the model or config.",
+        help="Hub id or folder; 'bytes' for ByT5's bytes, which need no files. Default: that of the model or config.",
     )
 
 
 @dataclass
 class SchemeArguments:
-    """Which position encoding the model gets."""
+    """The position encoding of the model."""
 
     _argument_group_name = "position encoding"
 
     scheme: str | None = HfArg(
         default=None,
-        help="Name of a scheme; several at once as a JSON list; 'native' for the model's own, rebuilt. Default: the "
-        "model as it is, which is the control.",
+        help="Name of a scheme; a JSON list to combine several; 'native' to rebuild the model's own. Default: the "
+        "unpatched model, which is the control.",
     )
     scheme_options: str | None = HfArg(default=None, help="Options of the scheme as JSON, such as '{\"theta\": 5e5}'.")
     scheme_layers: str | None = HfArg(default=None, help="Layers that get the scheme, such as 0-3,8. Default: all.")
-    elsewhere: str | None = HfArg(default=None, help="Scheme of the other layers. Default: what they have.")
+    elsewhere: str | None = HfArg(default=None, help="Scheme of the other layers. Default: they keep their own.")
     imports: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Modules that register your own schemes or architectures, on the import path or in the working "
-            "folder.",
+            "help": "Modules that register your own schemes or architectures. They may be on the import path or in the "
+            "working folder.",
             "aliases": ["--import"],
             "action": "extend",
         },
@@ -107,12 +107,12 @@ class SchemeArguments:
         name_modules(self.imports)
         for name in ("scheme_options", "scheme_layers", "elsewhere"):
             if getattr(self, name) is not None and self.scheme is None:
-                raise SettingsError(f"--{name} is given without --scheme: say which scheme it is for.")
+                raise SettingsError(f"--{name} is given without --scheme. Give the scheme that it is for.")
 
 
 @dataclass
 class DataArguments:
-    """Which text is read, and how it is made into rows."""
+    """The text to read, and how to turn it into rows."""
 
     _argument_group_name = "text"
 
@@ -124,42 +124,42 @@ class DataArguments:
     dataset_config_name: str | None = HfArg(default=None, help="Configuration of the hub dataset.")
     dataset_split: str = HfArg(default="train", help="The split to train on.")
     validation_split: str | None = HfArg(
-        default=None, help="A split to validate on, such as validation, instead of documents held out."
+        default=None, help="A split to validate on, such as validation, instead of held-out documents."
     )
     validation_file: str | None = HfArg(
-        default=None, help="A file or folder to validate on, instead of documents held out."
+        default=None, help="A file or folder to validate on, instead of held-out documents."
     )
     validation_split_percentage: float = HfArg(
-        default=5.0, help="Percentage of the documents that is held out for validation, whole documents."
+        default=5.0, help="Percentage of the documents to hold out for validation."
     )
     split_seed: int = HfArg(
-        default=0, help="Selects the documents held out. Independent of --seed, so that they stay the same."
+        default=0, help="Selects the held-out documents. Independent of --seed, so they are the same for all seeds."
     )
-    text_column: str = HfArg(default="text", help="The column that holds the text of one document.")
+    text_column: str = HfArg(default="text", help="The column with the text of the documents.")
     sample_by: Literal["document", "paragraph", "line"] = HfArg(
-        default="document", help="What one document of a text file is: the whole file, a paragraph or a line."
+        default="document", help="What counts as one document of a text file: the whole file, a paragraph or a line."
     )
     streaming: bool = HfArg(
         default=False, help="Read the first --max_train_samples documents from the hub without downloading the rest."
     )
     max_train_samples: int | None = HfArg(default=None, help="Train on at most this many documents.")
     max_eval_samples: int | None = HfArg(default=None, help="Validate on at most this many documents.")
-    block_size: int = HfArg(default=128, help="Tokens in a row.")
+    block_size: int = HfArg(default=128, help="Number of tokens per row.")
     packing: Literal["documents", "concatenate"] = HfArg(
         default="documents",
-        help="'documents': positions restart in each document of a row, and attention ends at it. 'concatenate': both "
-        "continue through the row.",
+        help="'documents': positions restart in each document of a row, and attention stays within it. 'concatenate': "
+        "positions and attention continue through the row.",
     )
     mlm_probability: float = HfArg(
         default=0.15, help="Masked language modelling: share of the tokens that become targets."
     )
-    preprocessing_num_workers: int | None = HfArg(default=None, help="Processes that tokenise.")
+    preprocessing_num_workers: int | None = HfArg(default=None, help="Number of processes for tokenising.")
     pose_length: int | None = HfArg(
         default=None,
-        help="Train short rows at the positions of longer texts, of this many tokens: each text is cut into chunks, "
-        "and later chunks skip positions (PoSE, arXiv:2309.10400). Causal models.",
+        help="Train short rows at the positions of longer texts of this many tokens: each text is cut into chunks, "
+        "and later chunks skip positions (PoSE, arXiv:2309.10400). For causal models.",
     )
-    pose_chunks: int = HfArg(default=2, help="With --pose_length: how many chunks a text is cut into.")
+    pose_chunks: int = HfArg(default=2, help="With --pose_length: number of chunks per text.")
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -169,27 +169,25 @@ class DataArguments:
             raise SettingsError("--pose_chunks is given without --pose_length.")
         if self.pose_length is not None and self.pose_length <= self.block_size:
             raise SettingsError(
-                f"--pose_length is {self.pose_length}, and a row fills the positions of {self.block_size} tokens "
-                "(--block_size), so no chunk could skip any. Give the length that the model is to read, more than that."
+                f"--pose_length is {self.pose_length}, but a row already fills {self.block_size} positions "
+                "(--block_size), so no chunk can skip any. Give the length that the model should read, which is larger."
             )
         for name, below in (("validation_split_percentage", 100), ("mlm_probability", 1)):
             if not 0 < getattr(self, name) < below:
                 raise SettingsError(f"--{name} is {getattr(self, name)}; it must be between 0 and {below}.")
         if self.validation_file and self.validation_split:
-            raise SettingsError("--validation_file and --validation_split both say what to validate on: give one.")
+            raise SettingsError("--validation_file and --validation_split both set the validation data. Give one.")
         if self.streaming and self.max_train_samples is None:
-            raise SettingsError(
-                "--streaming reads the first documents of a dataset, and --max_train_samples says how many: give both."
-            )
+            raise SettingsError("--streaming reads the first --max_train_samples documents of a dataset. Give both.")
 
 
 @dataclass
 class LoraArguments:
-    """Training a low-rank correction instead of all weights (LoRA, arXiv:2106.09685), through peft."""
+    """Trains a low-rank correction with peft instead of all weights (LoRA, arXiv:2106.09685)."""
 
     _argument_group_name = "low-rank training (LoRA)"
 
-    lora: bool = HfArg(default=False, help="Train LoRA matrices and the scheme's own parameters; the rest is frozen.")
+    lora: bool = HfArg(default=False, help="Train only LoRA matrices and the scheme's own parameters.")
     lora_r: int = HfArg(default=8, help="Rank of the correction.")
     lora_alpha: int = HfArg(default=16, help="The correction is scaled by lora_alpha / lora_r.")
     lora_dropout: float = HfArg(default=0.0, help="Dropout on the input of the correction.")
@@ -205,19 +203,19 @@ class LoraArguments:
 
 @dataclass
 class RunArguments:
-    """What to do with an output folder that is not empty."""
+    """What to do if the output folder is not empty."""
 
     _argument_group_name = "output folder"
 
     overwrite_output_dir: bool = HfArg(
         default=False,
-        help="Delete what an earlier run left in --output_dir and start again. Without it, the same command resumes "
+        help="Delete the files of an earlier run in --output_dir and start again. Otherwise the same command resumes "
         "from the last complete checkpoint.",
     )
 
 
 def require_at_least(arguments: Any, **least: int) -> None:
-    """Raises `SettingsError` for the first option below its least value; `None` is not below."""
+    """Raises `SettingsError` for the first option below its minimum. `None` is allowed."""
     for name, limit in least.items():
         value = getattr(arguments, name)
         if value is not None and value < limit:
@@ -225,7 +223,7 @@ def require_at_least(arguments: Any, **least: int) -> None:
 
 
 def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False) -> None:
-    """Refuses arguments that these scripts would otherwise ignore, or that would break their promises."""
+    """Raises `SettingsError` for arguments that the scripts would ignore or cannot support."""
     check_met(
         arguments.world_size,
         "Give --use_cpu to train on the CPU, or launch as many processes as there are GPUs.",
@@ -234,11 +232,11 @@ def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False)
         if getattr(arguments, name) != only:
             raise SettingsError(f"--{name} can only be {only} here. {reason}")
     if arguments.mixed_precision == "fp16" and arguments.device.type == "cpu":
-        raise SettingsError("--fp16 does nothing on a CPU: the run would go on in float32. Use --bf16 there.")
+        raise SettingsError("--fp16 has no effect on a CPU: the run would use float32. Use --bf16 there.")
     sizes = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
     require_at_least(arguments, **dict.fromkeys(sizes, 1))
     if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
-        raise SettingsError("--max_steps 0 or --num_train_epochs 0 trains nothing. To evaluate alone give --do_eval.")
+        raise SettingsError("--max_steps 0 or --num_train_epochs 0 trains nothing. To only evaluate, give --do_eval.")
     if arguments.train_sampling_strategy not in ("random", "sequential"):
         raise SettingsError(
             f"--train_sampling_strategy {arguments.train_sampling_strategy}: all rows have the same length, so "
@@ -246,6 +244,6 @@ def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False)
         )
     if lora and arguments.push_to_hub and arguments.hub_strategy != "end":
         raise SettingsError(
-            f"--hub_strategy {arguments.hub_strategy} would upload adapters while training, and beside an adapter the "
-            "merged model of the end could not be loaded. With --lora give --hub_strategy end."
+            f"--hub_strategy {arguments.hub_strategy} would upload adapters during training. The final merged "
+            "model could not be loaded from the same repository. With --lora use --hub_strategy end."
         )

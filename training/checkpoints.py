@@ -1,4 +1,4 @@
-"""Checkpoints that can be resumed from, and the settings and the code that a run began with."""
+"""Complete checkpoints to resume from, and a record of the settings and the code of a run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from training.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-#: In the output folder: what the run began with.
+#: File in the output folder with the settings that the run began with.
 SETTINGS_FILE = "run_settings.json"
-#: In a checkpoint: the sizes of its files, and the sums that a resumed run goes on with. It is written when every
-#: process has written its files; `_STATE` follows, as the last file.
+#: File in a checkpoint with the sizes of its files, and the sums that a resumed run continues. It is written after the
+#: files of all processes. Only `_STATE` is written later.
 PROGRESS_FILE = "progress.json"
 _STATE = "trainer_state.json"
 
-#: Training arguments that say where, how often and how visibly a run writes, and nothing about what it computes.
+#: Training arguments for where, how often and how a run writes. They have no effect on what it computes.
 _WITHOUT_EFFECT = re.compile(
     r"output_dir|logging_.*|log_.*|disable_tqdm|report_to|run_name|project|trackio_.*|include_num_input_tokens_seen"
     r"|eval_.*|per_device_eval_batch_size|save_.*|push_to_hub|hub_.*|resume_from_checkpoint|do_train|do_eval"
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT = re.compile(
     r"|debug|include_for_metrics|label_names|remove_unused_columns|enable_jit_checkpoint|torch_empty_cache_steps"
     r"|length_column_name|restore_callback_states_from_checkpoint|deepspeed_plugin"
 )
-#: Those that decide which checkpoint is the best one, and so which model the run ends with.
+#: Arguments that determine which checkpoint is the best one, and so the final model.
 _CHOOSE_BEST = (
     "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy", "save_steps",
     "metric_for_best_model", "greater_is_better",
@@ -47,12 +47,12 @@ _CHOOSE_BEST = (
 
 
 def incompleteness(checkpoint: Path, world_size: int) -> str | None:
-    """Says what a checkpoint lacks to be resumed from; `None` if it is complete.
+    """Says why a checkpoint cannot be resumed from; `None` if it is complete.
 
-    A process that is killed while it saves leaves some of the files out, or one of them cut off.
+    If a process is killed while saving, files are missing or cut off.
     """
     if not checkpoint.is_dir():
-        return "there is no such folder"
+        return "the folder does not exist"
     for name in (PROGRESS_FILE, _STATE):
         try:
             content = json.loads((checkpoint / name).read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def incompleteness(checkpoint: Path, world_size: int) -> str | None:
 
 
 def stored_names(checkpoint: Path) -> set[str]:
-    """Names of the weights of a whole model in a checkpoint; none in one that holds adapters or shards of FSDP."""
+    """Returns the names of all weights in a checkpoint; none if it has adapters or shards of FSDP."""
     index, single = checkpoint / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_NAME
     if index.is_file():
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -84,7 +84,7 @@ def stored_names(checkpoint: Path) -> set[str]:
 
 
 def record_progress(checkpoint: Path, progress: Mapping[str, Any]) -> None:
-    """Writes the file that says which files a checkpoint has, when all but the trainer's state are written."""
+    """Writes the file that lists the files of a checkpoint, after all of them except the trainer's state."""
     files = {
         path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()
     }
@@ -92,7 +92,7 @@ def record_progress(checkpoint: Path, progress: Mapping[str, Any]) -> None:
 
 
 def latest_complete_checkpoint(output_dir: str | Path, world_size: int = 1) -> Path | None:
-    """Returns the last checkpoint that can be resumed from, or `None`; warns about each one it passes over."""
+    """Returns the last checkpoint that can be resumed from, or `None`. Warns about each one that it skips."""
     by_step = {
         int(match[1]): path
         for path in Path(output_dir).glob("*")
@@ -102,15 +102,15 @@ def latest_complete_checkpoint(output_dir: str | Path, world_size: int = 1) -> P
         problem = incompleteness(path, world_size)
         if problem is None:
             return path
-        logger.warning("Passing over %s, which cannot be resumed from: %s.", path, problem)
+        logger.warning("Skipping %s, which cannot be resumed from: %s.", path, problem)
     return None
 
 
 def checkpoint_settings(arguments: TrainingArguments, **others: Any) -> dict[str, Any]:
     """Returns the settings that must stay the same for a resumed run to continue the same curve, JSON-ready.
 
-    How often a run logs, evaluates, saves and reports may change; evaluation may not where it chooses the model
-    (`load_best_model_at_end`).
+    The frequency of logs, evaluations, saves and reports may change. That of evaluations must not change if they choose
+    the model (`load_best_model_at_end`).
     """
     chooses = _CHOOSE_BEST if arguments.load_best_model_at_end else ()
     settings = {
@@ -120,7 +120,7 @@ def checkpoint_settings(arguments: TrainingArguments, **others: Any) -> dict[str
     }
     settings["world_size"] = arguments.world_size
     asked = "fp16" if arguments.fp16 else "bf16" if arguments.bf16 else "no"
-    if arguments.mixed_precision != asked:  # asked for by `accelerate launch`
+    if arguments.mixed_precision != asked:  # set by `accelerate launch`
         settings["mixed_precision"] = arguments.mixed_precision
     for name, value in others.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -142,7 +142,7 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
-    """Whether this run was begun in the output folder before; writes nothing."""
+    """Whether the output folder contains an earlier part of this run. Writes nothing."""
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
@@ -151,16 +151,16 @@ def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         if names:
             raise SettingsError(
-                f"{folder} is not empty ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) and holds no run "
-                f"of this script: it has no {SETTINGS_FILE}. Name another --output_dir."
+                f"{folder} is not empty ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) and has no run "
+                f"of this script: {SETTINGS_FILE} is missing. Choose another --output_dir."
             )
         return False
     changed = differences(earlier, settings)
     if changed:
         raise SettingsError(
-            f"{folder} holds a run that began with other settings: {'; '.join(changed)}. Going on would give a curve "
-            "that is neither run's. Go back to the earlier settings to resume, name another --output_dir, or start "
-            "anew with --overwrite_output_dir."
+            f"{folder} contains a run with other settings: {'; '.join(changed)}. Its curve would mix both settings. "
+            "Restore the earlier settings to resume, choose another --output_dir, or start again with "
+            "--overwrite_output_dir."
         )
     return True
 
@@ -168,8 +168,8 @@ def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
 def scheme_code(config: SchemeConfig | None) -> str | None:
     """Returns a digest of the modules that define a scheme and the schemes inside it.
 
-    Comments and formatting do not change the digest. It covers the modules with the configs, not others that they
-    import.
+    Comments and formatting do not change the digest. It covers the modules of the configs, but not the modules that
+    they import.
 
     Returns:
         16 hexadecimal digits, or `None` if the modules are all part of hf_posenc or have no source file.

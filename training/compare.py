@@ -1,14 +1,14 @@
-"""Trains the same small models once per position encoding, and compares them.
+"""Trains the same small models once per position encoding and compares them.
 
     accelerate launch training/compare.py
     python training/compare.py --schemes none,alibi,rope --tasks causal --max_steps 300 --seeds 0,1,2
     python training/compare.py training/studies/findings.yaml
 
-A small Llama learns to predict the next token, a small BERT to fill in masked ones, another Llama to copy or to add, a
-small ViT to classify pictures: once per scheme and seed, from the same weights, on the same batches. Then each is read
-at the lengths or resolutions it was trained on, and at others. The output folder gets `results.json`, `table.md`,
-`report.html` and plots. Run the same command again to resume an interrupted study, or with more schemes, tasks or seeds
-to add to it. Processes on several machines that share the folder share the trainings.
+A small Llama learns to predict the next token, a small BERT to fill in masked tokens, another Llama to copy or to add,
+a small ViT to classify pictures: once per scheme and seed, from the same weights and on the same batches. Each model is
+then evaluated at the lengths or resolutions of training, and at others. The output folder gets `results.json`,
+`table.md`, `report.html` and plots. Run the same command again to resume an interrupted study, or with more schemes,
+tasks or seeds to extend it. Processes on several machines can share the folder, and then share the trainings.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from training.study.workers import quiet, run_cells
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, 1 if a training failed or none finished, 2 for wrong settings."""
+    """The command line. Returns the exit status: 0; 1 if a training failed or none finished; 2 for invalid settings."""
     words = sys.argv[1:] if arguments is None else arguments
     results: dict[str, Any] = {}
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
-    """Runs what has not ended yet, and writes results, tables, plots, report and cards.
+    """Runs the trainings that have not ended, and writes results, tables, plots, report and cards.
 
     Returns:
         The content of `results.json`.
@@ -78,8 +78,8 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     together = state.num_processes > 1
     if together and study.executor != "local":
         raise SettingsError(
-            f"--executor {study.executor} sends each training to one process, and {state.num_processes} processes were "
-            "launched to share every training. Start one process, or drop --executor."
+            f"--executor {study.executor} sends each training to one process, but {state.num_processes} processes were "
+            "launched to share every training. Launch one process, or omit --executor."
         )
     check_trackers(study)
     folder = Path(study.output_dir)
@@ -101,7 +101,7 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     return results
 
 
-#: The evaluation that reads models of a kind of task as the study does, and its options.
+#: The evaluation that measures models of a kind of task as the study does, and its options.
 _EVALUATIONS = {
     "language_modeling": "loss {models} --text FILE --lengths {lengths} --plot loss.png",
     "generalization": "generalization {models} --task {task} --lengths {lengths}",
@@ -111,10 +111,10 @@ _EVALUATIONS = {
 
 
 def _about_models(study: StudySettings, cells: list[Cell], results: dict[str, Any]) -> Iterator[str]:
-    """Where the trained models are, and a command for each task that compares them; or how they are kept."""
+    """Says where the trained models are, with a command per task that compares them, or how to keep them."""
     names = {cell.task.name for cell in cells if cell.model_folder.is_dir()}
     if not study.save_models:
-        yield "The trained models were not kept, other than those that others start from: --save_models keeps them."
+        yield "The trained models were not kept, except those that others start from. Use --save_models to keep them."
         return
     yield f"The trained models are in {Path(study.output_dir) / 'models'}. To evaluate them:"
     imports = "".join(f" --import {name}" for name in study.imports)
@@ -132,7 +132,7 @@ def _about_models(study: StudySettings, cells: list[Cell], results: dict[str, An
 def _prepare(
     study: StudySettings, cells: list[Cell], tokenizer: Any, state: PartialState
 ) -> tuple[Corpus | None, dict[str, str], dict[str, dict[str, Any]]]:
-    """The text, the class of each task's models, and what cells begin with; refuses a folder with other settings."""
+    """Returns the text, the model class of each task, and the cells' settings. Refuses a folder with other settings."""
     identities: dict[str, dict[str, Any]] = {}
     models: dict[str, str] = {}
     digests: dict[str, str] = {}
@@ -158,7 +158,7 @@ def _prepare(
 def _run(
     cells: list[Cell], identities: dict[str, dict[str, Any]], state: PartialState, executor: Executor
 ) -> dict[str, dict[str, Any]]:
-    """The results of all trainings by name; runs those that have none yet."""
+    """Runs the trainings without a result, and returns the results of all trainings by name."""
     outcomes = {cell.name: result for cell in cells if (result := cell.result()) is not None}
     todo = [cell for cell in cells if cell.name not in outcomes]
     resumed = [cell.name for cell in todo if latest_complete_checkpoint(cell.folder, state.num_processes)]
@@ -174,7 +174,7 @@ def _run(
 
 @contextmanager
 def _progress_bar(cells: list[Cell], disable: bool) -> Iterator[tqdm]:
-    """A bar of the steps of all trainings. It reads every second what their workers, wherever they are, have noted."""
+    """A progress bar for the steps of all trainings. Every second it reads the steps recorded by their workers."""
     ended = Event()
     total, done = sum(cell.settings.max_steps for cell in cells), sum(cell.steps_done() for cell in cells)
     with tqdm(total=total, initial=done, unit="step", disable=disable) as bar:

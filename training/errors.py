@@ -1,7 +1,7 @@
-"""What training scripts report in one line."""
+"""Errors that training scripts report in one line."""
 
 from __future__ import annotations
 
 
 class SettingsError(ValueError):
-    """A setting that cannot work; the message says why and what to do."""
+    """An invalid setting. The message says why, and what to do."""

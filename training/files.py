@@ -1,4 +1,4 @@
-"""Writing so that a kill at any moment leaves either the old file or the new one."""
+"""Atomic writing: if the process is killed, either the old file or the new one remains."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON atomically; NaN, which JSON does not have, is an error."""
+    """Writes JSON atomically. NaN raises an error, because JSON does not have it."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Reads what `write_json` wrote; `None` where there is no file."""
+    """Reads a file from `write_json`; `None` if there is no file."""
     if not path.exists():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not named values")
+            raise ValueError(f"it contains a {type(content).__name__}, not named values")
         return content
     except ValueError as error:
         raise SettingsError(
-            f"{path} cannot be read ({error}): it was cut off or changed since it was written. Remove it, and run the "
-            "same command again to make what it held anew."
+            f"{path} cannot be read ({error}): it was cut off, or changed after it was written. Remove it and run the "
+            "same command again to create it again."
         ) from error

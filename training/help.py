@@ -1,4 +1,4 @@
-"""Help that fits: `--help` has the options of a script in short, `--help-all` has every option in full."""
+"""Short and full help: `--help` summarises the options of a script, `--help-all` explains every option."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_posenc.errors import close_names
 
 
 class GroupedHelp(argparse.ArgumentParser):
-    """A parser that prints its argument groups, each with the first sentence on each option.
+    """A parser that prints its argument groups, with the first sentence about each option.
 
     Args:
-        further: what `--help-all` has beyond that, a sentence that ends with a period.
-        settings: further arguments of `ArgumentParser`. The description is printed as it stands.
+        further: a sentence about what `--help-all` adds. It ends with a period.
+        settings: further arguments of `ArgumentParser`. The description is printed without wrapping.
     """
 
     def __init__(self, *args: Any, further: str, **settings: Any) -> None:
@@ -25,11 +25,11 @@ class GroupedHelp(argparse.ArgumentParser):
         super().__init__(*args, **(usage | settings | fixed))
         self.further = further
         unstored: dict[str, Any] = {"nargs": 0, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        self.add_argument("-h", "--help", action=_ShortHelp, help="print the options in short", **unstored)
-        self.add_argument("--help-all", action="help", help="print every option in full")
+        self.add_argument("-h", "--help", action=_ShortHelp, help="print a summary of the options", **unstored)
+        self.add_argument("--help-all", action="help", help="print a full explanation of every option")
 
     def refusal(self, name: str, place: str) -> str:
-        """The message for an option, named without dashes, that does not exist."""
+        """Returns the message for an unknown option, given without dashes."""
         known = [action.dest for action in self._actions if action.dest != argparse.SUPPRESS]
         close = " or ".join(f"--{near}" for near in close_names(name, known))
         hint = f" Did you mean {close}?" if close else ""
@@ -41,7 +41,7 @@ class _ShortHelp(argparse.Action):
         formatter = _Short(parser.prog)
         formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
         formatter.add_text(parser.description)
-        # The first two groups belong to argparse; what a script does not group itself is for --help-all.
+        # The first two groups are argparse's own. Options without a group of the script are left to --help-all.
         for group in parser._action_groups[2:]:
             formatter.start_section(group.title)
             formatter.add_arguments(group._group_actions)
@@ -53,7 +53,7 @@ class _ShortHelp(argparse.Action):
 
 
 class _Full(argparse.RawDescriptionHelpFormatter):
-    """The name of an option once, and its default behind its meaning."""
+    """Shows the name of an option once, and its default after its meaning."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)

@@ -1,4 +1,4 @@
-"""The machine of a run, and the processes that `accelerate launch` or torchrun started together on it."""
+"""The machine of a run, and the processes that `accelerate launch` or torchrun started on it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from training.errors import SettingsError
 
 
 def is_first_process() -> bool:
-    """Whether the launcher counts this process first; where nothing was launched, it is. Holds before they meet."""
+    """Whether this is the first launched process, or the only one. It works before the processes form a group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def launched_on_cpu() -> bool:
-    """Whether this is one of several processes that can only meet on the CPU.
+    """Whether this is one of several processes that can only form a group on the CPU.
 
-    The launcher keeps `use_cpu` of its config to itself, and without being told, Trainer leaves every process alone.
+    The launcher does not pass on `use_cpu` of its config, and without it Trainer does not connect the processes.
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
     return several and not torch.accelerator.is_available()
 
 
 def check_met(world_size: int, remedy: str) -> None:
-    """Refuses processes that did not form a group; `remedy` says what to do about it."""
+    """Raises `SettingsError` if launched processes did not form a group. `remedy` says what to do about it."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:
         raise SettingsError(
-            f"{launched} processes were launched and each is alone in its group, so each would train the whole run, "
+            f"{launched} processes were launched, but they did not form a group, so each would train the whole run, "
             f"into the same folder. {remedy}"
         )
 
 
 def report(program: str, error: object, status: int, every_process: bool = False) -> int:
-    """Prints one message of the first process, or of each for what one alone may have found; returns `status`."""
+    """Prints the message of the first process only, or of each if it may concern just one. Returns `status`."""
     if is_first_process():
         print(f"{program}: {error}", file=sys.stderr)
     elif every_process:
@@ -47,15 +47,15 @@ def report(program: str, error: object, status: int, every_process: bool = False
 
 
 def usable_cores() -> int:
-    """The processor cores that this process may use."""
+    """Returns the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_name() -> str:
-    """Returns the name of the processor, as far as the system tells it.
+    """Returns the name of the processor, as far as the system provides it.
 
-    A virtual machine may hide the model: "AMD EPYC" without a number gets the family and model of its cores, which
-    tell one generation from another, as in "AMD EPYC (family 25, model 1)".
+    A virtual machine may hide the model number. A name without one, such as "AMD EPYC", is followed by the family and
+    model of its cores, which identify the generation: "AMD EPYC (family 25, model 1)".
     """
     information = Path("/proc/cpuinfo")
     name = _from_cpuinfo(information.read_text(encoding="utf-8")) if information.is_file() else None

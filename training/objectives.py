@@ -1,6 +1,6 @@
-"""Cross-entropy over the targets, summed, so that every way to cut a batch gives the same mean.
+"""Summed cross-entropy over the targets, so that the mean does not depend on how a batch is split.
 
-The targets are tokens, or for a classifier its rows.
+The targets are tokens, or rows for a classifier.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hf_posenc.recipes.distillation import IGNORED as IGNORED
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, causal: bool, label_smoothing: float = 0.0) -> Tensor:
-    """Computes the sum over all targets, in nats, in float32; zero (with a gradient) where nothing is a target.
+    """Computes the sum over all targets in nats, in float32; zero (with a gradient) if there are no targets.
 
     Args:
-        logits: `(batch, length, vocabulary)`, or `(batch, classes)` of a classifier.
-        labels: `(batch, length)`, or `(batch,)` of a classifier; `IGNORED` for what is not a target.
-        causal: whether a place predicts the token after it, rather than its own.
+        logits: `(batch, length, vocabulary)`, or `(batch, classes)` for a classifier.
+        labels: `(batch, length)`, or `(batch,)` for a classifier; `IGNORED` where there is no target.
+        causal: whether each place predicts the next token, rather than its own.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
     """
     if labels.dim() == 1:
@@ -39,14 +39,14 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, causal: bool, label_smo
 
 
 def target_count(labels: Tensor, causal: bool) -> Tensor:
-    """Counts the targets among `(batch, length)` labels, or `(batch,)` of a classifier."""
+    """Counts the targets in `(batch, length)` labels, or `(batch,)` for a classifier."""
     return (labels[:, 1:] if causal else labels).ne(IGNORED).sum()
 
 
 def row_sums(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
-    """Returns float64 sums of each row: the cross-entropy and the targets, `(batch, 2)`.
+    """Returns float64 sums of each row: its cross-entropy and its number of targets, `(batch, 2)`.
 
-    Of a classifier `(batch, 3)`: the third is 1 if the class with the largest logit is right.
+    For a classifier, `(batch, 3)`. The third value is 1 if the class with the largest logit is right.
     """
     labels = labels.to(logits.device)
     if labels.dim() == 1:

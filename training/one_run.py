@@ -1,4 +1,4 @@
-"""The steps of one training run that all scripts share: where it starts, how it trains and saves, and how it ends."""
+"""The steps of a training run that all scripts share: starting or resuming, training and saving, and finishing."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from training.machine import report
 from training.starting_model import weights_digest
 from training.trainer import SavingError, SchemeTrainer, TrainingError
 
-#: With `--lora`: the folder, inside the output folder, of what was trained.
+#: With `--lora`: the folder for the adapters, inside the output folder.
 ADAPTER = "adapter"
 #: A disk that is full, over its quota, or cannot be written to.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-#: Errors of an upload: refused by the hub, not connected (the hub's HTTP client has errors of its own), or not allowed
-#: to connect.
+#: Errors of an upload: refused by the hub, not connected (the HTTP client has its own errors), or not allowed to
+#: connect.
 _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 
 
@@ -40,7 +40,7 @@ def exit_status(program: str, run: Callable[[], Any], *, resumes: bool = True) -
     """Calls `run`, and prints one message instead of a traceback for errors that a user can fix.
 
     Returns:
-        0, or 1 if the training had to stop, 2 for arguments that cannot work, 130 if interrupted.
+        0; 1 if the training had to stop; 2 for invalid arguments; 130 if interrupted.
     """
     try:
         run()
@@ -51,24 +51,24 @@ def exit_status(program: str, run: Callable[[], Any], *, resumes: bool = True) -
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
             raise
-        message = f"{error} Nothing that was complete is lost: make room, then run the same command again to go on."
+        message = f"{error} Complete checkpoints are kept. Free some space and run the same command again to resume."
         return report(program, message, 1, every_process=True)
     except KeyboardInterrupt:
-        again = "Run the same command again to go on from the last checkpoint." if resumes else "Nothing was saved."
+        again = "Run the same command again to resume from the last checkpoint." if resumes else "Nothing was saved."
         print(f"\nInterrupted. {again}", file=sys.stderr)
         return 130
     return 0
 
 
 def trains(arguments: TrainingArguments) -> bool:
-    """Whether a run trains, rather than only evaluates."""
-    # Trainer sets do_eval itself where it evaluates while training.
+    """Whether a run trains, instead of only evaluating."""
+    # Trainer sets do_eval itself if it evaluates during training.
     return arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
 
 
 def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
-    """Shows what the run says: everything of the first process, errors of the others. Refuses arguments of the Trainer
-    that cannot work.
+    """Sets up logging: all messages of the first process, errors of the others. Raises `SettingsError` for invalid
+    arguments of the Trainer.
     """
     level = logging.INFO if arguments.should_log else logging.ERROR
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=level)
@@ -78,23 +78,23 @@ def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
     if not arguments.should_log:
         datasets.utils.logging.set_verbosity_error()
         datasets.disable_progress_bars()
-    arguments.remove_unused_columns = False  # the collator needs what the model does not take
+    arguments.remove_unused_columns = False  # the collator needs columns that the model does not take
     check_trainer_arguments(arguments, lora=lora)
 
 
 def start(
     run: RunArguments, arguments: TrainingArguments, model: Any, decisive: dict[str, Any], **options: Any
 ) -> tuple[SchemeTrainer, Path | None]:
-    """The trainer of a run, and the checkpoint to resume from, if the output folder holds one of this run.
+    """Returns the trainer of a run, and the checkpoint to resume from if the output folder has one of this run.
 
-    What must stay the same for a run to go on is written down where it begins: the arguments of the Trainer, `decisive`
-    (see `checkpoint_settings`), the weights it starts from, and the code of a scheme of the user's own.
+    At its beginning, a run records everything that must stay the same for it to resume: the arguments of the Trainer,
+    `decisive` (see `checkpoint_settings`), the initial weights, and the code of a user's own scheme.
 
     Args:
-        run: what to do with an output folder that is not empty.
-        arguments: of the Trainer.
-        model: as it will be trained.
-        decisive: what else decides the curve, by name.
+        run: what to do if the output folder is not empty.
+        arguments: arguments of the Trainer.
+        model: the model to train.
+        decisive: other settings that the curve depends on, by name.
         **options: further arguments of `SchemeTrainer`.
     """
     settings = checkpoint_settings(arguments, initial_weights=weights_digest(model), **decisive)
@@ -112,12 +112,12 @@ def start(
     if checkpoint is not None and state.is_main_process:
         print(f"Resuming from {checkpoint}.", file=sys.stderr)
     try:
-        SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed
+        SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # the optimizer of --optim may not be installed
         trainer = SchemeTrainer(model=model, args=arguments, **options)
     except _HUB_ERRORS as error:
         written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {folder}"
         raise SettingsError(f"{written}: {error}") from error
-    except (ValueError, ImportError, RuntimeError) as error:  # a tracker that is not installed, among others
+    except (ValueError, ImportError, RuntimeError) as error:  # for example a tracker that is not installed
         raise SettingsError(str(error)) from error
     if trainer.is_world_process_zero() and not (folder / SETTINGS_FILE).exists():
         write_json(folder / SETTINGS_FILE, settings)
@@ -125,12 +125,12 @@ def start(
 
 
 def train_and_evaluate(trainer: SchemeTrainer, checkpoint: Path | None, *, adapter: bool = False) -> dict[str, float]:
-    """Trains to the end, saves the model and evaluates it, as far as asked for; returns the metrics.
+    """Trains to the end, saves the model and evaluates it, as the arguments ask for. Returns the metrics.
 
     Args:
-        trainer: of the run.
-        checkpoint: where to resume from.
-        adapter: whether only adapters were trained. They are saved in a folder of their own, and then added to the
+        trainer: the trainer of the run.
+        checkpoint: the checkpoint to resume from.
+        adapter: whether only adapters were trained. They are saved in a separate folder and then merged into the
             weights, so that the whole model loads without peft.
     """
     results: dict[str, float] = {}
@@ -140,7 +140,7 @@ def train_and_evaluate(trainer: SchemeTrainer, checkpoint: Path | None, *, adapt
         if trainer.is_fsdp_enabled:
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.require_finite_weights()
-        # An internal call uploads nothing.
+        # An internal call does not upload.
         trainer.save_model(str(Path(str(trainer.args.output_dir), ADAPTER)) if adapter else None, _internal_call=True)
         trainer.save_state()
         results |= outcome.metrics
@@ -153,7 +153,7 @@ def train_and_evaluate(trainer: SchemeTrainer, checkpoint: Path | None, *, adapt
 
 
 def finish(trainer: SchemeTrainer, results: dict[str, float]) -> None:
-    """Writes the figures of a run, and pushes its model to the hub."""
+    """Writes the metrics of a run, and pushes its model to the hub."""
     folder = Path(str(trainer.args.output_dir))
     if trainer.is_world_process_zero():
         write_json(folder / "all_results.json", results)

@@ -4,7 +4,7 @@ r"""Trains a causal language model, from scratch or from pretrained weights, wit
         --tokenizer_name bytes --scheme alibi --output_dir outputs/alibi --max_steps 300
     accelerate launch --config_file training/accelerate/ddp_gpu.yaml training/run_clm.py settings.yaml --seed 1
 
-All options can stand in one YAML or JSON file; flags after it override it. The same command again resumes.
+All options can be in one YAML or JSON file, and flags after it override it. Run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -54,46 +54,46 @@ def train(
     *,
     causal: bool = True,
 ) -> dict[str, float]:
-    """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
+    """Trains and evaluates. Resumes if the output folder contains checkpoints of this run.
 
     Returns:
         The content of `all_results.json`.
     """
-    # Options: what cannot work is refused before anything is written.
+    # Options: invalid ones are refused before anything is written.
     set_up(arguments, lora=lora.lora)
     healing.check_objective(causal)
     if causal and data.mlm_probability != DataArguments.mlm_probability:
-        raise SettingsError("--mlm_probability is for masked language models, which run_mlm.py trains.")
+        raise SettingsError("--mlm_probability is for masked language models. Train them with run_mlm.py.")
     if data.pose_length is not None and not causal:
-        raise SettingsError("--pose_length is for causal language models, which run_clm.py trains.")
+        raise SettingsError("--pose_length is for causal language models. Train them with run_clm.py.")
     if data.pose_length is not None and healing.teaches:
         raise SettingsError(
-            "--pose_length trains at positions that the teacher of --distill or --self_distill does not know: use one "
-            "of them."
+            "--pose_length trains at positions that the teacher of --distill or --self_distill does not know. Use only "
+            "one of them."
         )
     healing.check_start(scheme, model_options)
     check_scheme(scheme)
 
-    # Data: rows of tokens; no document is in both parts.
+    # Data: rows of tokens. No document is in both parts.
     tokenizer = load_tokenizer(model_options, causal)
     with arguments.main_process_first(desc="loading and tokenising"):
         train_rows, eval_rows, text = load_rows(data, tokenizer, causal, seed=data_seed(arguments))
     if trains(arguments):
         healing.check_run(arguments, training_steps(len(train_rows), arguments), lora=lora.lora)
 
-    # Model: the stock one, and a frozen copy where the training learns from it.
+    # Model: the stock model, and a frozen copy if it is also the teacher.
     model = build_model(model_options, tokenizer, causal, seed=arguments.seed)
     teacher = frozen_teacher(model) if healing.distill else None
     native_length = context_length(model)
 
-    # Patch: the scheme takes the place of the native one, and the tokenizer states its length.
+    # Patch: the scheme replaces the native one, and the tokenizer gets its length.
     apply_scheme(model, scheme, healing, train_rows)
     update_tokenizer_length(tokenizer, model, native_length)
     batches = packed_batches(model, data, causal, vocabulary=len(tokenizer))
     if lora.lora:
         model = add_lora(model, lora, causal)
 
-    # Trainer: a run goes on only with the settings that decide its curve.
+    # Trainer: a run only resumes if the settings that determine its curve are the same.
     decisive: dict[str, Any] = {
         "objective": "causal" if causal else "masked", "train_text": train_rows.stream.digest(),
         "block_size": data.block_size, "packing": data.packing,

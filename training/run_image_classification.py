@@ -5,8 +5,8 @@ r"""Trains an image classifier, from scratch or from pretrained weights, with an
     accelerate launch --config_file training/accelerate/ddp_gpu.yaml training/run_image_classification.py \
         --model_name_or_path google/vit-base-patch16-224 --dataset_name my_photos --output_dir outputs/photos
 
-Without further options a small ViT learns the handwritten digits that install with scikit-learn. All options can stand
-in one YAML or JSON file; flags after it override it. The same command again resumes.
+Without further options, a small ViT learns the handwritten digits that come with scikit-learn. All options can be in
+one YAML or JSON file, and flags after it override it. Run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from training.trainer import data_seed, training_steps
 
 logger = logging.getLogger("run_image_classification")
 
-#: In the output folder: the accuracy by resolution, for `hf-posenc report`.
+#: File in the output folder with the accuracy by resolution, for `hf-posenc report`.
 RESOLUTION_FILE = "resolution.json"
-#: The model that is trained if none is named: small enough for a CPU. ViT draws weights with a standard deviation of
-#: 0.02, which is meant for 768 dimensions; at 64 it leaves attention uniform for too long.
+#: The default model, small enough for a CPU. ViT initialises weights with a standard deviation of 0.02, which is meant
+#: for 768 dimensions. With 64 dimensions, attention would stay uniform for too long.
 SMALL_VIT = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128, "patch_size": 4,
     "initializer_range": 0.05,
 }  # fmt: skip
-#: Of the small ViT.
+#: Resolution of the small ViT.
 _SMALL_RESOLUTION = 32
 
 
 @dataclass
 class ImageModelArguments(WeightsArguments):
-    """Which image classifier is trained, and from which weights. Without any: a ViT of 4 layers, 64 wide."""
+    """The image classifier to train, and its initial weights. By default, a ViT with 4 layers of width 64."""
 
     ignore_mismatched_sizes: bool = HfArg(
-        default=False, help="Train a new head if that of the pretrained model is for other classes."
+        default=False, help="Train a new head if the head of the pretrained model has other classes."
     )
 
     def __post_init__(self) -> None:
@@ -66,13 +66,13 @@ class ImageModelArguments(WeightsArguments):
         super().__post_init__()
         if self.ignore_mismatched_sizes and self.model_name_or_path is None:
             raise SettingsError(
-                "--ignore_mismatched_sizes is for the head of a pretrained model: --model_name_or_path."
+                "--ignore_mismatched_sizes is for the head of a pretrained model. Give --model_name_or_path."
             )
 
 
 @dataclass
 class ImageArguments:
-    """Which pictures are read, and at which resolutions."""
+    """The pictures to read, and their resolutions."""
 
     _argument_group_name = "pictures"
 
@@ -84,13 +84,13 @@ class ImageArguments:
     dataset_config_name: str | None = HfArg(default=None, help="Configuration of the hub dataset.")
     dataset_split: str = HfArg(default="train", help="The split to train on.")
     validation_split: str | None = HfArg(
-        default=None, help="A split to validate on, such as validation, instead of pictures held out."
+        default=None, help="A split to validate on, such as validation, instead of held-out pictures."
     )
     validation_split_percentage: float = HfArg(
-        default=20.0, help="Percentage of the pictures that is held out for validation."
+        default=20.0, help="Percentage of the pictures to hold out for validation."
     )
     split_seed: int = HfArg(
-        default=0, help="Selects the pictures held out. Independent of --seed, so that they stay the same."
+        default=0, help="Selects the held-out pictures. Independent of --seed, so they are the same for all seeds."
     )
     image_column: str | None = HfArg(default=None, help="The column of pictures. Default: image or img.")
     label_column: str | None = HfArg(default=None, help="The column of labels. Default: label, labels or fine_label.")
@@ -98,21 +98,21 @@ class ImageArguments:
     max_eval_samples: int | None = HfArg(default=None, help="Validate on at most this many pictures.")
     train_resolution: int | None = HfArg(
         default=None,
-        help="Pixels along each side while training. Pictures are stretched to a square. Default: that of the "
+        help="Pixels along each side during training. Pictures are stretched to a square. Default: that of the "
         "pretrained model or config, and 32 for the small ViT.",
     )
     eval_resolutions: list[int] = field(
         default_factory=list,
         metadata={
-            "help": "Resolutions at which the accuracy is measured after training. Default: that of training.",
+            "help": "Resolutions at which to measure the accuracy after training. Default: that of training.",
             "nargs": "+",
         },
     )
     random_crop: float = HfArg(
-        default=1.0, help="While training, cut out at least this share of a picture at random; 1 cuts nothing."
+        default=1.0, help="During training, crop to a random part of at least this share of a picture; 1: no crop."
     )
     random_flip: bool = HfArg(
-        default=False, help="While training, mirror every second picture at random. Not for digits and letters."
+        default=False, help="During training, mirror a random half of the pictures. Not for digits and letters."
     )
 
     def __post_init__(self) -> None:
@@ -121,12 +121,12 @@ class ImageArguments:
         unused += ["dataset_split"] if self.dataset_split != "train" else []
         if self.dataset_name == "digits" and unused:
             raise SettingsError(
-                f"--{unused[0]} is for a folder or a hub dataset (--dataset_name). The digits have one split and no "
-                "columns."
+                f"--{unused[0]} is for a folder or a hub dataset (--dataset_name). The digits have one split and "
+                "no columns."
             )
         require_at_least(self, max_train_samples=1, max_eval_samples=1, train_resolution=1)
         if self.eval_resolutions and min(self.eval_resolutions) < 1:
-            raise SettingsError(f"--eval_resolutions holds {min(self.eval_resolutions)}; it must be at least 1.")
+            raise SettingsError(f"--eval_resolutions contains {min(self.eval_resolutions)}; it must be at least 1.")
         if not 0 < self.validation_split_percentage < 100:
             raise SettingsError(
                 f"--validation_split_percentage is {self.validation_split_percentage}; it must be between 0 and 100."
@@ -152,20 +152,20 @@ def train(
     run: RunArguments,
     arguments: TrainingArguments,
 ) -> dict[str, float]:
-    """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
+    """Trains and evaluates. Resumes if the output folder contains checkpoints of this run.
 
     Returns:
         The content of `all_results.json`: loss and accuracy at the resolution of training, and `accuracy_at_N` for each
-        of `--eval_resolutions` that the model can read.
+        of the `--eval_resolutions` that the model can read.
     """
-    # Options: what cannot work is refused before anything is written.
+    # Options: invalid ones are refused before anything is written.
     set_up(arguments)
 
     # Data: pictures and their classes.
     with arguments.main_process_first(desc="loading pictures"):
         train_part, validation_part = _pictures(images)
 
-    # Model: the stock one for these classes, which says what resolutions it can read.
+    # Model: the stock model for these classes. It determines which resolutions are possible.
     model = _stock_model(model_options, images, train_part, arguments.seed)
     size, resolution = PatchSize.of(model), _resolution(images, model)
     resolutions = images.eval_resolutions or [resolution]
@@ -174,7 +174,7 @@ def train(
     except MeasurementError as error:
         raise SettingsError(f"--train_resolution, --eval_resolutions: {error}") from error
 
-    # Patch: the scheme takes the place of the native one.
+    # Patch: the scheme replaces the native one.
     apply_scheme(model, scheme)
 
     # Rows: pixels as the model reads them.
@@ -185,7 +185,7 @@ def train(
     if trains(arguments):
         training_steps(len(train_rows), arguments)
 
-    # Trainer: a run goes on only with the settings that decide its curve.
+    # Trainer: a run only resumes if the settings that determine its curve are the same.
     decisive: dict[str, Any] = {
         "objective": "image_classification", "train_pictures": train_rows.digest(), "resolution": resolution,
         "random_crop": images.random_crop, "random_flip": images.random_flip, "scheme": scheme,
@@ -220,7 +220,7 @@ def train(
 
 
 def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
-    """The pictures to train on, and those to validate on."""
+    """Returns the pictures for training and for validation."""
 
     def load(split: str) -> Pictures:
         try:
@@ -246,7 +246,7 @@ def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
 
 
 def _stock_model(options: ImageModelArguments, images: ImageArguments, pictures: Pictures, seed: int) -> Any:
-    """The stock classifier of these classes."""
+    """Returns the stock classifier for these classes."""
     names = dict(enumerate(pictures.classes))
     classes = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     changes: dict[str, Any] = classes | (SMALL_VIT if options.small else {})
@@ -264,14 +264,13 @@ def _resolution(images: ImageArguments, model: Any) -> int:
     resolution = images.train_resolution or (named if isinstance(named, int) else None)
     if resolution is None:
         raise SettingsError(
-            f"The config of {type(model).__name__} names no resolution (image_size is {named}). Give "
-            "--train_resolution."
+            f"The config of {type(model).__name__} has no resolution (image_size is {named}). Give --train_resolution."
         )
     return resolution
 
 
 def _normalization(arguments: ImageModelArguments) -> Normalization:
-    """That of a pretrained model's image processor; from [0, 1] to [-1, 1] for a model without one."""
+    """Returns the normalization of a pretrained model's image processor; from [0, 1] to [-1, 1] if it has none."""
     if arguments.model_name_or_path is None:
         return Normalization()
     try:
@@ -280,7 +279,7 @@ def _normalization(arguments: ImageModelArguments) -> Normalization:
         )
     except OSError:
         logger.warning(
-            "%s has no image processor; its pixels are taken to be in [-1, 1].", arguments.model_name_or_path
+            "%s has no image processor. Its pixels are assumed to be in [-1, 1].", arguments.model_name_or_path
         )
         return Normalization()
     if "image_mean" not in processor:

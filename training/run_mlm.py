@@ -4,8 +4,8 @@ r"""Trains a masked language model, from scratch or from pretrained weights, wit
         --tokenizer_name bytes --scheme alibi --output_dir outputs/alibi --max_steps 300
     accelerate launch --config_file training/accelerate/ddp_gpu.yaml training/run_mlm.py settings.yaml --seed 1
 
-All options can stand in one YAML or JSON file; flags after it override it. The same command again resumes. The steps of
-a run are those of run_clm.py, with masked tokens to predict in place of the next one.
+All options can be in one YAML or JSON file, and flags after it override it. Run the same command again to resume. The
+steps of a run are those of run_clm.py, but the model predicts masked tokens instead of the next token.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Searches for factors of RoPE for a longer context, without training, and saves a stock checkpoint.
+"""Searches for RoPE scaling factors for a longer context, without training, and saves a stock checkpoint.
 
 python training/search_spectrum.py MODEL longer --length 12288 --text a.txt b.txt --held_out c.txt d.txt
 
-The search reads the texts of --text. The table is of the texts of --held_out, which it has not read: the loss in nats
-per token of texts of the trained length, and of the tokens past it in longer ones, with the model's own RoPE, with
-YaRN, and with the factors found. They are saved if they are better than YaRN there. The losses of the table need room
-for the logits of one whole text.
+The search reads the texts of --text. The table shows losses in nats per token on the texts of --held_out, which the
+search does not read: for texts of the trained length, and for the tokens after that length in longer texts. It compares
+the model's own RoPE, YaRN, and the factors found, which are saved if they are better than YaRN there. The table needs
+memory for the logits of one whole text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from training.one_run import exit_status
 
 class HeldOutLoss(NamedTuple):
     """Mean losses of one text in nats per token: of its beginning, read as a text of the trained length, and of the
-    tokens past that length, read as a whole.
+    tokens after that length when the text is read as a whole.
     """
 
     within: float
@@ -49,9 +49,9 @@ class HeldOutLoss(NamedTuple):
 
 
 def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
-    """`(windows, length)` token ids: as many pieces as each text has, all from its beginning on."""
+    """Returns `(windows, length)` token ids: all full pieces of each text, from its beginning."""
     if length < 2:
-        raise SettingsError(f"--length is {length}; a text has two tokens at least.")
+        raise SettingsError(f"--length is {length}; it must be at least 2.")
     windows, longest = [], 0
     for path in paths:
         try:
@@ -62,16 +62,16 @@ def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
         windows += list(stream[: len(stream) // length * length].view(-1, length))
     if not windows:
         raise SettingsError(
-            f"The longest of {', '.join(path.name for path in paths)} has {longest} tokens, and one window has "
+            f"The longest of {', '.join(path.name for path in paths)} has {longest} tokens, but one window has "
             f"--length {length}. Give longer texts: pieces of several texts would not test a long context."
         )
     return torch.stack(windows)
 
 
 def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: int) -> list[HeldOutLoss]:
-    """The losses of each window under a scheme; the model is left with the scheme."""
+    """Returns the losses of each window with a scheme. The model keeps the scheme."""
     with warnings.catch_warnings():
-        # The model is read without a cache here, and saved as a stock checkpoint.
+        # The model runs without a cache here, and is saved as a stock checkpoint.
         warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
         patch_model(model, config)
     losses = []
@@ -83,11 +83,11 @@ def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: 
 
 
 def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) -> dict[str, list[HeldOutLoss]]:
-    """The losses of each window with the RoPE that the model has, with YaRN, and with the factors found."""
+    """Returns the losses of each window with the model's own RoPE, with YaRN, and with the factors found."""
     rope = config_in_force(model)
     assert isinstance(rope, RopeConfig)
     scaling = YarnScaling(factor=windows.shape[1] / trained, original_max_positions=trained)
-    # A factor of the scheme itself would hide that of the scaling.
+    # The factor of the scheme itself takes precedence over that of the scaling.
     factor = None if rope.attention_scaling is None else rope.attention_scaling * scaling.attention_scaling()
     yarn = dataclasses.replace(rope, scaling=scaling, attention_scaling=factor)
     schemes = {"native": rope, "yarn": yarn, "found": search.config}
@@ -95,7 +95,7 @@ def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) 
 
 
 def table(losses: dict[str, list[HeldOutLoss]]) -> str:
-    """Means over the windows, and how each scheme differs from YaRN past the trained length, window by window."""
+    """Returns means over the windows, and how each scheme differs from YaRN after the trained length, per window."""
     rows = []
     for name, by_text in losses.items():
         less_yarn = [loss.past - yarn.past for loss, yarn in zip(by_text, losses["yarn"], strict=True)]
@@ -110,32 +110,32 @@ def command_line() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="a causal model with RoPE: hub id or local folder")
-    parser.add_argument("output_dir", type=Path, help="where the stock checkpoint goes")
-    parser.add_argument("--length", type=int, required=True, help="tokens that the model is to read")
+    parser.add_argument("output_dir", type=Path, help="folder for the stock checkpoint")
+    parser.add_argument("--length", type=int, required=True, help="number of tokens that the model should read")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the search")
     parser.add_argument("--held_out", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the table")
-    parser.add_argument("--trained_length", type=int, help="tokens that it was trained on (default: its config's)")
-    parser.add_argument("--evaluations", type=int, default=32, help="candidates to measure (default: 32)")
+    parser.add_argument("--trained_length", type=int, help="length that it was trained on (default: from its config)")
+    parser.add_argument("--evaluations", type=int, default=32, help="number of candidates (default: 32)")
     parser.add_argument("--needle_weight", type=float, default=0.5, help="weight of repeated spans (default: 0.5)")
-    parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: float32")
-    parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 2 for a model or texts that cannot be used."""
+    """The command line. Returns the exit status: 0, or 2 if the model or the texts cannot be used."""
     return exit_status("search_spectrum", lambda: _run(command_line().parse_args(arguments)), resumes=False)
 
 
 def _run(options: argparse.Namespace) -> None:
     if options.output_dir.exists() and not (options.output_dir.is_dir() and not any(options.output_dir.iterdir())):
-        raise SettingsError(f"{options.output_dir} is a file, or a folder that is not empty. Name another one.")
+        raise SettingsError(f"{options.output_dir} is a file, or a folder that is not empty. Choose another one.")
     try:
         tokenizer = load_tokenizer(options.model)
         texts, held_out = (windows_of(tokenizer, paths, options.length) for paths in (options.text, options.held_out))
         if {tuple(text.tolist()) for text in texts} & {tuple(text.tolist()) for text in held_out}:
-            raise SettingsError("--text and --held_out have a text in common, so the table would be about the search.")
+            raise SettingsError("--text and --held_out share a text, but the table must not use texts of the search.")
         # Loaded in its dtype: a cast would round the frequencies.
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
         try:

@@ -1,4 +1,4 @@
-"""The tokenizer and the model that a run begins with."""
+"""The initial tokenizer and model of a run."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from training.data.text import PackedRows
 from training.errors import SettingsError
 from training.swapping import HealingArguments, sample_rows
 
-#: As `--tokenizer_name`: ByT5's bytes.
+#: The `--tokenizer_name` of ByT5's bytes.
 BYTES = "bytes"
 
-#: What a config says about where it comes from.
+#: Fields of a config about its origin.
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 
 
 def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer; for masked language modelling from scratch it has a mask token in any case."""
+    """Loads the tokenizer. For masked language modelling from scratch, a missing mask token is added."""
     name = arguments.tokenizer_name or arguments.model_name_or_path or arguments.config_name
     if name is None:
         raise SettingsError(
-            "A model from scratch (--model_type) has no tokenizer: name one with --tokenizer_name, a hub name or a "
+            "A model from scratch (--model_type) has no tokenizer. Give --tokenizer_name: a hub id or a "
             f"folder, or {BYTES!r} for ByT5's bytes, which need no files."
         )
     try:
@@ -58,7 +58,7 @@ def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokeniz
         )
     except (OSError, ValueError, KeyError) as error:
         raise SettingsError(
-            f"No tokenizer can be loaded from {name!r} ({missing_folder(name)}{error}). Name one with --tokenizer_name."
+            f"No tokenizer can be loaded from {name!r} ({missing_folder(name)}{error}). Give one with --tokenizer_name."
         ) from error
     if not causal and tokenizer.mask_token is None:
         if name == BYTES:
@@ -71,7 +71,7 @@ def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokeniz
 def build_model(
     arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, causal: bool, seed: int, loader: Any = None
 ) -> Any:
-    """The stock model: pretrained, or with weights drawn from `seed`."""
+    """Returns the stock model: pretrained, or with random weights from `seed`."""
     loader = loader or (AutoModelForCausalLM if causal else AutoModelForMaskedLM)
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     changes = {"vocab_size": len(tokenizer)} | {name: token for name, token in special.items() if token is not None}
@@ -80,14 +80,14 @@ def build_model(
         model.resize_token_embeddings(len(tokenizer))
     if getattr(model.config, "output_router_logits", False):
         raise SettingsError(
-            "This model's config asks for a loss that balances its experts (output_router_logits), which is not added "
-            "here. Set output_router_logits=false."
+            "This model's config asks for a loss that balances its experts (output_router_logits), which this script "
+            "does not add. Set output_router_logits=false."
         )
     return model
 
 
 def stock_model(arguments: WeightsArguments, loader: Any, seed: int, changes: dict[str, Any], **pretrained: Any) -> Any:
-    """A model of an Auto class: pretrained, or with weights drawn from `seed`."""
+    """Returns a model of an Auto class: pretrained, or with random weights from `seed`."""
     common: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
     if arguments.attn_implementation is not None:
         common["attn_implementation"] = arguments.attn_implementation
@@ -118,17 +118,17 @@ def _config(arguments: WeightsArguments, changes: dict[str, Any]) -> Any:
         raise SettingsError(str(unknown_architecture(str(arguments.model_type))))
     overrides = _overrides(arguments.config_overrides or "")
     check_overrides(config, overrides)
-    # Built anew, so that what the config derives from its fields (the width of a head), and its checks, see them.
+    # Built again, because the config checks its fields, and computes others from them (such as the width of a head).
     return type(config).from_dict(written | changes | overrides)
 
 
 def unknown_architecture(name: str) -> UnknownNameError:
-    """The error for a `model_type` that transformers does not have."""
+    """Returns the error for a `model_type` that transformers does not have."""
     return UnknownNameError("architecture", name, CONFIG_MAPPING, listing="transformers.CONFIG_MAPPING")
 
 
 def check_overrides(config: Any, overrides: dict[str, Any]) -> None:
-    """Raises `SettingsError` for a field that a config does not have, with the nearest names."""
+    """Raises `SettingsError` for a field that a config does not have, with similar names."""
     for name in overrides:
         if not hasattr(config, name):
             kind = type(config).__name__
@@ -142,7 +142,7 @@ def _overrides(text: str) -> dict[str, Any]:
     try:
         return parse_options(text.split(",") if text else [])
     except UsageError as error:
-        raise SettingsError(f"--config_overrides: {error} For values with commas give a JSON mapping.") from error
+        raise SettingsError(f"--config_overrides: {error} If values contain commas, give a JSON mapping.") from error
 
 
 def _mapping(text: str, option: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _mapping(text: str, option: str) -> dict[str, Any]:
 def apply_scheme(
     model: Any, arguments: SchemeArguments, healing: HealingArguments | None = None, rows: PackedRows | None = None
 ) -> None:
-    """Patches the model with the scheme that is asked for; without one it stays as it is."""
+    """Patches the model with the requested scheme. Without one, the model stays as it is."""
     if arguments.scheme is None:
         return
     try:
@@ -174,7 +174,7 @@ def apply_scheme(
 
 
 def check_scheme(arguments: SchemeArguments) -> None:
-    """Refuses an unknown scheme or option before text is read and a model is built, which may take long."""
+    """Raises for an unknown scheme or option, before text is read and a model is built, which may take long."""
     for option in ("scheme", "elsewhere"):
         text = getattr(arguments, option)
         if text is None:
@@ -213,7 +213,7 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
             exclude_modules=r".*position_encoding.*" if patched else None,
         )
         with warnings.catch_warnings():
-            # PEFT asks a model for an attribute that transformers has renamed.
+            # PEFT reads an attribute that transformers has renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return recipes.add_lora(model, config) if patched else get_peft_model(model, config)
     except ValueError as error:
@@ -221,7 +221,7 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
 
 
 def weights_digest(model: Any) -> str:
-    """Identifies a model's config and all of its weights."""
+    """Returns a digest of a model's config and all of its weights."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _INCIDENTAL}
     hashed = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""How a trained model takes another scheme, and what helps it to recover: options, and what they add to a run."""
+"""Options for how a trained model gets another scheme and recovers from the swap, and what they add to a run."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from training.arguments import ModelArguments, SchemeArguments
 from training.errors import SettingsError
 from training.trainer import LossHook
 
-#: Rows of training text that a start is fitted on.
+#: Number of rows of training text for fitting initial parameters.
 SAMPLE_ROWS = 8
 
 
 @dataclass
 class HealingArguments:
-    """How a pretrained model gets its scheme, and what helps it to recover."""
+    """How a pretrained model gets its scheme and recovers from the swap."""
 
     _argument_group_name = "recovery of a pretrained model"
 
     initialization: str = HfArg(
         default="default",
-        help="Where the scheme's parameters start: 'fitted' to what the old scheme did on training text, 'auto' the "
-        "same where there is anything to fit, 'default' as in a new model.",
+        help="Initial parameters of the scheme: 'fitted' to the effect of the old scheme on training text; 'auto' the "
+        "same if there is anything to fit; 'default' as in a new model.",
         metadata={"choices": list(INITIALIZATIONS)},
     )
     table_extension: str | None = HfArg(
         default=None,
-        help="With a fitted table that is longer than the old one: how it goes on.",
+        help="How to fill the new rows of a fitted table that is longer than the old one.",
         metadata={"choices": list(TABLE_EXTENSIONS)},
     )
     gradual_steps: int = HfArg(
-        default=0, help="Lead the model from the old scheme to the new one over this many steps; 0: at once."
+        default=0, help="Blend from the old scheme to the new one over this many steps; 0 switches at once."
     )
-    distill: bool = HfArg(default=False, help="Learn from the model as it was before the swap, too.")
-    distill_temperature: float = HfArg(default=2.0, help="Softens what the teacher predicts.")
+    distill: bool = HfArg(default=False, help="Also learn from the model before the swap, as a teacher.")
+    distill_temperature: float = HfArg(default=2.0, help="Temperature that softens the teacher's predictions.")
     distill_weight: float = HfArg(
-        default=0.5, help="The teacher's share of the loss, above 0; 1 leaves the text's own tokens out."
+        default=0.5, help="The teacher's share of the loss, above 0; 1 ignores the tokens of the text."
     )
     self_distill: bool = HfArg(
-        default=False, help="Learn to predict the same from perturbed positions (causal models)."
+        default=False, help="Learn to make the same predictions from perturbed positions (causal models)."
     )
     self_distill_weight: float = HfArg(
-        default=1.0, help="Weight of the divergence between the views, added to the loss; above 0."
+        default=1.0, help="Weight of the divergence between both predictions in the loss; above 0."
     )
     self_distill_shift: str = HfArg(
         default="skip",
-        help="How positions are perturbed: 'skip' moves the rest of a text further away, 'cyclic' rotates all.",
+        help="How to perturb positions: 'skip' moves the rest of a text further away, 'cyclic' rotates all positions.",
         metadata={"choices": list(SHIFTS)},
     )
 
@@ -81,11 +81,11 @@ class HealingArguments:
         if not self.self_distill and (self.self_distill_weight, self.self_distill_shift) != (1.0, "skip"):
             raise SettingsError("--self_distill_weight and --self_distill_shift are given without --self_distill.")
         if self.table_extension is not None and self.initialization == "default":
-            raise SettingsError("--table_extension is for a fitted table: give --initialization fitted as well.")
+            raise SettingsError("--table_extension is for a fitted table. Also give --initialization fitted.")
 
     @property
     def swaps(self) -> bool:
-        """Whether anything but the plain swap is asked for."""
+        """Whether any option other than a plain swap is set."""
         return self.initialization != "default" or self.gradual_steps > 0
 
     @property
@@ -94,28 +94,27 @@ class HealingArguments:
         return self.distill or self.self_distill
 
     def check_objective(self, causal: bool) -> None:
-        """Raises `SettingsError` for what only causal language models can learn."""
+        """Raises `SettingsError` for objectives that only causal language models can learn."""
         if self.self_distill and not causal:
             raise SettingsError(
                 "--self_distill compares the predictions of the next token at two sets of positions. It is for causal "
-                "language models: run_clm.py, or the task 'causal' of a study."
+                "language models. Use run_clm.py, or the task 'causal' of a study."
             )
 
     def check_start(self, scheme: SchemeArguments, model: ModelArguments) -> None:
         """Raises `SettingsError` if there is nothing to swap, or nothing to learn from."""
         if self.swaps and (scheme.scheme is None or scheme.scheme_layers is not None):
             raise SettingsError(
-                "--initialization and --gradual_steps are about a new scheme: give --scheme, for some layers only as "
-                '\'{"scheme": "schedule", "layers": [...]}\' without --scheme_layers.'
+                "--initialization and --gradual_steps need a new scheme: give --scheme. For only some layers, give "
+                '\'{"scheme": "schedule", "layers": [...]}\' instead of --scheme_layers.'
             )
         if (self.swaps or self.distill) and model.model_name_or_path is None:
             raise SettingsError(
-                "--initialization, --gradual_steps and --distill take over what a model has learned: give "
-                "--model_name_or_path."
+                "--initialization, --gradual_steps and --distill need a trained model: give --model_name_or_path."
             )
 
     def check_run(self, arguments: TrainingArguments, steps: int, lora: bool) -> None:
-        """As `check_training`, for a run with these arguments of the Trainer."""
+        """Like `check_training`, for a run with these arguments of the Trainer."""
         self.check_training(steps, lora)
         try:
             for callback in self.callbacks():
@@ -127,17 +126,17 @@ class HealingArguments:
         """Raises `SettingsError` if the training ends before the old scheme is gone, or cannot follow the change."""
         if self.gradual_steps and lora:
             raise SettingsError(
-                "--gradual_steps changes what the frozen weights have to do from step to step, which --lora cannot "
-                "follow; use one of them."
+                "--gradual_steps changes the scheme around the frozen weights in every step, which --lora cannot "
+                "follow. Use only one of them."
             )
         if self.gradual_steps > steps:
             raise SettingsError(
-                f"--gradual_steps is {self.gradual_steps}, and the training ends after {steps} steps, when the old "
+                f"--gradual_steps is {self.gradual_steps}, but the training ends after {steps} steps, when the old "
                 "scheme still has a share. Give fewer gradual steps, or train longer."
             )
 
     def swap(self, model: Any, scheme: Any, sample: Tensor | None, options: dict[str, Any]) -> Swap[Any]:
-        """Gives a trained model another scheme; `scheme` by name can take options from the old scheme."""
+        """Gives a trained model another scheme. If `scheme` is a name, options can be taken from the old scheme."""
         return swap_scheme(
             model,
             scheme,
@@ -149,15 +148,15 @@ class HealingArguments:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What a resumed run is compared with."""
+        """The settings that must be the same in a resumed run."""
         return {"healing": asdict(self)} if self.swaps or self.teaches else {}
 
     def callbacks(self) -> list[GradualSwapCallback]:
-        """For the Trainer: what raises the new scheme's share."""
+        """Returns the Trainer callbacks that increase the share of the new scheme."""
         return [GradualSwapCallback(self.gradual_steps)] if self.gradual_steps else []
 
     def loss_hooks(self, model: Any, teacher: Any, causal: bool) -> list[LossHook]:
-        """For the Trainer: what adds the predictions of a teacher, and those from perturbed positions."""
+        """Returns the loss hooks for the predictions of a teacher, and for those from perturbed positions."""
         weight, shift = self.self_distill_weight, self.self_distill_shift
         hooks: list[LossHook] = []
         if teacher is not None:
@@ -169,6 +168,6 @@ class HealingArguments:
 
 
 def sample_rows(rows: Any) -> Tensor:
-    """Rows spread over a training set, `(rows, length)`, which a start is fitted on."""
+    """Returns rows spread over a training set, `(rows, length)`, for fitting initial parameters."""
     count = min(SAMPLE_ROWS, len(rows))
     return torch.stack([rows[index * len(rows) // count]["input_ids"] for index in range(count)])

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for models with a scheme: exact sums, exact resumption, and no silent failures."""
+"""`transformers.Trainer` for models with a scheme, with exact sums, exact resumption, and no silent failures."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from training.data.order import EpochOrder, RowsByEpoch
 from training.errors import SettingsError
 from training.objectives import evaluation_metrics, row_sums, summed_cross_entropy, target_count
 
-#: Called while training with the inputs of a batch (labels included), what the model returned, the loss so far, and
-#: the number of targets in the whole update (over all processes and accumulated batches). Returns the loss to train on.
+#: Called during training with the inputs of a batch (including labels), the output of the model, the loss so far, and
+#: the number of targets in the whole update (over all processes and accumulated batches). Returns the training loss.
 LossHook = Callable[[Mapping[str, Any], Any, Tensor, Tensor], Tensor]
 
-#: What a model card says about held-out data.
+#: Metrics of held-out data in a model card.
 _RESULTS = ("eval_loss", "eval_perplexity", "eval_accuracy")
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says what happened and what to do."""
+    """A run that cannot continue. The message says what happened and what to do."""
 
 
 class NonFiniteLossError(TrainingError):
@@ -46,23 +46,23 @@ class SavingError(TrainingError):
 
 
 class SchemeTrainer(Trainer):
-    """A `Trainer` whose curve depends on its settings alone.
+    """A `Trainer` whose curve depends only on its settings.
 
-    - The loss is the mean over all targets of an update (tokens, or the rows of a classifier), however they are
-      distributed over processes and accumulated batches. The evaluation loss is the mean over all targets; the
-      perplexity, or a classifier's accuracy, is logged too.
+    - The loss is the mean over all targets of an update (tokens, or rows for a classifier), however they are
+      distributed over processes and accumulated batches. The evaluation loss is the mean over all targets. The
+      perplexity, or the accuracy of a classifier, is also logged.
     - Parameters that a scheme's paper trains without weight decay are trained without it.
-    - A loss that is NaN or infinite stops the run before the weights change; such weights are never saved.
+    - A loss that is NaN or infinite stops the run before the weights change. Such weights are never saved.
     - A checkpoint that could not be written is removed, and the run stops with a `SavingError`.
-    - A resumed run logs the same numbers as one that was never interrupted, also if it stopped between two logs.
+    - A resumed run logs the same numbers as an uninterrupted one, even if it stopped between two logs.
       Evaluation does not change the random numbers of training.
 
     Args:
-        *args: of `Trainer`.
-        causal: whether a place predicts the token after it (causal language modelling), rather than its own (masked,
-            and the classes of a classifier).
-        loss_hooks: each replaces the training loss in turn, to add a teacher's for example.
-        **kwargs: of `Trainer`. A dataset that is `RowsByEpoch` is asked for its rows by epoch, in whole batches.
+        *args: arguments of `Trainer`.
+        causal: whether each place predicts the next token (causal language modelling), rather than its own (masked
+            language modelling, and the classes of a classifier).
+        loss_hooks: each replaces the training loss in turn, for example to add the loss of a teacher.
+        **kwargs: arguments of `Trainer`. Rows of a `RowsByEpoch` dataset are read by epoch, in whole batches.
     """
 
     def __init__(self, *args: Any, causal: bool, loss_hooks: Sequence[LossHook] = (), **kwargs: Any) -> None:
@@ -83,22 +83,22 @@ class SchemeTrainer(Trainer):
         self.add_callback(_LoadProgress(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Raises `SettingsError` for sharding (FSDP) that would not take place, or that cannot be saved."""
+        """Raises `SettingsError` for sharding (FSDP) that would have no effect, or that cannot be saved."""
         super().create_accelerator_and_postprocess()
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not self.is_fsdp_enabled:
             raise SettingsError(
-                "FSDP is asked for, but accelerate shards on accelerators only; here it would train unsharded copies "
-                "without saying so. On CPUs use training/accelerate/ddp_cpu.yaml."
+                "FSDP is set, but accelerate only shards on accelerators. Here it would train unsharded copies without "
+                "a warning. On CPUs use training/accelerate/ddp_cpu.yaml."
             )
         if self.is_fsdp_enabled and hasattr(self.model, "peft_config"):
             raise SettingsError(
-                "--lora under FSDP is not supported here: train it with DDP, which needs little memory."
+                "--lora with FSDP is not supported here. Use DDP, which needs little memory with --lora."
             )
 
     # What is optimised
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Trainer's choice, without the parameters that the scheme's paper trains without weight decay."""
+        """Like Trainer's, but without the parameters that the scheme's paper trains without weight decay."""
         undecayed = undecayed_scheme_parameters(model)
         return [name for name in super().get_decay_parameter_names(model) if name not in undecayed]
 
@@ -109,7 +109,7 @@ class SchemeTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The mean cross-entropy per target, times the number of processes, over which DDP takes a mean again."""
+        """Returns the mean cross-entropy per target, times the number of processes, because DDP averages over them."""
         labels = inputs["labels"]
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         loss = self._mean_loss(outputs, labels, num_items_in_batch)
@@ -117,7 +117,7 @@ class SchemeTrainer(Trainer):
             items = self._items(labels, num_items_in_batch)
             for hook in self.loss_hooks:
                 loss = hook(inputs, outputs, loss, items)
-        # Trainer's own method would multiply by the number of GPUs under DataParallel, which gathers the logits here.
+        # Trainer's method would multiply by the number of GPUs with DataParallel, which gathers the logits here.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
@@ -144,11 +144,11 @@ class SchemeTrainer(Trainer):
         return self._row_order
 
     def _run_epoch(self, **arguments: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:  # resumed at the end: Trainer would take one step more
+        if self.state.global_step >= self.state.max_steps:  # resumed at the end: Trainer would do one more step
             self.control.should_training_stop = True
             return
         if self._row_order is not None:
-            # accelerate does not reach a sampler below two wrappers, as there are when several processes resume.
+            # accelerate does not reach a sampler inside two wrappers. When several processes resume, there are two.
             self._row_order.set_epoch(arguments["epoch"])
         super()._run_epoch(**arguments)
 
@@ -167,7 +167,7 @@ class SchemeTrainer(Trainer):
                 step = self.state.global_step + 1
                 raise NonFiniteLossError(
                     f"The loss became {total} at step {step}. The weights are still those of step {step - 1}, and no "
-                    "checkpoint holds anything else. Try a lower --learning_rate, a longer warmup (--warmup_steps), a "
+                    "checkpoint is affected. Try a lower --learning_rate, a longer warmup (--warmup_steps), a "
                     "smaller --max_grad_norm, or bf16 instead of fp16."
                 )
         return loss
@@ -188,13 +188,13 @@ class SchemeTrainer(Trainer):
         """Raises `NonFiniteLossError`, on all processes, if a trained weight is NaN or infinite."""
         wrong = []
         for name, parameter in self.model.named_parameters():
-            # Of a sharded parameter, the part that this process holds.
+            # For a sharded parameter, the part of this process.
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if parameter.requires_grad and not local.detach().isfinite().all():
                 wrong.append(name)
         if self.accelerator.reduce(torch.tensor(len(wrong), device=self.args.device), "sum"):
             raise NonFiniteLossError(
-                f"After step {self.state.global_step}, {wrong[:3] or 'a parameter of another process'} holds NaN or "
+                f"After step {self.state.global_step}, {wrong[:3] or 'a parameter of another process'} has NaN or "
                 f"infinity, so checkpoint-{self.state.global_step} was not written; earlier ones are unchanged. Try "
                 "a lower --learning_rate or a smaller --max_grad_norm."
             )
@@ -202,23 +202,23 @@ class SchemeTrainer(Trainer):
     # Checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Raises `SavingError` if the checkpoint cannot be written; then nothing is left of it."""
+        """Raises `SavingError` if the checkpoint cannot be written, and removes the incomplete checkpoint."""
         self.require_finite_weights()
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        # A folder of the same name is from an earlier attempt. Overwriting it would mix the two.
+        # A folder with the same name is from an earlier attempt. Overwriting it would mix the two.
         if self.args.should_save and folder.exists():
             shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
-            if incompleteness(folder, self.args.world_size) is None:  # what failed came after: pushing, or rotating
+            if incompleteness(folder, self.args.world_size) is None:  # a later step failed: pushing, or rotating
                 raise
             shutil.rmtree(folder, ignore_errors=True)
             raise SavingError(
                 f"{folder} could not be written ({type(error).__name__}: {error}); the incomplete folder was removed. "
                 "Earlier checkpoints are unchanged. Make room on the disk (--save_total_limit keeps fewer "
-                "checkpoints), then run the same command again to go on."
+                "checkpoints), then run the same command again to resume."
             ) from error
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -238,9 +238,9 @@ class SchemeTrainer(Trainer):
         self._load_renamed_weights(Path(str(self.state.best_model_checkpoint)))
 
     def _load_renamed_weights(self, checkpoint: Path, model: nn.Module | None = None) -> None:
-        """Loads weights whose names on disk are not those of the modules, as in ViT.
+        """Loads weights whose names on disk differ from those of the modules, as in ViT.
 
-        `Trainer` looks each name up in the model, and leaves the weights of renamed modules as they are.
+        `Trainer` looks up each name in the model, and would not load the weights of renamed modules.
         """
         whole = self.accelerator.unwrap_model(self.model if model is None else model)
         names = stored_names(checkpoint)
@@ -254,7 +254,7 @@ class SchemeTrainer(Trainer):
         self._resumed_from = checkpoint
 
     def load_progress(self) -> None:
-        """Restores, in a resumed run, the part of the mean loss that was summed but not yet logged."""
+        """Restores the part of the mean loss that an interrupted run had summed but not logged."""
         if self._resumed_from is not None:
             progress = json.loads(Path(self._resumed_from, PROGRESS_FILE).read_text(encoding="utf-8"))
             self._tr_loss.fill_(progress["since_log"][self.args.process_index])
@@ -266,7 +266,7 @@ class SchemeTrainer(Trainer):
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Like Trainer's, but the final `train_loss` is the mean over the whole run, also if it was resumed."""
+        """Like Trainer's, but the final `train_loss` is the mean over the whole run, even if it was resumed."""
         if "train_loss" in logs:
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
@@ -287,12 +287,12 @@ class SchemeTrainer(Trainer):
 
 
 def data_seed(arguments: TrainingArguments) -> int:
-    """The seed of the order of rows, and of what is drawn for them."""
+    """Returns the seed for the order of rows and for their random draws."""
     return int(arguments.seed if arguments.data_seed is None else arguments.data_seed)
 
 
 def training_steps(rows: int, arguments: TrainingArguments) -> int:
-    """The updates of a run over so many rows."""
+    """Returns the number of updates of a run with this number of rows."""
     order = row_order(rows, arguments)
     if arguments.max_steps > 0:
         return int(arguments.max_steps)
@@ -310,7 +310,7 @@ def row_order(rows: int, arguments: TrainingArguments) -> EpochOrder:
 
 
 class _LoadProgress(TrainerCallback):
-    """Comes after Trainer has set its sums to zero."""
+    """Loads the sums after Trainer has set them to zero."""
 
     def __init__(self, trainer: SchemeTrainer) -> None:
         self.trainer = trainer

@@ -17,14 +17,14 @@ def examples(
     seed: int = 0,
     **_other: Any,
 ) -> dict[str, datasets.Dataset]:
-    """Held-out examples of a synthetic task.
+    """Returns held-out examples of a synthetic task.
 
     Args:
-        synthetic_task: its name.
+        synthetic_task: name of the task.
         lengths: the lengths to test on; those of the task if `None`.
         samples: examples per length.
-        seed: of the examples.
-        _other: lm-eval hands over the arguments of the model too.
+        seed: seed of the examples.
+        _other: ignored arguments of the model, which lm-eval also passes.
     """
     task = get_task(synthetic_task)
     drawn = [

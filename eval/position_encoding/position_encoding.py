@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Two lines: evaluate reads the imports of a module line by line, and takes what follows `import` for one package.
+# Two lines, because evaluate reads imports line by line and treats everything after `import` as one package.
 import datasets
 import evaluate
 

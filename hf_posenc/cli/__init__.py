@@ -1,4 +1,4 @@
-"""The shell command `hf-posenc`: every verb is one call into the library."""
+"""The shell command `hf-posenc`. Every verb is one call of the library."""
 
 from hf_posenc.cli.parser import main
 

@@ -1,4 +1,4 @@
-"""`python -m hf_posenc.cli`, for where the shell command is not on the path."""
+"""`python -m hf_posenc.cli`, for environments without the shell command on the path."""
 
 import sys
 

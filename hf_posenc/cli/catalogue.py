@@ -1,4 +1,4 @@
-"""Schemes and their options: as they are typed, and as `hf-posenc schemes` lists them."""
+"""The verb `schemes`, which lists schemes and their options, and the parser of layer numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUIRED = "required"
 
 
 def schemes(options: argparse.Namespace) -> int:
-    """Lists all schemes, arrangements last, or shows the named ones in detail."""
+    """Lists all schemes, then all arrangements, or shows the named ones in detail."""
     from hf_posenc.schemes import get_scheme, registered_configs
 
     shown = [get_scheme(name) for name in options.names] or sorted(registered_configs(), key=attrgetter("combinator"))
@@ -40,7 +40,7 @@ def schemes(options: argparse.Namespace) -> int:
                 if is_arrangement == (headline == "arrangement")
             ]
             print(format_table([headline, "what it is", "options"], cells), end="\n\n")
-        print("hf-posenc schemes NAME shows one with the types and meanings of its options.")
+        print("hf-posenc schemes NAME shows one scheme with the types and meanings of its options.")
     return 0
 
 
@@ -63,7 +63,7 @@ def defaults_of(config: type[SchemeConfig]) -> dict[str, Any]:
 
 
 def meanings_of(documentation: str) -> dict[str, str]:
-    """Returns what the "Args" section of a docstring, without its indent, says about each argument, in one line."""
+    """Returns what the "Args" section of a dedented docstring says about each argument, as one line per argument."""
     section = documentation.partition("\nArgs:\n")[2].partition("\n\n")[0]
     meanings: dict[str, str] = {}
     name = ""
@@ -92,7 +92,7 @@ def _description(config: type[SchemeConfig]) -> str:
 
 
 def _typed(default: Any) -> str:
-    """A default as it is typed: a nested scheme is its name."""
+    """Returns a default as a user would type it. A nested scheme is shown by its name."""
     return str(default["scheme"] if isinstance(default, dict) and "scheme" in default else default)
 
 
@@ -100,7 +100,7 @@ def parse_layers(text: str) -> list[int]:
     """Parses `"0,1,2"` or `"0-3,8"` to a list.
 
     Raises:
-        UsageError: for anything else.
+        UsageError: if the text has another form.
     """
     layers: list[int] = []
     for item in text.split(","):

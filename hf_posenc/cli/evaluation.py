@@ -1,4 +1,4 @@
-"""`hf-posenc eval NAME` with the parameters of the evaluation's function as options, and `hf-posenc report`."""
+"""`hf-posenc eval NAME`, whose options are the parameters of the evaluation's function, and `hf-posenc report`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluate(options: argparse.Namespace) -> int:
     evaluation = EVALUATIONS[options.evaluation]
     function = evaluation.measure()
     given = vars(options)
-    # An option that was not typed is not in the namespace and keeps the default of the function.
+    # An option that was not given is not in the namespace, so the function uses its default.
     arguments = {name: given[name] for name in inspect.signature(function).parameters if name in given}
     if evaluation.texts is not None and evaluation.data in arguments:
         arguments[evaluation.data] = evaluation.texts(_read_texts(arguments[evaluation.data]))
@@ -54,16 +54,16 @@ def evaluate(options: argparse.Namespace) -> int:
             if len(models) == 1:
                 raise
             raise UsageError(f"{model}: {error}") from error
-        result = _combined(results)  # A model that cannot be compared with the first is refused at once.
+        result = _combined(results)  # Fails at once if a model cannot be compared.
     return _show(result, evaluation, options)
 
 
 def report(options: argparse.Namespace) -> int:
-    """Prints the tables, and draws the figure, of results that `--json` wrote.
+    """Prints the tables of results that `--json` wrote, and draws their figure.
 
     Raises:
-        UsageError: for a file that holds no result, or a figure of an evaluation that has none.
-        MeasurementError: for results that cannot share a table.
+        UsageError: if a file contains no result, or if the evaluation has no figure.
+        MeasurementError: if the results cannot share a table.
     """
     from hf_posenc.report import Result
 
@@ -73,32 +73,32 @@ def report(options: argparse.Namespace) -> int:
         try:
             results.append(Result.load(file))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{file} holds no result that hf-posenc eval --json wrote: {error}") from error
+            raise UsageError(f"{file} does not contain a result of hf-posenc eval --json: {error}") from error
         own = results[-1].settings.get("of_model", {}).get("path")
         paths.append(own or str(Path(file).with_suffix("")))
-    if len(set(paths)) < len(paths):  # the same model, with other schemes
+    if len(set(paths)) < len(paths):  # the same model with different schemes
         paths = [str(Path(file).with_suffix("")) for file in options.files]
     result = _combined(dict(zip(shortest_names(paths), results, strict=True)))
     evaluation = EVALUATIONS.get(result.task.replace("_", "-"))
     if options.plot is not None and (evaluation is None or evaluation.plot is None):
         drawn = ", ".join(name for name, known in EVALUATIONS.items() if known.plot is not None)
-        raise UsageError(f"--plot: there is no figure of the evaluation {result.task!r}; there is one of {drawn}.")
+        raise UsageError(f"--plot: the evaluation {result.task!r} has no figure; these have one: {drawn}.")
     return _show(result, evaluation, options)
 
 
 def _combined(results: dict[str, Any]) -> Any:
-    """The result of several models, by their names; that of one model as it is."""
+    """Combines the results of several models, by name. The result of a single model stays as it is."""
     return combine_results(results) if len(results) > 1 else next(iter(results.values()))
 
 
 def add_forms(parser: argparse.ArgumentParser, *, figure: bool) -> None:
-    """Adds the forms in which a result can be shown."""
+    """Adds the options for the output format of a result."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print Markdown tables")
     form.add_argument("--html", action="store_true", help="print a web page (needs pandas)")
     if figure:
-        parser.add_argument("--plot", metavar="FILE", help="write a figure")
+        parser.add_argument("--plot", metavar="FILE", help="write a figure to this file")
         parser.add_argument("--dark", action="store_true", help="draw it for a dark page")
 
 
@@ -152,7 +152,7 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme
 
 
 def _settings(hint: Any) -> dict[str, Any] | None:
-    """The arguments of `add_argument` for a type; `None` for a type whose values cannot be typed."""
+    """Returns the arguments of `add_argument` for a type; `None` if its values cannot be given as words."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = typing.get_args(hint)
         settings = next((typed for member in members if (typed := _settings(member)) is not None), None)
@@ -172,7 +172,7 @@ def _settings(hint: Any) -> dict[str, Any] | None:
 
 
 def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same type, for values that may be `none`."""
+    """Returns a converter to the same type that also accepts `none`."""
 
     def read(text: str) -> Any:
         return None if text.lower() == "none" else kind(text)
@@ -182,11 +182,11 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _schemes(words: list[str]) -> list[Any]:
-    """The schemes as configs, `"native"` as it is."""
+    """Returns the schemes as configs. `"native"` stays a string."""
     from hf_posenc.schemes import get_scheme, list_schemes
     from hf_posenc.schemes.written import parse_scheme
 
-    # A comma after a colon stands between options.
+    # A comma after a colon separates options.
     names = [name for word in words for name in ([word] if ":" in word else word.split(",")) if name]
     if "all" in names:
         place = names.index("all")
@@ -196,7 +196,7 @@ def _schemes(words: list[str]) -> list[Any]:
 
 
 def _load(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A model, on its device, and the tokenizer, for an evaluation of texts."""
+    """Loads a model to its device, and its tokenizer if the evaluation needs one."""
     import torch
 
     from hf_posenc.loading import load_model
@@ -212,35 +212,35 @@ def _load(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tokenizer(name: str, model: Any, options: argparse.Namespace) -> Any:
-    """The tokenizer that `--tokenizer` names, by default that of the model."""
+    """Loads the tokenizer given by `--tokenizer`; by default that of the model."""
     from hf_posenc.loading import load_tokenizer
     from hf_posenc.metrics.forward import refuse_other_inputs
 
     try:
-        refuse_other_inputs(model)  # before a tokenizer is missed that such a model does not have
+        refuse_other_inputs(model)  # first, because such a model has no tokenizer to load
     except UnsupportedError as error:
         raise UsageError(f"{name}: {error}") from error
     if options.tokenizer is None:
         try:
             return load_tokenizer(name)
         except UsageError as error:
-            raise UsageError(f"No tokenizer can be loaded with {name}: name one with --tokenizer. {error}") from error
+            raise UsageError(f"No tokenizer could be loaded from {name}. Give one with --tokenizer. {error}") from error
     tokenizer, rows = load_tokenizer(options.tokenizer), model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
-            f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {name} knows {rows}: it is "
-            "that of another model."
+            f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, but {name} only knows {rows}. It is "
+            "the tokenizer of another model."
         )
     return tokenizer
 
 
 def _read_texts(paths: list[str]) -> list[str]:
-    """The content of text files, and of all `.txt` files in folders, in the order of their names."""
+    """Reads text files, and all `.txt` files in folders, in the order of their names."""
     texts = []
     for path in map(Path, paths):
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         if not files:
-            raise UsageError(f"--text {path}: the folder holds no .txt file.")
+            raise UsageError(f"--text {path}: the folder contains no .txt file.")
         try:
             texts += [file.read_text(encoding="utf-8") for file in files]
         except (OSError, UnicodeDecodeError) as error:
@@ -249,11 +249,11 @@ def _read_texts(paths: list[str]) -> list[str]:
 
 
 def _check_plot(options: argparse.Namespace) -> None:
-    """Refuses a figure that could not be written, before anything is measured."""
+    """Checks that the figure can be written, before anything is measured."""
     plot = getattr(options, "plot", None)
     if plot is None:
         if getattr(options, "dark", False):
-            raise UsageError("--dark is the colour of a figure; name its file with --plot.")
+            raise UsageError("--dark only applies to a figure. Give its file with --plot.")
         return
     path = Path(plot).absolute()
     if not path.parent.is_dir():
@@ -263,4 +263,4 @@ def _check_plot(options: argparse.Namespace) -> None:
 
     endings = FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in endings:
-        raise UsageError(f"--plot {plot}: figures end in {', '.join(sorted(endings))}.")
+        raise UsageError(f"--plot {plot}: the extension must be one of {', '.join(sorted(endings))}.")

@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a verb runs."""
+"""The command line. Large packages are not imported before a verb runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_posenc.version import installed
 
 _SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
 
-#: Verbs whose further words are for another program.
+#: Verbs that pass the words after them to another program.
 _PROGRAMS = {"run", "compare", *running.PROGRAMS}
 
 
@@ -26,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the shell command.
 
     Args:
-        arguments: the words after `hf-posenc`; by default those of the process.
+        arguments: the words after `hf-posenc`; by default those from `sys.argv`.
 
     Returns:
-        The exit status: 0, or 2 for what the library refuses (the reason is on stderr). An exception that is
-        not one of the library's keeps its traceback.
+        The exit status: 0, or 2 for an error of the library, whose message is printed to stderr. Other exceptions
+        propagate with their traceback.
     """
     imports, command, words = _split(list(sys.argv[1:] if arguments is None else arguments))
     chosen = command[1] if command[:1] == ["eval"] and len(command) > 1 else None
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command and command[0] in _PROGRAMS and command[1:] not in (["-h"], ["--help"]):
             words = [*command[1:], *words[words[:1] == ["--"] :]]
             if command[0] == "run" and not words:
-                parser.error("say what to run: hf-posenc run -- COMMAND ...")
+                parser.error("no command is given; usage: hf-posenc run -- COMMAND ...")
             name_modules(imports)
             return running.start(command[0], words, imports)
         options, unknown = parser.parse_known_args([*command, *words])
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """The modules named with `--import`, the words of this command, and those of the program that it starts."""
+    """Splits words into modules given with `--import`, the words of this command, and those of the program to start."""
     imports: list[str] = []
     command: list[str] = []
     while words and words[0] != "--":
@@ -85,7 +85,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _reader_is_gone() -> bool:
-    """Whether stdout is a pipe without a reader; if so, stdout is closed off, as the interpreter flushes it at exit."""
+    """Whether stdout is a pipe without a reader. If so, stdout is redirected, because Python flushes it at exit."""
     poll = select.poll()
     poll.register(1, select.POLLOUT)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -95,7 +95,7 @@ def _reader_is_gone() -> bool:
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; `chosen` is the evaluation that was typed."""
+    """Returns the parser; `chosen` is the evaluation given on the command line."""
     parser = argparse.ArgumentParser(
         prog="hf-posenc",
         description="Replace the position encoding of Hugging Face models, and see what it does.",
@@ -106,8 +106,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         "--import",
         action="append",
         metavar="MODULE",
-        help="import this module first, here and in all processes that are started, for the schemes or architectures "
-        "it registers; may be given several times",
+        help="import this module first, here and in all started processes, for the schemes or architectures that it "
+        "registers; may be given several times",
     )
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -120,14 +120,14 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     schemes.add_argument("names", nargs="*", metavar="NAME", help="only these, in detail")
     schemes.add_argument("--json", action="store_true", help="print JSON")
 
-    inspect = verb("inspect", verbs.inspect, help="show where a model takes in position")
+    inspect = verb("inspect", verbs.inspect, help="show where a model uses positions")
     inspect.add_argument("--config-only", action="store_true", help="build from the config, with random weights")
 
     patch = verb("patch", verbs.patch, help="replace the position encoding of a checkpoint")
     patch.add_argument("--part", metavar="NAME", help="part of a composite model: text, vision, ... (see inspect)")
-    patch.add_argument("--layers", metavar="0,1,2", help="only these layers")
+    patch.add_argument("--layers", metavar="0,1,2", help="patch only these layers")
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
-    patch.add_argument("--cross-attention", metavar="SCHEME", help="scheme between a decoder and an encoder")
+    patch.add_argument("--cross-attention", metavar="SCHEME", help="scheme of a decoder's attention to an encoder")
     extension_help = "fill a longer learned table from the model's own rows: linear, spline, repeat or last"
     patch.add_argument("--table-extension", metavar="HOW", help=extension_help)
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
@@ -137,16 +137,16 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     export.add_argument("--to", default="stock", metavar="TARGET", help=verbs.TARGET_HELP)
     export.add_argument("--push-to-hub", metavar="REPOSITORY", help="also upload it to this repository on the hub")
     export.add_argument(
-        "--merge-adapters", action="store_true", help="MODEL holds PEFT adapters: merge them into the base they name"
+        "--merge-adapters", action="store_true", help="merge the PEFT adapters in MODEL into their base model"
     )
-    export.add_argument("--approximate", action="store_true", help="write the nearest form if none is exact")
+    export.add_argument("--approximate", action="store_true", help="write the closest form if no form is exact")
 
     evaluate = verb("eval", None, help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
     evaluation.add_evaluations(tests, _SCHEME_HELP, chosen)
 
-    report = verb("report", evaluation.report, help="tables and figures of results that eval --json wrote")
-    report.add_argument("files", nargs="+", metavar="FILE", help="a JSON file; several share one table and figure")
+    report = verb("report", evaluation.report, help="show tables and figures of results that eval --json wrote")
+    report.add_argument("files", nargs="+", metavar="FILE", help="a JSON file; several share a table and a figure")
     evaluation.add_forms(report, figure=True)
 
     plot = verb("plot", verbs.plot, help="draw what a scheme does, as PNG and SVG")

@@ -14,7 +14,7 @@ from hf_posenc.errors import UsageError
 from hf_posenc.installation import TRAINING, install_command, located, require, scripts_folder
 from hf_posenc.version import REPOSITORY
 
-#: Verbs that stand for third-party programs: the command, and how it is installed.
+#: Verbs that start third-party programs: the command, and how to install it.
 PROGRAMS = {
     "serve": (["transformers", "serve"], "pip install 'transformers[serving]'"),
     "lm-eval": (["lm-eval"], install_command("eval")),
@@ -22,15 +22,15 @@ PROGRAMS = {
 
 
 def start(verb: str, words: list[str], imports: list[str]) -> int:
-    """Runs a program with the plugin imported, in it and in every Python process it starts.
+    """Runs a program. It and every Python process that it starts import the plugin.
 
     A word that names a script or a settings file of this package, such as `training/run_clm.py`, becomes its path.
 
-    Except for `compare`, this process becomes the program, so that its signals, streams and exit status are its own.
+    Except for `compare`, the program replaces this process, so it receives signals and sets the exit status itself.
     The verb is "run", "compare" or one of `PROGRAMS`.
 
     Raises:
-        UsageError: if there is no such program.
+        UsageError: if the program does not exist.
     """
     words = [located(word) for word in words]
     if verb == "compare":
@@ -54,15 +54,15 @@ def start(verb: str, words: list[str], imports: list[str]) -> int:
 def resolved(words: list[str]) -> list[str]:
     """Returns a command with the path of its program: a Python file and `-m` are run by this interpreter.
 
-    A program without a folder is looked for beside this interpreter first, then on the path: `python` and `lm-eval` are
-    those of the environment that this package is installed in, whether it is activated or not.
+    A program without a folder is searched for next to this interpreter first, then on the path. So `python` and
+    `lm-eval` are those of the environment of this package, even if it is not activated.
 
     Raises:
         UsageError: if it cannot be found, or cannot be executed.
     """
     name = words[0]
     if name.endswith(".py") and not Path(name).is_file():
-        raise UsageError(f"run: there is no file {name}.")
+        raise UsageError(f"run: the file {name} does not exist.")
     if name == "-m" or name.endswith(".py"):
         return [sys.executable, *words]
     program = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
@@ -71,13 +71,13 @@ def resolved(words: list[str]) -> list[str]:
     if program is None:
         module = name.replace("-", "_")
         is_module = module.isidentifier() and importlib.util.find_spec(module) is not None
-        hint = f" There is a module of that name: hf-posenc run -- -m {module} ..." if is_module else ""
-        raise UsageError(f"run: the command {name!r} is neither beside {sys.executable} nor on the path.{hint}")
+        hint = f" There is a module with that name: hf-posenc run -- -m {module} ..." if is_module else ""
+        raise UsageError(f"run: the command {name!r} is neither next to {sys.executable} nor on the path.{hint}")
     return [program, *words[1:]]
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a process that imports the plugin as it starts, and so of all that it starts."""
+    """Returns an environment in which a process, and every process that it starts, imports the plugin at startup."""
     folder = str(Path(hf_posenc.__file__).resolve().parent / "with_plugin")
     path = os.environ.get("PYTHONPATH")
     if path and folder in path.split(os.pathsep):
@@ -96,4 +96,4 @@ def _compare(words: list[str], imports: list[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            continue  # Ctrl-C reaches the process, too, which saves its work before it ends.
+            continue  # Ctrl-C also reaches the process, which saves its work before it ends.

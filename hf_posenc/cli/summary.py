@@ -1,4 +1,4 @@
-"""What is in force in a patched folder, in one line: the scheme, its length, what disagrees, and the engines."""
+"""A one-line summary of a patched folder: its scheme, its length, disagreements, and engines that can run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verbs for models and schemes: from the words typed to one call into the library, and its result as text."""
+"""Verbs for models and schemes. Each turns the command line into one library call and prints the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGET_HELP = "; ".join(f"{target.name}: {target.summary}" for target in TARGETS
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Prints where a model takes in position, and for a patched one a line on what is in force."""
+    """Prints where a model uses positions and, for a patched model, a one-line summary."""
     import hf_posenc
     from hf_posenc.loading import load_model
 
@@ -61,8 +61,8 @@ def patch(options: argparse.Namespace) -> int:
         label = in_force.label
         raise UsageError(
             f"{options.model} already has the position encoding {label}, which its weights were "
-            f"trained with, and {config.name} would take its place. To keep it in a form that needs no hf_posenc: "
-            f"hf-posenc export {shlex.quote(options.model)} --output DIR. To give it up all the same, say --replace."
+            f"trained with, and {config.name} would replace it. To keep it in a form that needs no hf_posenc, run: "
+            f"hf-posenc export {shlex.quote(options.model)} --output DIR. To replace it anyway, add --replace."
         )
     before = context_length(model)
     try:
@@ -120,23 +120,23 @@ def export(options: argparse.Namespace) -> int:
 
 def _free_folder(options: argparse.Namespace) -> Path:
     if not options.output:
-        raise UsageError("--output is empty; it takes a folder, which is . for the current one.")
+        raise UsageError("--output is empty. Give a folder, or . for the current one.")
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; --output takes a folder.")
     above = next(folder for folder in output.absolute().parents if folder.exists())
     if not above.is_dir():
-        raise UsageError(f"{above} is a file, so there can be no folder {output} in it.")
+        raise UsageError(f"{above} is a file, so the folder {output} cannot be created in it.")
     if output.is_dir():
         clear_drafts(output)  # of a command that was killed
     if output.is_dir() and any(output.iterdir()) and not options.overwrite:
-        raise UsageError(f"{output} is not empty. Name another folder, or say --overwrite.")
+        raise UsageError(f"{output} is not empty. Choose another folder, or add --overwrite.")
     return output
 
 
 @contextlib.contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Says in one line that a folder cannot be written."""
+    """Turns an error while writing a folder into a one-line message."""
     from safetensors import SafetensorError
 
     try:
@@ -148,10 +148,10 @@ def _writing(output: Path) -> Iterator[None]:
 
 
 def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, str, str]:
-    """Loads the tokenizer of a model of text, or the processor of one of images or sound.
+    """Loads the tokenizer of a text model, or the processor of a model for images or sound.
 
-    It gets the length of the model, if it had the native one or the one `before`. Returned with it are the word for it,
-    and where there is none, a line for the user that says why.
+    It gets the length of the model if it had the native length or the length `before`. Returns it, the word for it
+    and, if it could not be loaded, a line for the user with the reason.
     """
     from hf_posenc.patching.place.lengths import update_tokenizer_length
 
@@ -161,7 +161,7 @@ def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, s
 
 
 def _loaded_processor(name: str, model: Any) -> tuple[Any, str, str]:
-    """The tokenizer or processor, the word for it, and why there is none."""
+    """Returns the tokenizer or processor, the word for it, and the reason if it could not be loaded."""
     from hf_posenc.export.models import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
     from hf_posenc.patching.anatomy.anatomy import unwrapped

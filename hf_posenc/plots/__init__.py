@@ -1,4 +1,4 @@
-"""Figures: of schemes, of the dog test, of losses. Drawing needs matplotlib."""
+"""Figures of schemes, of the dog tests and of losses. Drawing needs matplotlib."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The lines of a comparison, each with its name at its end; lines that coincide are drawn once, with all names."""
+"""Line plots that compare schemes. Each line has its name at its end; equal lines are drawn once, with all names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hf_posenc.report.records import Record, Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Lines cannot be told apart if their heights differ by at most this share of the axis, and by at most this share of
-#: themselves (on a logarithmic axis, different lines may lie close), and the ends of their bands by this share of it.
+#: Lines coincide if their heights differ by at most this share of the axis and by at most this share of themselves
+#: (different lines may be close on a logarithmic axis), and the ends of their bands by at most this share of the axis.
 _ALIKE, _ALIKE_RELATIVE, _ALIKE_BAND = 0.008, 0.01, 0.04
-#: A line with more points than this has markers at some of them only.
+#: A line with more points than this has markers at only some of them.
 _FEW_POINTS = 10
-#: Height of a line of text in inches, its characters, and where the names stand, in widths of the axes.
+#: Height of a line of text in inches, its maximum length in characters, and the x of the names in widths of the axes.
 _TEXT, _NAME_WIDTH, _NAMES_AT = 0.17, 24, 1.06
 
 
 class Curve(NamedTuple):
-    """A line: `(points,)` each. `None` in `mean` leaves a gap; `low` and `high` are the ends of a band."""
+    """A line: `(points,)` values per field. `None` in `mean` leaves a gap; `low` and `high` are the ends of a band."""
 
     x: Sequence[float]
     mean: Sequence[float | None]
@@ -34,10 +34,10 @@ class Curve(NamedTuple):
 
 
 def curves_of(result: Result, quantity: str, *x: str) -> dict[str, Curve]:
-    """A line for each scheme that was measured, over the mean of what `Record.at` holds under the keys `x`.
+    """Returns a line for each measured scheme. Its x is the mean of the values that `Record.at` has for the keys `x`.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no scheme could be measured.
     """
     by_subject: dict[str, list[Record]] = {}
     for record in result.of(quantity=quantity):
@@ -60,11 +60,11 @@ def draw_curves(
     """Draws the lines of several schemes.
 
     Args:
-        axes: where to draw; its scales are set before.
-        curves: by scheme. Of those that coincide one is drawn, with the names of all.
-        labels: all schemes of the comparison, which determine the look of each.
-        floor: lower values are drawn here, on a logarithmic axis.
-        ceiling: where the axis will end. Higher values do not decide which lines coincide.
+        axes: where to draw. Its scales must be set already.
+        curves: by scheme. If several coincide, one of them is drawn, with all their names.
+        labels: all schemes of the comparison. They determine the style of each line.
+        floor: on a logarithmic axis, lower values are drawn at this height.
+        ceiling: the upper end of the axis. Differences above it do not matter when lines are compared.
     """
     heights = {label: np.maximum(np.array(curve.mean, dtype=float), floor) for label, curve in curves.items()}
     scaled = {label: _on_axis(axes, curve, floor, ceiling) for label, curve in curves.items()}
@@ -86,7 +86,7 @@ def draw_curves(
         else:
             groups.append([label])
     for group in groups:
-        # A scheme that has the same look in every figure lends it to the others.
+        # A scheme with a fixed style determines the style of the group.
         first, *others = sorted(group, key=lambda label: label not in FIXED_LOOKS)
         curve, style = curves[first], line_style(first, list(labels))
         every = 1 if len(curve.x) <= _FEW_POINTS else len(curve.x) // 4
@@ -97,7 +97,7 @@ def draw_curves(
 
 
 def _on_axis(axes: Axes, curve: Curve, floor: float, ceiling: float) -> np.ndarray:
-    """Heights of a line and of the ends of its band on the axis, `(3, points)`; NaN where there is none."""
+    """Heights on the axis of a line and of the ends of its band, `(3, points)`; NaN where a value is missing."""
     rows = []
     for values in (curve.mean, curve.low, curve.high):
         heights = np.clip(np.array(values if len(values) else [None] * len(curve.x), dtype=float), floor, ceiling)
@@ -106,7 +106,7 @@ def _on_axis(axes: Axes, curve: Curve, floor: float, ceiling: float) -> np.ndarr
 
 
 def name_lines(axes: Axes) -> None:
-    """Writes the name of each line to the right of the axes, joined with the line's last point.
+    """Writes the name of each line to the right of the axes and connects it to the last point of the line.
 
     Call it last: it fixes the limits of the axes.
     """
@@ -117,7 +117,7 @@ def name_lines(axes: Axes) -> None:
         drawn = drawn[~np.isnan(drawn).any(axis=1)]
         if not str(line.get_label()).startswith("_") and len(drawn):
             across, up = np.clip(axes.transLimits.transform(axes.transScale.transform(drawn[-1])), 0.0, 1.0)
-            # A level runs across the axes, in their own coordinates.
+            # A level line spans the axes, and its x values are in the coordinates of the axes.
             across = across if line.get_transform().contains_branch_seperately(axes.transData)[0] else 1.0
             label = textwrap.fill(str(line.get_label()), _NAME_WIDTH, break_long_words=False, break_on_hyphens=False)
             named.append((float(up), float(across), label, str(line.get_color())))
@@ -133,7 +133,7 @@ def name_lines(axes: Axes) -> None:
 
 
 def _spread(names: list[tuple[float, float]]) -> list[float]:
-    """Places for names, each with its wish and its height, ascending, moved as little as leaves room for all."""
+    """Places names, given in ascending order as (wanted place, height), as near to there as fits without overlap."""
     groups: list[tuple[float, list[float]]] = []
     for wish, height in names:
         groups.append((wish, [height]))
@@ -151,11 +151,11 @@ def _spread(names: list[tuple[float, float]]) -> list[float]:
 
 
 def mark_level(axes: Axes, height: float, label: str) -> None:
-    """A dashed line that schemes are compared with."""
+    """Draws a dashed line at a height that schemes are compared with."""
     axes.axhline(height, label=label, color=shade(0.6), linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
 
 
 def ticks_at(axes: Axes, places: Sequence[float]) -> None:
-    """Sets ticks at these places of the horizontal axis, and no others."""
+    """Puts ticks at exactly these places of the horizontal axis."""
     axes.set_xticks(places, [f"{x:g}" for x in places])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""The dog tests as figures: how far apart the two dogs are, layer by layer, and the picture that they are in."""
+"""Figures of the dog tests: the distance between the two dogs in each layer, and the picture that shows them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Where the logarithmic axis ends; an exact zero is drawn here.
+#: The lower end of the logarithmic axis. An exact zero is drawn here.
 FLOOR = 1e-9
 
 
 def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False) -> Figure:
-    """Distance of the two occurrences over the layers, one line per scheme.
+    """Plots the distance between the two occurrences by layer, with one line per scheme.
 
-    The axis is logarithmic, because a model without positions is at rounding level, many decades below the rest. In a
-    causal model the mask alone separates the two; a second panel shows them in random attention without a mask.
+    The axis is logarithmic: a model without positions is at rounding level, many powers of ten below the others. In a
+    causal model the mask alone separates the two. A second panel shows them in random attention without a mask.
 
     Args:
         result: what `dog_test` returned.
-        path: where to save the figure; its ending names the format. `None` saves nothing.
-        dark: draws for a dark page.
+        path: where to save the figure. Its extension determines the format. `None` saves nothing.
+        dark: whether to draw for a dark page.
 
     Raises:
         ValueError: if no scheme of the result could be applied.
@@ -50,10 +50,10 @@ def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False)
 
 
 def plot_picture_dog(result: Result, path: str | Path | None = None, dark: bool = False) -> Figure:
-    """The picture with its patches, and the distance of the two dogs over the layers, one line per scheme.
+    """Plots the picture with its patches, and the distance between the two dogs by layer, with one line per scheme.
 
-    The axis is logarithmic, as that of `plot_dog`, which has the same arguments and the same error. `result` is what
-    `picture_dog_test` returned.
+    The axis is logarithmic. `result` is what `picture_dog_test` returned. The other arguments and the error are those
+    of `plot_dog`.
     """
     settings, grid, curves = result.settings, result.settings["grid"], curves_of(result, "relative_l2", "layer")
     title = f"Two equal dogs in {settings['model']} (shaded: no difference)"

@@ -1,4 +1,4 @@
-"""Loss by length and by position of one model under several schemes, as a figure."""
+"""A figure of the loss by length and by position, for one model with several schemes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def plot_losses(result: Result, path: str | Path | None = None, dark: bool = False) -> Figure:
-    """Mean loss over the lengths, and below it the loss over the positions of the longest one.
+    """Plots the mean loss by length and, below it, the loss by position for the longest length.
 
-    The loss of the sliding window is a dashed line in the colour of its scheme. `result` is what `text_losses`
-    returned; the other arguments, and the error, are those of `plot_dog`.
+    The loss with a sliding window is a dashed line in the colour of its scheme. `result` is what `text_losses`
+    returned. The other arguments and the error are those of `plot_dog`.
     """
     lengths, curves = result.settings["lengths"], curves_of(result, "loss", "length")
     bins = curves_of(result, "position_loss", "start", "stop")

@@ -1,4 +1,4 @@
-"""One look for all figures, on a light and on a dark page: one colour, dash and marker per scheme."""
+"""The shared style of all figures, for light and dark pages: one colour, dash and marker per scheme."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hf_posenc.installation import require
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Okabe and Ito's palette for colour-blind readers, less its yellow, which is too pale for lines, plus a grey, a purple
-#: and a brown. The same hues, lighter, on a dark page.
+#: Okabe and Ito's palette for colour-blind readers, without its yellow, which is too pale for lines, plus a grey, a
+#: purple and a brown. A dark page has lighter versions of the same hues.
 _LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F", "#6A3D9A", "#8C510A")
 _DARK = ("#4C9FE6", "#F5793A", "#27C196", "#E69AC4", "#A5DBFF", "#F6C145", "#FFFFFF", "#969696", "#B48EED", "#C9995A")
 _MARKERS = "osD^vPX*<>"
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
 
-#: Perceptually uniform and told apart by colour-blind readers: numbers of one sign, and signed numbers around zero.
+#: Perceptually uniform maps for colour-blind readers, for numbers of one sign and for signed numbers around zero.
 SEQUENTIAL_MAP = "cividis"
 DIVERGING_MAP = "RdBu_r"
-#: Stands out on every map and page.
+#: A colour that stands out on every map and page.
 HIGHLIGHT = "#E4572E"
 
-#: The schemes that are compared most often keep their look in every figure, whatever else is in it.
+#: The schemes that are compared most often look the same in every figure.
 FIXED_LOOKS = {"alibi": 0, "learned": 1, "rope": 2, "sinusoidal": 3, "t5": 4, "binary": 5, "none": 6, "integer": 7}
 
 _SETTINGS = {
@@ -44,13 +44,13 @@ _SETTINGS = {
     "svg.hashsalt": "hf_posenc",
     "figure.constrained_layout.use": True,
 }
-#: The page, the text, and the grid between them. The dark page is that of the documentation site.
+#: Colours of the page, the text and the grid. The dark page is that of the documentation site.
 _PAGES = {False: ("#FFFFFF", "#1A1A1A", "#E5E5E5"), True: ("#14181E", "#DDE2E8", "#2C333D")}
 
 
 @contextmanager
 def styled(dark: bool = False) -> Iterator[None]:
-    """Within this context matplotlib draws with the shared settings, for a light or a dark page."""
+    """Makes matplotlib draw with the shared settings, for a light or a dark page, within this context."""
     require("A figure", "matplotlib")
     import matplotlib
     from cycler import cycler
@@ -67,7 +67,7 @@ def styled(dark: bool = False) -> Iterator[None]:
 def titled_figure(
     title: str, size: tuple[float, float], path: str | Path | None = None, dark: bool = False
 ) -> Iterator[Figure]:
-    """Within this context a figure of that size in inches is drawn; at its end it is saved, if there is a path."""
+    """Yields a figure with a title to draw in, of `size` in inches, and then saves it if there is a path."""
     with styled(dark):
         from matplotlib.figure import Figure
 
@@ -79,14 +79,14 @@ def titled_figure(
 
 
 def palette() -> list[str]:
-    """The colours of lines on the page that is drawn for."""
+    """Returns the line colours for the current page."""
     import matplotlib
 
     return list(matplotlib.rcParams["axes.prop_cycle"].by_key()["color"])
 
 
 def shade(strength: float) -> str:
-    """A grey of the page that is drawn for: 0 is the page itself, 1 its text."""
+    """Returns a grey for the current page: 0 is the colour of the page, 1 that of its text."""
     import matplotlib
     from matplotlib.colors import to_hex, to_rgb
 
@@ -95,9 +95,9 @@ def shade(strength: float) -> str:
 
 
 def line_style(scheme: str, schemes: list[str]) -> dict[str, Any]:
-    """Keywords for `plot`: colour, dash and marker of a scheme among the `schemes` of one figure.
+    """Returns keywords for `plot`: the colour, dash and marker of one of the `schemes` in a figure.
 
-    No two schemes of a figure look the same: past ten colours the dashes and markers change.
+    No two schemes in a figure look the same: after ten colours, the dashes and markers change.
     """
     colors = palette()
     taken = {FIXED_LOOKS[name] for name in schemes if name in FIXED_LOOKS}
@@ -113,7 +113,7 @@ def line_style(scheme: str, schemes: list[str]) -> dict[str, Any]:
 
 
 def png_of(figure: Figure, dpi: int = 110, colors: int = 256) -> bytes:
-    """The figure as a small PNG with a palette of at most `colors` colours."""
+    """Returns the figure as a small PNG with a palette of at most `colors` colours."""
     from PIL import Image
 
     drawing, reduced = io.BytesIO(), io.BytesIO()
@@ -124,9 +124,9 @@ def png_of(figure: Figure, dpi: int = 110, colors: int = 256) -> bytes:
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 110, colors: int = 256) -> Path:
-    """Writes one file whose ending names the format, a PNG with a palette of at most `colors` colours.
+    """Saves a figure in the format of the file's extension. A PNG has a palette of at most `colors` colours.
 
-    `dpi` are the dots per inch of a PNG, and of what is rasterised inside an SVG.
+    `dpi` is the resolution of a PNG, and of the rasterised parts of an SVG.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

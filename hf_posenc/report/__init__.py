@@ -1,4 +1,4 @@
-"""Measurements as records, and everything that is made of records: tables, Markdown, JSON."""
+"""Measurements as records, and their output as tables, Markdown and JSON."""
 
 from hf_posenc.report.combination import combine_results
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View

@@ -1,4 +1,4 @@
-"""Results of one evaluation for several models, as one result: one table and one figure."""
+"""Combines the results of one evaluation for several models into one result, with one table and one figure."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import Any
 from hf_posenc.errors import MeasurementError
 from hf_posenc.report.records import Record, Result, Subject, View
 
-#: Settings that describe the model and not what was measured.
+#: Settings that describe the model, not the measurement.
 _MODEL_SETTINGS = ("model", "of_model", "models")
-#: What a difference in a setting means, where the values alone do not say it.
+#: What a difference in a setting means, if its values alone do not say it.
 _REASONS = {
     "causal": "one model predicts the next token and the other masked tokens",
-    "data": "they read other data: another text, another amount of it, or other tokens because of another tokenizer",
+    "data": "they read different data: a different text, another amount of it, or other tokens (another tokenizer)",
 }
 
 
 def shortest_names(paths: Sequence[str | Path]) -> list[str]:
-    """The last parts of each path, as few as distinguish it from the other paths.
+    """Returns the last parts of each path, as few as distinguish it from the other paths.
 
     >>> shortest_names(["runs/a/final", "runs/b/final", "org/bert"])
     ['a/final', 'b/final', 'bert']
 
     Raises:
-        MeasurementError: for a path that is there twice.
+        MeasurementError: if a path is given twice.
     """
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     names = []
     for path, own in zip(paths, parts, strict=True):
         if parts.count(own) > 1:
-            raise MeasurementError(f"{path} is named twice.")
+            raise MeasurementError(f"{path} is given twice.")
         length = next(n for n in range(1, len(own) + 1) if [other[-n:] for other in parts].count(own[-n:]) == 1)
         names.append(os.path.join(*own[-length:]))
     return names
 
 
 def combine_results(results: Mapping[str, Result]) -> Result:
-    """One result with the rows of several models.
+    """Combines the results of several models into one.
 
     Args:
-        results: by the name of the model, which becomes the name of its row, or, if several schemes were measured in
-            it, stands before their names. The rows of a combined result keep their names.
+        results: by model name. The name becomes the label of the model's row. If several schemes were measured in the
+            model, it becomes a prefix of their labels. The rows of a combined result keep their labels.
 
     Raises:
-        MeasurementError: for results that were not measured in the same way, with the difference.
+        MeasurementError: if the results were not measured in the same way. The message names the difference.
     """
     (first_name, first), *others = results.items()
     for name, other in others:
@@ -63,7 +63,7 @@ def combine_results(results: Mapping[str, Result]) -> Result:
         models |= result.settings.get("models") or {name: result.settings.get("of_model", {})}
     names = [subject.label for subject in subjects]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise MeasurementError(f"{', '.join(repeated)}: more than one of the results has a row of this name.")
+        raise MeasurementError(f"{', '.join(repeated)}: more than one of the results has a row with this name.")
     model = f"{len(models)} models"
     shared = {key: value for key, value in first.settings.items() if key not in _MODEL_SETTINGS}
     return replace(
@@ -71,7 +71,7 @@ def combine_results(results: Mapping[str, Result]) -> Result:
         title=model + first.title.removeprefix(first.settings["model"]),
         quantities=tuple({one.name: one for result in results.values() for one in result.quantities}.values()),
         subjects=tuple(subjects),
-        # Models may have other layers than the first one; columns ascend all the same.
+        # Models may have different numbers of layers. Columns are still in ascending order.
         records=tuple(sorted(records, key=lambda record: record.at.get("layer", 0))),
         views=tuple(map(_joined_view, zip(*(result.views for result in results.values()), strict=True))),
         settings={"model": model, "models": models, **shared},
@@ -80,14 +80,14 @@ def combine_results(results: Mapping[str, Result]) -> Result:
 
 
 def _difference(first: Result, other: Result) -> str:
-    """Why two results cannot be compared; empty if they can."""
+    """Returns why two results cannot be compared; empty if they can."""
     if first.task != other.task:
-        return f"they are of different evaluations, {first.task!r} and {other.task!r}"
-    # Other options read other data, too; they are the better reason.
+        return f"they come from different evaluations, {first.task!r} and {other.task!r}"
+    # Different options also change the data, so they are reported first.
     for key in sorted({**first.settings, **other.settings}, key="data".__eq__):
         one, two = first.settings.get(key), other.settings.get(key)
         if key not in _MODEL_SETTINGS and one != two:
-            return _REASONS.get(key, f"{key.replace('_', ' ')} is {one!r} for the one and {two!r} for the other")
+            return _REASONS.get(key, f"{key.replace('_', ' ')} is {one!r} for one and {two!r} for the other")
     return ""
 
 
@@ -98,6 +98,6 @@ def _label(name: str, subject: Subject, result: Result) -> str:
 
 
 def _joined_view(views: Sequence[View]) -> View:
-    """A view that shows everything that one of the views shows."""
+    """Returns a view that shows everything that any of the views shows."""
     shown = {key: sorted({value for view in views for value in view.shown[key]}) for key in views[0].shown}
     return replace(views[0], shown=shown)

@@ -1,11 +1,11 @@
-"""A web page that needs nothing beside it, for wide and narrow, light and dark screens."""
+"""A self-contained web page, for wide and narrow, light and dark screens."""
 
 from __future__ import annotations
 
 import re
 from html import escape
 
-#: The dark colours are those of the dark figures.
+#: Dark figures have the same dark colours.
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1a1a1a; --line: #d7dade; --soft: #f4f5f7; --quiet: #57606a; }
 @media (prefers-color-scheme: dark) {
@@ -36,12 +36,12 @@ summary { cursor: pointer; font-weight: 600; margin-top: 1rem; }
 
 
 def marked_up(text: str) -> str:
-    """Text as HTML, in which Markdown's `code` and **strong** words keep their look."""
+    """Returns text as HTML, with Markdown's `code` and **strong** converted to tags."""
     return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", re.sub("`(.+?)`", r"<code>\1</code>", escape(text)))
 
 
 def web_page(title: str, body: str) -> str:
-    """A whole page around the HTML `body`, in the style of all reports."""
+    """Returns a complete page with the HTML `body`, in the style of all reports."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

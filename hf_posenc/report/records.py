@@ -1,4 +1,4 @@
-"""What an evaluation measured: rows of one form, whatever was measured."""
+"""Results of evaluations, as records with the same fields for every evaluation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Quantity:
-    """What one kind of number is.
+    """A kind of number that an evaluation measures.
 
     Args:
-        name: in records.
-        heading: of its columns, a format string of what `Record.at` holds: `"layer {layer}"`.
+        name: its name in records.
+        heading: the heading of its columns, a format string with keys of `Record.at`, such as `"layer {layer}"`.
         meaning: one sentence for a reader of the table.
         style: how a value is written: "number" (three significant digits), "signed" (the same with its sign), "loss"
             (four digits), "fraction" (three decimals), "difference" (three decimals with their sign), "percent" (of a
@@ -40,18 +40,18 @@ class Quantity:
 
     def __post_init__(self) -> None:
         if self.style not in FORMATS:
-            raise ValueError(f"The style of the quantity {self.name!r} is {self.style!r}; it is one of {[*FORMATS]}.")
+            raise ValueError(f"The style of the quantity {self.name!r} is {self.style!r}, not one of {[*FORMATS]}.")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What was measured: a model under one position encoding.
+    """What was measured: a model with one position encoding.
 
     Args:
-        label: the scheme with the options that are not its defaults. Unique in a result.
-        scheme: its name; `"native"` for what the stock model has.
-        config: its options (`SchemeConfig.to_dict`); `None` where they are not known.
-        notes: what a reader has to know to read the numbers.
+        label: the scheme with the options that differ from their defaults. Unique in a result.
+        scheme: the name of the scheme; `"native"` for that of the stock model.
+        config: its options (`SchemeConfig.to_dict`); `None` if they are unknown.
+        notes: what a reader has to know to interpret the numbers.
         error: why nothing could be measured, or `None`.
     """
 
@@ -73,11 +73,11 @@ class Record:
         at: where it was measured, such as `{"layer": 3}` or `{"length": 512}`.
         low: lower end of its 95 % confidence interval, if it has one.
         high: upper end of the interval.
-        count: how many things the number is a mean of, if that is known.
-        passed: the verdict, where there is one.
+        count: the number of values that it is the mean of, if known.
+        passed: the verdict, if there is one.
         note: why there is no number, or what a reader has to know.
-        shown: what a table shows in place of the value.
-        details: further numbers and words, such as the threshold of a verdict. JSON-ready.
+        shown: what a table shows instead of the value.
+        details: further data, such as the threshold of a verdict. JSON-ready.
     """
 
     subject: str
@@ -94,9 +94,9 @@ class Record:
 
 
 def joined(parts: Iterable[tuple[Subject, Sequence[Record]]]) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
-    """Subjects and all their records, each with the label of its subject.
+    """Returns subjects and all their records, each with the label of its subject.
 
-    A label does not name every option: one that has come before gets a number.
+    A label does not name every option, so a label that repeats gets a number.
     """
     counts: dict[str, int] = {}
     subjects: list[Subject] = []
@@ -119,11 +119,11 @@ class View:
     Args:
         quantities: names, in the order of the columns.
         title: a line above the table.
-        rows: keys of `Record.at` that make rows, beside the subject. All other keys make columns.
-        shown: for a key of `Record.at`, the values that are shown; all if the key is missing.
-        order: a quantity. Subjects ascend by its value in the last column, and those without one are left out; without
-            an order all subjects stand as they do in the result.
-        half_widths: an interval stands beside its number, as ± half of its width.
+        rows: keys of `Record.at` that make rows, in addition to the subject. All other keys make columns.
+        shown: the values to show for a key of `Record.at`; all if the key is missing.
+        order: a quantity. Subjects are sorted by its value in the last column, lowest first, and those without a value
+            are left out. If it is empty, all subjects are shown in the order of the result.
+        half_widths: whether to write an interval after its number, as ± half of its width.
     """
 
     quantities: tuple[str, ...]
@@ -140,14 +140,14 @@ class Result:
 
     Args:
         task: name of the evaluation.
-        title: one line that heads its tables.
-        quantities: what the numbers are.
+        title: one line above its tables.
+        quantities: the kinds of its numbers.
         subjects: what was measured, in the order of the rows.
         records: the numbers.
         views: the tables; the first is the main one.
-        settings: what was measured with: the model's name (`model`) and what only holds for it (`of_model`), options,
-            data, seed. JSON-ready.
-        remarks: sentences that hold for all rows.
+        settings: how it was measured: the name of the model (`model`), settings that only apply to it (`of_model`),
+            options, data and seed. JSON-ready.
+        remarks: sentences that apply to all rows.
     """
 
     task: str
@@ -161,10 +161,10 @@ class Result:
 
     def __post_init__(self) -> None:
         if len(set(self.labels)) < len(self.labels):
-            raise ValueError(f"Records name their subject by its label, and labels repeat: {self.labels}.")
+            raise ValueError(f"Records refer to their subject by its label, but labels repeat: {self.labels}.")
 
     def subject(self, scheme: str) -> Subject:
-        """The first subject with this label, or else with this scheme.
+        """Returns the first subject with this label, or otherwise the first with this scheme.
 
         Raises:
             KeyError: if there is none.
@@ -177,19 +177,19 @@ class Result:
 
     @property
     def labels(self) -> list[str]:
-        """The labels of the subjects, in order."""
+        """The labels of all subjects, in order."""
         return [subject.label for subject in self.subjects]
 
     def of(self, scheme: str | None = None, quantity: str | None = None, **at: Any) -> Iterator[Record]:
-        """The records that fit.
+        """Yields the records that match.
 
         Args:
             scheme: label or name of a subject; `None` for all.
             quantity: name of a quantity; `None` for all.
-            **at: what `Record.at` has to hold.
+            **at: values that `Record.at` must have.
 
         Raises:
-            KeyError: for a subject that was not measured.
+            KeyError: if the subject was not measured.
         """
         label = None if scheme is None else self.subject(scheme).label
         for record in self.records:
@@ -199,7 +199,7 @@ class Result:
                 yield record
 
     def record(self, scheme: str, quantity: str, **at: Any) -> Record:
-        """The one record that fits.
+        """Returns the only record that matches.
 
         Raises:
             KeyError: if there is none, or several.
@@ -208,14 +208,14 @@ class Result:
         if len(matching) == 1:
             return matching[0]
         known = [f"{record.quantity} {dict(record.at)}" for record in self.of(scheme)]
-        raise KeyError(f"{len(matching)} records of {scheme!r} are {quantity!r} at {at}; it has {known}.")
+        raise KeyError(f"{len(matching)} records of {scheme!r} match {quantity!r} at {at}; it has {known}.")
 
     def value(self, scheme: str, quantity: str, **at: Any) -> float | None:
-        """The value of `record`."""
+        """Returns the value of the only record that matches, see `record`."""
         return self.record(scheme, quantity, **at).value
 
     def frame(self) -> pandas.DataFrame:
-        """One row per record, with columns for its scheme and for each key of `at`. Needs pandas."""
+        """Returns one row per record, with columns for its scheme and for each key of `at`. Needs pandas."""
         require("A data frame", "pandas")
         import pandas
 
@@ -226,22 +226,22 @@ class Result:
         )
 
     def table(self, *, markdown: bool = False) -> str:
-        """The result for a reader, as plain text or with Markdown tables."""
+        """Returns the result as readable text, with plain or Markdown tables."""
         return rendered(self, "markdown" if markdown else "text")
 
     def html(self) -> str:
-        """The result for a web page: headings, tables and paragraphs. Needs pandas."""
+        """Returns the result as HTML: headings, tables and paragraphs. Needs pandas."""
         return rendered(self, "html")
 
     def __str__(self) -> str:
         return self.table()
 
     def _repr_markdown_(self) -> str:
-        """What Jupyter shows of a result."""
+        """Returns what Jupyter shows for a result."""
         return self.table(markdown=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; fields of a record that say nothing are left out."""
+        """Returns a JSON-ready dictionary. Empty fields of records are left out."""
         entry = {"format": FORMAT} | asdict(self)
         entry["records"] = [
             {key: value for key, value in record.items() if value not in (None, "", {})} for record in entry["records"]
@@ -250,10 +250,10 @@ class Result:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Result:
-        """What `to_dict` wrote.
+        """Returns the result that `to_dict` was called on.
 
         Raises:
-            ValueError: for another format.
+            ValueError: if it has another format.
         """
         version = entry.get("format") if isinstance(entry, Mapping) else None
         if version != FORMAT:
@@ -281,7 +281,7 @@ class Result:
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: for a file of another format.
+            ValueError: if the file has another format.
         """
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
@@ -290,7 +290,7 @@ _MISSING = "-"
 
 
 def rendered(result: Result, form: Form) -> str:
-    """The title, a table for each view with the meaning of its columns, remarks and footnotes."""
+    """Returns the title, a table for each view with the meanings of its columns, remarks and footnotes."""
     tables, notes = table_cells(result)
     told: set[str] = set()
     meanings = {quantity.name: quantity.meaning for quantity in result.quantities if quantity.meaning}
@@ -315,7 +315,7 @@ def rendered(result: Result, form: Form) -> str:
 
 
 def table_cells(result: Result) -> tuple[list[tuple[list[str], list[list[str]]]], list[str]]:
-    """The headers and rows of the table of each view, and the remarks and footnotes below all of them, as text."""
+    """Returns as text the headers and rows of each view's table, and the remarks and footnotes below the tables."""
     footnotes: dict[str, int] = {}
     quantities = {quantity.name: quantity for quantity in result.quantities}
     tables = [_table(result, view, quantities, footnotes) for view in result.views]
@@ -340,7 +340,7 @@ def _table(
         return tuple(record.at.get(key, _MISSING) for key in view.rows)
 
     def marked(text: str, notes: Sequence[str]) -> str:
-        """With a number for each note, in the order of their first mark."""
+        """Adds a number for each note. Notes are numbered in the order in which they first appear."""
         return " ".join([text, *(f"[{footnotes.setdefault(note, len(footnotes) + 1)}]" for note in notes if note)])
 
     columns = sorted(dict.fromkeys(map(heading, records)), key=lambda column: view.quantities.index(column[0]))
@@ -371,14 +371,14 @@ def _table(
 def _ordered(subjects: Sequence[Subject], records: Sequence[Record], view: View) -> Sequence[Subject]:
     if not view.order:
         return subjects
-    # The last column is the last of the records.
+    # The last record of a subject is in the last column.
     values = {row.subject: row.value for row in records if row.quantity == view.order and row.value is not None}
     measured = (subject for subject in subjects if subject.label in values)
     return sorted(measured, key=lambda subject: values[subject.label])
 
 
 def format_value(record: Record, quantity: Quantity, *, half_width: bool = False) -> str:
-    """The value of a record in the style of its quantity; `-` if it has none."""
+    """Returns the value of a record in the style of its quantity; `-` if it has none."""
     write = FORMATS[quantity.style]
     text = record.shown or (_MISSING if record.value is None else write(record.value))
     if half_width and record.high is not None and record.low is not None and not record.shown:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from hf_posenc.installation import require
 
-#: No column is made narrower than its longest word, or than this many characters where a word is longer.
+#: No column is narrower than its longest word, or than this many characters if a word is longer.
 _LONGEST_WORD = 24
 _GAP = "  "
 
@@ -24,10 +24,10 @@ _width: contextvars.ContextVar[int | None] = contextvars.ContextVar("width", def
 
 @contextlib.contextmanager
 def fitted_to(width: int | None) -> Iterator[None]:
-    """While it lasts, text tables are at most this many characters wide: `None` for as wide as they are.
+    """Limits the width of text tables to this many characters within the context; `None` for no limit.
 
-    Words wrap inside their column. Columns that do not fit beside the others follow in a second table, behind the
-    first column.
+    Text wraps inside its column. Columns that do not fit next to the others follow in a further table, which repeats
+    the first column.
     """
     token = _width.set(width)
     try:
@@ -37,7 +37,7 @@ def fitted_to(width: int | None) -> Iterator[None]:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is, or of `COLUMNS`; `None` for a pipe or a file."""
+    """Returns the width of the terminal, or `COLUMNS` if that is set; `None` if stdout is a pipe or a file."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return None
@@ -47,7 +47,7 @@ Form = Literal["text", "markdown", "html"]
 
 
 def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, form: Form = "text") -> str:
-    """Aligned columns, left for text and right for numbers.
+    """Returns a table with aligned columns: text on the left, numbers on the right.
 
     Args:
         headers: one name per column.
@@ -56,7 +56,7 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, form:
             pandas.
 
     Raises:
-        ValueError: if a row has another number of cells than there are headers.
+        ValueError: if the number of cells in a row differs from the number of headers.
     """
     rows = list(rows)
     columns = [list(column) for column in zip(headers, *rows, strict=True)]
@@ -72,7 +72,7 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, form:
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose cells are as long as they are: for pages that are written by a program."""
+    """Returns a Markdown table without padding, for generated pages."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (headers, ["---"] * len(headers), *rows))
 
 
@@ -92,7 +92,7 @@ def _text(columns: Sequence[Sequence[str]], width: int | None) -> str:
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
-    """One row, in as many lines as its longest cell needs."""
+    """Returns the lines of one row, as many as its longest cell needs."""
     wrapped = [
         textwrap.wrap(cell, size, break_on_hyphens=False) if len(cell) > size else [cell]
         for cell, size in zip(row, widths, strict=True)
@@ -103,7 +103,7 @@ def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> 
 
 
 def _blocks(columns: list[list[str]], width: int | None) -> list[list[list[str]]]:
-    """Columns that fit beside each other; the first one stands in front of every block."""
+    """Returns blocks of columns that fit side by side. Every block starts with the first column."""
     if width is None or len(columns) < 3:
         return [columns]
     first, *others = columns
@@ -116,7 +116,7 @@ def _blocks(columns: list[list[str]], width: int | None) -> list[list[list[str]]
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """The natural widths, the widest made narrower until the line fits."""
+    """Returns the natural widths of columns, with the widest ones narrowed until a line fits."""
     widths = [max(map(len, column)) for column in columns]
     least = [_least(column) for column in columns]
     while width is not None and _total(widths) > width:
@@ -132,7 +132,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _least(column: Sequence[str]) -> int:
-    """The least width of a column: numbers stay whole, text wraps between words."""
+    """Returns the minimum width of a column. Numbers are not broken; text wraps between words."""
     return max(
         len(cell) if _is_number(cell) else min(_LONGEST_WORD, max(map(len, cell.split()), default=0)) for cell in column
     )
@@ -150,7 +150,7 @@ def _is_right(column: Sequence[str]) -> bool:
 
 
 def format_number(value: float | None) -> str:
-    """Three significant digits, an exact zero as `0`, a missing value as `-`."""
+    """Formats with three significant digits, an exact zero as `0`, a missing value as `-`."""
     if value is None:
         return "-"
     if value == 0:
@@ -171,11 +171,11 @@ def _is_number(cell: str) -> bool:
 
 
 def _decimals(digits: int, value: float) -> str:
-    # Adding zero turns the negative zero that rounding leaves into a plain one.
+    # Rounding may give a negative zero. Adding zero makes it positive.
     return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
-#: How a value is written, by the name of the style.
+#: Functions that format a value, by the name of the style.
 FORMATS: dict[str, Callable[[float], str]] = {
     "number": format_number,
     "signed": lambda value: ("+" if value > 0 else "") + format_number(value),

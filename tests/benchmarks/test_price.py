@@ -103,7 +103,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path):
     with pytest.raises(BenchmarkError, match="cannot be read"):
         price.measure(tiny_options(tmp_path), "x")
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(BenchmarkError, match="does not hold results"):
+    with pytest.raises(BenchmarkError, match="does not contain results"):
         price.measure(tiny_options(tmp_path), "x")
 
 
@@ -254,7 +254,7 @@ def test_a_device_that_is_not_there_is_told(monkeypatch, capsys):
         with pytest.raises(SystemExit) as exit_info:
             main(["--device", "cuda"])
         assert exit_info.value.code == 2
-        assert "The device 'cuda' is not there" in capsys.readouterr().err
+        assert "The device 'cuda' is not available" in capsys.readouterr().err
 
 
 def test_quick_gives_way_to_what_is_said():

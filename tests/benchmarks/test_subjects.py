@@ -215,7 +215,7 @@ def test_a_bare_vit_is_the_patched_model_of_no_scheme_and_does_not_see_places():
 def test_patches_fill_a_square(capsys):
     with pytest.raises(SystemExit):
         parse_options(["--levels", "vit", "--lengths", "200"])
-    assert "200 patches make no square image" in capsys.readouterr().err
+    assert "200 patches are not a square image" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse_options(["--schemes", "alibi:axs=2"])
     assert "Did you mean 'axes'" in capsys.readouterr().err

@@ -43,6 +43,8 @@ def test_one_part_is_patched_and_then_the_other(llava: str, tmp_path: Path, caps
     printed = capsys.readouterr().out
     assert "part: vision; text unchanged" in printed
     assert "Saved the model and its processor" in printed
+    assert main(["inspect", first]) == 0
+    assert "in force: vision: none; " in capsys.readouterr().out
     assert main(["patch", first, "alibi", "--output", second]) == 0
     model = AutoModelForImageTextToText.from_pretrained(second)
     assert model.position_encoding.config.names == ("text", "vision")

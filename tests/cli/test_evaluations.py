@@ -275,10 +275,10 @@ def test_layers_of_models_of_other_depths_stand_in_order(printed, result, final,
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        ("loss {text} 16", "loss {text} 16 32", "lengths is [16] for the one and [16, 32] for the other"),
-        ("loss {text} 16", "loss {other} 16", "they read other data: another text"),
-        ("loss {text} 16", "dog", "they are of different evaluations, 'loss' and 'dog'"),
-        ("loss {text} 16", "loss {text} 16 --dtype bfloat16", "dtype is 'float32' for the one and 'bfloat16' for the"),
+        ("loss {text} 16", "loss {text} 16 32", "lengths is [16] for one and [16, 32] for the other"),
+        ("loss {text} 16", "loss {other} 16", "they read different data: a different text"),
+        ("loss {text} 16", "dog", "they come from different evaluations, 'loss' and 'dog'"),
+        ("loss {text} 16", "loss {text} 16 --dtype bfloat16", "dtype is 'float32' for one and 'bfloat16' for the"),
     ],
 )
 def test_what_cannot_share_a_figure_is_refused(result, final, files, capsys, tmp_path, first, second, reason):
@@ -299,7 +299,7 @@ def test_models_that_cannot_be_compared_are_refused(final, files, capsys):
         in said
     )
     said = refused(capsys, "eval", "dog", final["base"], final["base"])
-    assert "is named twice" in said
+    assert "is given twice" in said
     said = refused(capsys, "eval", "dog", final["base"], files["vit"])
     assert said.startswith(f"hf-posenc: error: {files['vit']}: ")
 
@@ -332,9 +332,9 @@ def test_what_is_no_result_is_said(capsys, tmp_path):
     file = tmp_path / "result.json"
     for content in ("{", "{}", "[]"):
         file.write_text(content)
-        assert "holds no result" in refused(capsys, "report", str(file))
+        assert "does not contain a result" in refused(capsys, "report", str(file))
     Result("properties", "x", (), (), (), ()).save(file)
-    assert "there is one of dog, loss" in refused(capsys, "report", str(file), "--plot", str(tmp_path / "x.png"))
+    assert "these have one: dog, loss" in refused(capsys, "report", str(file), "--plot", str(tmp_path / "x.png"))
 
 
 LOSS = "loss {llama} --text {text} --lengths 16 "
@@ -353,10 +353,10 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         (LOSS + "--stride 4", "sliding_window too"),
         (LOSS + "--sliding-window 8 --stride 9", "leaves tokens out"),
         (LOSS + "--plot nowhere/x.png", "does not exist"),
-        (LOSS + "--plot x.xyz", "figures end in"),
-        (LOSS + "--dark", "name its file with --plot"),
+        (LOSS + "--plot x.xyz", "the extension must be one of"),
+        (LOSS + "--dark", "Give its file with --plot"),
         (LOSS + "--mask-probability 0.5", "for masked models"),
-        (LOSS + "--tokenizer {bytes}", "it is that of another model"),
+        (LOSS + "--tokenizer {bytes}", "It is the tokenizer of another model"),
         (LOSS + "--device nodevice", "--device nodevice"),
         ("loss {headless} --text {text} --lengths 16", "AutoModelForMaskedLM"),
         ("loss {bert} --text {text} --lengths 16 --tokenizer {llama}", "has no mask token"),
@@ -364,7 +364,7 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
         ("generalization {bytes} --task party", "Did you mean 'parity'"),
         ("generalization {bytes} --task copy --lengths 0", "whole number above 0"),
-        ("generalization {bert} --tokenizer {bytes} --task copy", "knows 64: it is that of another model"),
+        ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer"),
         ("minimal-pairs {llama} --task {folder}/missing.json", "pip download"),
         ("minimal-pairs {llama} --task {pairs} --samples -1", "samples is -1"),
         ("minimal-pairs {bert} --tokenizer {llama} --task {pairs}", "no mask token"),
@@ -384,5 +384,5 @@ def test_what_cannot_be_measured_is_refused(files, capsys, words, message):
 
 def test_a_model_without_a_tokenizer(capsys, llama):
     message = refused(capsys, "eval", "dog", llama)
-    assert "name one with --tokenizer" in message
+    assert "Give one with --tokenizer" in message
     assert "AutoTokenizer cannot load" in message

@@ -99,11 +99,11 @@ def test_what_a_command_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--", "nowhere-to-be-found"], "'nowhere-to-be-found' is neither beside"),
-        (["run", "--", "nothing.py"], "no file nothing.py"),
+        (["run", "--", "nowhere-to-be-found"], "'nowhere-to-be-found' is neither next to"),
+        (["run", "--", "nothing.py"], "the file nothing.py does not exist"),
         (["run", "./nothing"], "./nothing does not exist"),
         (["run", "--", "/"], "/ is not a program"),
-        (["run", "--", "hf-posenc.patching"], "neither beside"),
+        (["run", "--", "hf-posenc.patching"], "neither next to"),
         (["run", "--", "safetensors"], "hf-posenc run -- -m safetensors"),
         (["run", "--import", "nowhere_to_be_found", "--", "python"], "no module 'nowhere_to_be_found'"),
     ],

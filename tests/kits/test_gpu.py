@@ -124,7 +124,7 @@ def test_a_run_that_is_refused_leaves_the_results_of_another_machine(changes, tm
     path.write_text('{"machine": {"gpu": "another"}, "settings": {"smoke": false}, "cells": ["one"]}\n')
     before = path.read_text()
     assert worker.main([json.dumps(request(tmp_path, "price", **changes))]) == kit.FATAL
-    assert ("The device 'cuda' is not there" if changes else "gpu 'another' there") in capsys.readouterr().err
+    assert ("The device 'cuda' is not available" if changes else "gpu 'another' there") in capsys.readouterr().err
     assert path.read_text() == before
 
 

@@ -51,7 +51,7 @@ def test_a_part_of_the_seeds_has_the_same_learning_rates(name: str) -> None:
     seeds = rates_study(study).seeds
     assert rates_study(study_of(name, "--seeds=0")).seeds == seeds
     assert not set(seeds) & set(study.seeds)
-    with pytest.raises(SettingsError, match="is among the seeds"):
+    with pytest.raises(SettingsError, match="is one of the seeds"):
         study_of(name, f"--seeds={seeds[0]}")
 
 

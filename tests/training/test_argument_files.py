@@ -56,7 +56,7 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("modle_type: llama", "Unknown option --modle_type in .*Did you mean --model_type"),
-        ("- a", "holds list; one mapping"),
+        ("- a", "contains list; expected one mapping"),
         ("a: [", "is not YAML"),
         ("run_name: 2020-13-45", "is not YAML: month must be"),
         ("model_type: llama\nreport_to: [a, b]", "takes one tracker"),
@@ -72,7 +72,7 @@ def test_files_that_say_nothing_usable(tmp_path: Path, text: str, message: str) 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="Cannot read the settings"):
         parse(str(tmp_path / "none.yaml"))
-    with pytest.raises(SettingsError, match=r"a file of settings .* comes first"):
+    with pytest.raises(SettingsError, match=r"A settings file .* must come first"):
         parse("--model_type", "llama", "settings.yaml")
     with pytest.raises(SettingsError, match="Unknown option --learn in the command line"):
         parse("--model_type", "llama", "--learn", "3")

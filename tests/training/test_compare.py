@@ -177,7 +177,7 @@ def test_what_is_no_archive_is_refused(finished: Path, tmp_path: Path, capsys: A
         (["unpack", file, tmp_path / "out"], "cannot be read"),
         (["unpack", whole, finished], "already"),
         (["unpack", tmp_path / "run.parquet", tmp_path / "out"], "Did you mean runs.parquet?"),
-        (["unpack", whole, model], "does not hold a study"),
+        (["unpack", whole, model], "does not contain a study"),
     ):
         assert archive.main([str(word) for word in words]) == 2
         assert message in capsys.readouterr().err
@@ -262,7 +262,7 @@ def test_schemes_and_seeds_can_be_added(begun: Path, tiny: Words) -> None:
         ({"max_steps": 3}, "max_steps was 2 and is now 3"),
         ({"scheme_options": {"none": {"training": {"learning_rate": 1.0}}}}, "causal-none-seed0 in "),
         ({"save_models": "true"}, "causal-none-seed0 has ended"),
-        ({"learning_rates": "[1e-3]", "learning_rate": 1e-3}, "chooses one for each of them"),
+        ({"learning_rates": "[1e-3]", "learning_rate": 1e-3}, "chooses one for each scheme"),
     ],
 )
 def test_other_settings_cannot_be_mixed_in(

@@ -71,7 +71,7 @@ def test_the_paragraphs_of_a_single_text_are_its_documents(tmp_path, tokenizer):
 @pytest.mark.parametrize("text", ["  \n", "word" * 500])
 def test_a_text_that_cannot_be_divided(tmp_path, tokenizer, text):
     (tmp_path / "only.txt").write_text(text)
-    with pytest.raises(SettingsError, match=r"document\(s\) with text; validation needs one of its own"):
+    with pytest.raises(SettingsError, match=r"document\(s\) with text, but validation needs another one"):
         load_corpus(settings(tmp_path), tokenizer, 16, 64)
 
 

@@ -229,7 +229,7 @@ def test_an_encoder_is_trained_at_the_positions_of_longer_texts(bert, text_folde
     schemes["skipped"]["training"]["pose_length"] = 24
     capsys.readouterr()
     assert compare.main(of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16")) == 2
-    assert "pose_length is 24, and no text can skip positions" in capsys.readouterr().err
+    assert "pose_length is 24, but no text could skip positions" in capsys.readouterr().err
 
 
 def test_a_table_that_ends_before_pose_length_is_not_trained(bert, text_folder, tmp_path, capsys):
@@ -240,7 +240,7 @@ def test_a_table_that_ends_before_pose_length_is_not_trained(bert, text_folder, 
     schemes = {"stock": {"scheme": "native", "training": {"pose_length": 640}}}
     words = of_pretrained(bert, text_folder, tmp_path / "stock", schemes, tasks="embedding", test_lengths="16")
     compare.main([*words, "--max_steps=1"])
-    assert "has 24 positions, and 640 are trained" in capsys.readouterr().err
+    assert "has 24 positions, but 640 are trained" in capsys.readouterr().err
 
 
 def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_folder, tmp_path, monkeypatch, capsys):

@@ -48,7 +48,7 @@ def test_a_comparison_of_processes_that_are_alone_is_refused(
     monkeypatch.setenv("RANK", "0")
     assert compare.main(tiny()) == 2
     said = capsys.readouterr().err
-    assert "2 processes were launched and each is alone" in said
+    assert "2 processes were launched, but they did not form a group" in said
     assert "accelerate launch" in said
     assert not (tmp_path / "out").exists()
 

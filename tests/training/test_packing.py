@@ -76,7 +76,7 @@ def test_tokenising_drops_blanks_and_closes_documents() -> None:
         return tokenize(datasets.Dataset.from_dict({"body": texts}), "body", ByT5Tokenizer())
 
     assert tokenized("ab", "  ", None, "c")["input_ids"] == [[100, 101, 1], [102, 1]]
-    with pytest.raises(SettingsError, match="'body' holds int, not text"):
+    with pytest.raises(SettingsError, match="'body' contains int, not text"):
         tokenized(1, 2)
     with pytest.raises(SettingsError, match="0 tokens in 0 document"):
         PackedRows(TokenStream.of_documents(tokenized(" ")), 4, "documents", None)
@@ -209,7 +209,7 @@ def test_each_architecture_is_told_in_its_own_way(architecture: str, expected: B
 @pytest.mark.parametrize("architecture", ["bloom", "modernbert"])
 def test_where_documents_cannot_be_kept_apart_the_run_is_refused(architecture: str) -> None:
     model = patched(architecture, None)
-    with pytest.raises(SettingsError, match=r"cannot keep apart documents.*--packing concatenate"):
+    with pytest.raises(SettingsError, match=r"cannot separate documents.*--packing concatenate"):
         find_blocking(model, 24, ARCHITECTURES[architecture].causal, 50)
 
 
@@ -234,5 +234,5 @@ def test_rows_that_a_model_cannot_read_or_learn_from_are_refused() -> None:
     check_reads(model_of(True, None), 8, True, VOCABULARY)
     with pytest.raises(SettingsError, match=r"cannot read a row of 65 tokens.*--block_size"):
         check_reads(bert, 65, False, VOCABULARY)
-    with pytest.raises(SettingsError, match=r"sees the token it is to predict.*run_mlm"):
+    with pytest.raises(SettingsError, match=r"sees the token to predict.*run_mlm"):
         check_reads(bert, 8, True, VOCABULARY)

@@ -89,7 +89,7 @@ def test_a_merged_model_is_pushed_without_its_adapter_in_the_way(
         "push_to_hub": "true", "max_steps": 2, "save_steps": 1,
     }  # fmt: skip
     assert run(words(texts, output, **options)) == 2
-    assert "With --lora give --hub_strategy end" in capsys.readouterr().err
+    assert "With --lora use --hub_strategy end" in capsys.readouterr().err
     assert not output.exists()
     hub = Hub()
     status, said = push(hub, words(texts, output, **options, hub_strategy="end"))

@@ -145,7 +145,7 @@ def test_without_a_model_a_small_vit_is_trained(tmp_path: Path) -> None:
         ({"eval_resolutions": [16, 30]}, "A picture of 30 pixels"),
         ({"random_crop": 0}, "--random_crop is 0"),
         ({"dataset_name": "no/such/folder"}, "--dataset_name: Cannot load the pictures"),
-        ({"max_train_samples": 8}, "one update alone takes 16"),
+        ({"max_train_samples": 8}, "one update needs 16"),
         ({"scheme": "rope_nd", "scheme_options": '{"assignment": "mixd"}'}, "--scheme rope_nd"),
         ({"model_type": "llama", "config_overrides": None}, "AutoModelForImageClassification cannot build 'llama'"),
         ({"ignore_mismatched_sizes": "true"}, "--model_name_or_path"),

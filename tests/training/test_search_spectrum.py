@@ -72,10 +72,10 @@ def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--length", "512"], "and one window has --length 512"),
+        (["--length", "512"], "but one window has --length 512"),
         (["--length", "64"], "length is 64, and the model was trained on 64"),
         (["--length", "0"], "--length is 0"),
-        (["--length", "256", "--held_out", "copy.txt"], "have a text in common"),
+        (["--length", "256", "--held_out", "copy.txt"], "share a text"),
         (["--length", "256", "--device", "nowhere"], "--device nowhere"),
         (["--length", "256", "--held_out", "missing.txt"], "missing.txt cannot be read as text"),
     ],

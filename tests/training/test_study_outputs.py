@@ -142,10 +142,10 @@ def test_a_missing_part_is_named(key):
         (lambda r: r["runs"][0].pop("by_length"), "no 'loss'"),
         (lambda r: r["runs"][1]["exact_match"].pop("accuracy"), "no 'accuracy'"),
         (lambda r: r["runs"][0]["by_length"].update(lengths=[16, 32, 48]), r"measured at \[16, 32, 48\]"),
-        (lambda r: r["runs"][0]["by_length"].update(loss=[1.0]), "do not fit together"),
-        (lambda r: r["runs"][0]["by_length"].update(position_edges=[0, 64]), "do not fit together"),
-        (lambda r: r["runs"][0]["curve"].update(validation_loss=[1.0]), "do not fit together"),
-        (lambda r: r["runs"].append(r["runs"][0]), "'causal', scheme 'rope', seed 0 is there twice"),
+        (lambda r: r["runs"][0]["by_length"].update(loss=[1.0]), "are inconsistent"),
+        (lambda r: r["runs"][0]["by_length"].update(position_edges=[0, 64]), "are inconsistent"),
+        (lambda r: r["runs"][0]["curve"].update(validation_loss=[1.0]), "are inconsistent"),
+        (lambda r: r["runs"].append(r["runs"][0]), "'causal', scheme 'rope', seed 0 is listed twice"),
     ],
 )
 def test_results_that_would_be_reported_wrongly_are_refused(change, message):

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_one_process_is_none_for_two(saved: Path, caplog: Any) -
     assert latest_complete_checkpoint(saved, world_size=1) == saved / "checkpoint-8"
     assert latest_complete_checkpoint(saved, world_size=2) is None
     assert "written by 1 process(es), not by 2" in caplog.text
-    assert incompleteness(saved / "checkpoint-5", 1) == "there is no such folder"
+    assert incompleteness(saved / "checkpoint-5", 1) == "the folder does not exist"
 
 
 def test_an_earlier_attempt_at_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_the_precision_of_accelerate_launch_is_a_setting(tmp_path: Path, monkeyp
     launched = checkpoint_settings(trainer(tmp_path).args)
     assert differences(plain, launched) == ["mixed_precision was 'absent' and is now 'bf16'"]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(SettingsError, match="does nothing on a CPU"):
+    with pytest.raises(SettingsError, match="has no effect on a CPU"):
         check_trainer_arguments(trainer(tmp_path / "never").args)
 
 

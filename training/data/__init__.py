@@ -1,1 +1,1 @@
-"""Text to rows: loading, tokenising, packing, masking."""
+"""Turns text and pictures into rows: loading, tokenising, packing, masking."""

@@ -1,4 +1,4 @@
-"""How a model is told that several documents share a row: found by asking the model, not by its name."""
+"""Arguments that separate the documents in a row. They are found by running the model, not from its name."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hf_posenc.recipes.position_views import PositionViews, mask_of_documents, s
 from training.arguments import DataArguments
 from training.errors import SettingsError
 
-#: Differences between a packed row and its documents alone, as a share of the difference that packing without any
-#: blocking makes: rounding of sums in another order, in float32 and in half precision.
+#: Allowed differences between a packed row and its separate documents, as a share of the difference without blocking.
+#: They are rounding errors of sums in another order, in float32 and in half precision.
 _EXACT, _ROUNDED = 1e-2, 2e-1
 
 
 @dataclass(frozen=True)
 class Blocking:
-    """The arguments that keep the documents of a row apart.
+    """The arguments that separate the documents in a row.
 
     Args:
-        position_ids: whether positions restart in every document. Decoders of transformers find the documents by them,
-            if no mask is given.
-        mask: whether a mask of pairs is needed: 0, or the lowest number of `dtype`.
+        position_ids: whether positions restart in every document. Decoders of transformers use them to find the
+            documents, if there is no mask.
+        mask: whether a mask of pairs is needed, with 0 or the lowest number of `dtype`.
         first_position: the position of a document's first token (RoBERTa: one after its padding token's id).
         causal: whether the mask also hides later tokens.
-        dtype: of the mask.
+        dtype: dtype of the mask.
     """
 
     position_ids: bool = True
@@ -42,9 +42,9 @@ class Blocking:
         """Returns `position_ids`, `(batch, length)`, and a mask, `(batch, 1, length, length)`, as far as they are used.
 
         Args:
-            places: `(batch, length)`, of `PackedRows`.
-            positions: the same, if they are not the places. A decoder would take each skip for another document, so
-                there is a mask in any case.
+            places: the places of `PackedRows`, `(batch, length)`.
+            positions: positions of the same shape that differ from the places. There is always a mask for them,
+                because a decoder would take each skip for the start of another document.
         """
         read = places if positions is None else positions
         arguments = {"position_ids": read + self.first_position} if self.position_ids else {}
@@ -57,7 +57,7 @@ class Batches:
     """Collates `PackedRows`.
 
     Args:
-        blocking: how the model is told of documents; `None` where a row is one text.
+        blocking: the arguments that separate documents; `None` if a row is one text.
     """
 
     def __init__(self, blocking: Blocking | None) -> None:
@@ -70,14 +70,14 @@ class Batches:
         return batch | self.arguments(places, positions)
 
     def arguments(self, places: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
-        """What tells a model of documents, and of `positions` that are not the places, each `(batch, block_size)`."""
+        """Returns the arguments for documents, and for `positions` besides the places, each `(batch, block_size)`."""
         if self.blocking is not None:
             return self.blocking.arguments(places, positions)
         return {} if positions is None else {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
 
 
 def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: int) -> Batches:
-    """The collator of packed rows for a model, which is tried out first."""
+    """Returns the collator of packed rows for a model, after testing it on the model."""
     check_reads(model, data.block_size, causal, vocabulary)
     documents = data.packing == "documents"
     batches = Batches(find_blocking(model, data.block_size, causal, vocabulary) if documents else None)
@@ -87,13 +87,13 @@ def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: in
 
 
 def _check_skips(model: Any, batches: Batches, block_size: int, length: int, vocabulary: int) -> None:
-    """Refuses a model that does not read its positions, or has too few of them, and runs a row over all of them."""
+    """Raises for a model that ignores its positions, or has too few of them, and runs a row up to the last one."""
     try:
         views = PositionViews(model)
         limit = views.limit()
         if limit is not None and limit < length:
             raise UnsupportedError(
-                f"it has {limit} positions. Give at most {limit}, or a scheme or a model with more of them."
+                f"it has {limit} positions. Give at most {limit}, or a scheme or a model with more positions."
             )
         tokens = _tokens(model, block_size, vocabulary)
         places = torch.arange(block_size, device=tokens.device)[None]
@@ -107,13 +107,13 @@ def _check_skips(model: Any, batches: Batches, block_size: int, length: int, voc
 
 
 def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) -> Blocking:
-    """Finds out how this model, with its scheme and its attention, has to be told of documents, so that a packed row
-    gives the logits of its documents alone.
+    """Finds the arguments with which this model, with its scheme and its attention, separates documents, so that a
+    packed row gives the same logits as its separate documents.
 
-    A row of `block_size` tokens with documents of several lengths, two of one token among them, goes through the model
-    in each way there is, and each document by itself.
+    It tries all kinds of arguments on a row of `block_size` tokens, with documents of several lengths. Two of them have
+    only one token. It also runs each document separately.
     """
-    # One token, nearly everything (longer than a window of attention, if there is one), one token, the rest.
+    # One token, most of the row (longer than the attention window, if there is one), one token, the rest.
     rest = max(1, min(5, block_size // 4))
     lengths = [length for length in (1, block_size - 2 - rest, 1, rest) if length > 0] if block_size > 2 else [1, 1]
     tokens = _tokens(model, block_size, vocabulary)
@@ -124,8 +124,8 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
         unblocked = spread_distance(_logits(model, tokens), alone)
         if unblocked <= 1e-4:
             raise SettingsError(
-                "Packing documents changes nothing in this model as it stands: its attention has no effect yet, so it "
-                "cannot be checked that documents are kept apart. Use --packing concatenate."
+                "Packing documents changes nothing in this model, because its attention has no effect yet. So it "
+                "cannot be checked that documents are separated. Use --packing concatenate."
             )
         tolerance = unblocked * (_EXACT if alone.dtype == torch.float32 else _ROUNDED)
         tried = []
@@ -135,7 +135,7 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
                     blocking = Blocking(positions, mask, first, causal, model.dtype)
                     try:
                         distance = spread_distance(_logits(model, tokens, **blocking.arguments(places)), alone)
-                        outcome = f"off by {distance:.1e}, where no blocking is off by {unblocked:.1e}"
+                        outcome = f"off by {distance:.1e}; without blocking, off by {unblocked:.1e}"
                     except PositionEncodingError as error:
                         raise SettingsError(
                             f"Documents cannot share a row here: {error} Use --packing concatenate."
@@ -146,13 +146,13 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
                         return blocking
                     tried.append(f"{blocking}: {outcome}")
         raise SettingsError(
-            f"{type(model).__name__} cannot keep apart documents that share a row ({'; '.join(tried)}). Use --packing "
-            "concatenate, where attention and positions run through the row."
+            f"{type(model).__name__} cannot separate documents in one row ({'; '.join(tried)}). Use --packing "
+            "concatenate, where attention and positions continue through the row."
         )
 
 
 def check_reads(model: Any, block_size: int, causal: bool, vocabulary: int) -> None:
-    """Runs one row through the model before anything is trained."""
+    """Runs one row through the model before the training."""
     tokens = _tokens(model, block_size, vocabulary)
     with evaluation_mode(model):
         try:
@@ -167,13 +167,13 @@ def check_reads(model: Any, block_size: int, causal: bool, vocabulary: int) -> N
             changed[0, -1] = tokens[0, 0] if tokens[0, 0] != tokens[0, -1] else tokens[0, 1]
             if spread_distance(_logits(model, changed)[:, :-1], before[:, :-1]) > 1e-3:
                 raise SettingsError(
-                    f"{type(model).__name__} sees the token it is to predict: it attends in both directions. Train it "
-                    "with run_mlm.py, or use a causal model (for BERT and its like --config_overrides is_decoder=true)."
+                    f"{type(model).__name__} sees the token to predict: it attends in both directions. Train it "
+                    "with run_mlm.py, or use a causal model (for BERT and similar: --config_overrides is_decoder=true)."
                 )
 
 
 def _tokens(model: Any, length: int, vocabulary: int) -> Tensor:
-    """Random ones, `(1, length)`, none of them padding, which some models do not count as positions."""
+    """Returns random tokens, `(1, length)`. None is padding, because some models give it no position."""
     padding = getattr(model.config, "pad_token_id", None)
     drawn = torch.randint(vocabulary - 1, (1, length), generator=torch.Generator().manual_seed(0))
     if padding is not None and 0 <= padding < vocabulary:
@@ -182,7 +182,7 @@ def _tokens(model: Any, length: int, vocabulary: int) -> Tensor:
 
 
 def _logits(model: Any, tokens: Tensor, **arguments: Tensor) -> Tensor:
-    # As in training, without a cache, with which decoders do not look for documents.
+    # Without a cache, as in training. With one, decoders do not look for documents.
     uncached = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     logits: Tensor = model(input_ids=tokens, **uncached, **arguments).logits
     return logits

@@ -1,4 +1,4 @@
-"""Datasets by name: on the hub, in local files and folders, or the one that installs as a Python package."""
+"""Loads datasets by name: from the hub, from local files and folders, or from a Python package (the default)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_named_dataset(
     try:
         if path.exists():
             if config_name is not None:
-                raise SettingsError(f"--dataset_config_name is for a dataset on the hub, and {path.name} is local.")
+                raise SettingsError(f"--dataset_config_name is for a dataset on the hub, but {path.name} is local.")
             dataset = _load_local(path, split, sample_by)
             source = f"Python package {DEFAULT_PACKAGE}" if name is None else path.name
             return first_rows(dataset, first), source
@@ -53,7 +53,7 @@ def load_named_dataset(
     except SettingsError:
         raise
     except (OSError, ValueError, exceptions.DatasetsError) as error:
-        # Where `datasets` only says that something failed, the cause says what.
+        # If `datasets` only says that something failed, the cause says what.
         cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
         raise SettingsError(
             f"Cannot load the dataset {name!r}: {error}{cause}. Check --dataset_name (a local file or folder, or a hub "
@@ -62,7 +62,7 @@ def load_named_dataset(
 
 
 def require_column(dataset: Any, column: str, source: str) -> None:
-    """Raises `SettingsError`, with the columns there are, if a dataset lacks one."""
+    """Raises `SettingsError`, with the existing columns, if a dataset lacks a column."""
     if column not in dataset.column_names:
         close = close_names(column, dataset.column_names)
         raise SettingsError(
@@ -72,7 +72,7 @@ def require_column(dataset: Any, column: str, source: str) -> None:
 
 
 def split_rows(rows: Any, sizes: Sequence[int], seed: int) -> list[Any]:
-    """Cuts documents or pictures at random into disjoint parts, none of them empty."""
+    """Splits documents or pictures at random into disjoint parts that are not empty."""
     order = np.random.default_rng(seed).permutation(len(rows))
     *parts, rest = np.split(order, np.cumsum([max(1, size) for size in sizes]))
     if not len(rest):
@@ -84,7 +84,7 @@ def split_rows(rows: Any, sizes: Sequence[int], seed: int) -> list[Any]:
 
 
 def first_rows(rows: Any, most: int | None) -> Any:
-    """At most so many documents or pictures; all of them for `None`."""
+    """Returns at most `most` documents or pictures; all of them for `None`."""
     return rows if most is None else rows.select(range(min(most, len(rows))))
 
 
@@ -96,11 +96,11 @@ def _load_local(path: Path, split: str, sample_by: str) -> Any:
         if not isinstance(loaded, DatasetDict):
             return loaded
         if split not in loaded:
-            raise SettingsError(f"{path} has no split {split!r}, but {', '.join(loaded)}: name one of them.")
+            raise SettingsError(f"{path} has no split {split!r}. Its splits: {', '.join(loaded)}.")
         return loaded[split]
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _LOADERS)
     if not files or files[0].suffix not in _LOADERS:
-        raise SettingsError(f"{path} holds no text: the file types known here are {', '.join(_LOADERS)}.")
+        raise SettingsError(f"{path} contains no text. Known file types: {', '.join(_LOADERS)}.")
     texts = [str(file) for file in files if _LOADERS[file.suffix] == "text"]
     if texts:
         return load_dataset("text", data_files=texts, split="train", sample_by=sample_by)
@@ -110,12 +110,12 @@ def _load_local(path: Path, split: str, sample_by: str) -> Any:
 
 
 def packaged_folder() -> Path:
-    """The folder of the speeches, one text file each."""
+    """Returns the folder of the speeches, with one text file for each."""
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     folder = Path(spec.origin if spec and spec.origin else "").parent / "data" / "speeches"
     if not folder.is_dir():
         raise SettingsError(
             f"The default text comes with the Python package {DEFAULT_PACKAGE!r}, which is not installed: "
-            f"{install_command('train')}, or name other text with --dataset_name."
+            f"{install_command('train')}, or give other text with --dataset_name."
         )
     return folder

@@ -1,4 +1,4 @@
-"""In which order rows are read, as a function of seed and epoch alone."""
+"""The order in which rows are read. It depends only on the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EpochRow = tuple[int, int]
 
 
 class RowsByEpoch(Dataset[dict[str, Any]]):
-    """A dataset whose items are asked for as `(epoch, row)`, so that what is drawn for a row can differ by epoch.
+    """A dataset whose items are indexed by `(epoch, row)`, so that the random draws for a row can differ by epoch.
 
     A plain row number means epoch 0, for evaluation.
     """
@@ -27,20 +27,20 @@ class RowsByEpoch(Dataset[dict[str, Any]]):
 class EpochOrder(Sampler[EpochRow]):
     """A new permutation of all rows in each epoch, cut to whole batches.
 
-    Without a short batch at the end of an epoch, one process reads the same batches as several do together. Other rows
-    are left over in every epoch.
+    An epoch does not end with a short batch, so one process reads the same batches as several processes together. The
+    rows that are left over differ by epoch.
 
     Args:
-        rows: how many there are.
-        multiple: rows in a batch, over all processes and accumulated batches together.
-        seed: of the permutations.
-        shuffle: whether to permute at all.
+        rows: number of rows.
+        multiple: number of rows in a batch, over all processes and accumulated batches.
+        seed: seed of the permutations.
+        shuffle: whether to permute the rows.
     """
 
     def __init__(self, rows: int, multiple: int, seed: int, shuffle: bool = True) -> None:
         if rows < multiple:
             raise SettingsError(
-                f"The training data fills {rows} rows, and one update alone takes {multiple} "
+                f"The training data fills {rows} rows, but one update needs {multiple} "
                 "(per_device_train_batch_size x gradient_accumulation_steps x processes). Use more data, a shorter "
                 "--block_size for text, or smaller batches."
             )

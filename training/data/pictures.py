@@ -1,4 +1,4 @@
-"""Pictures as rows: pixels of one size, with what is drawn for a row a function of seed, epoch and row alone."""
+"""Pictures as rows of one size. The random draws for a row depend only on the seed, the epoch and the row."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from transformers import ViTImageProcessorPil
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
 from training.data.order import EpochRow, RowsByEpoch
 
-#: Of Pillow.
+#: Pillow's number for it.
 _BICUBIC = 3
-#: How many pictures a digest reads.
+#: Number of pictures in a digest.
 _DIGEST_PICTURES = 64
-#: Sides of a cut-out differ by no more than this factor.
+#: The sides of a crop differ by at most this factor.
 _ASPECT = 4 / 3
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to a picture while training.
+    """Random changes to pictures during training.
 
     Args:
-        crop: the least share of its area that is cut out; 1 cuts nothing.
-        flip: whether every second picture is mirrored.
-        seed: of what is drawn.
+        crop: the smallest share of the area that a crop keeps; 1 does not crop.
+        flip: whether to mirror a picture with a probability of one half.
+        seed: seed of the random draws.
     """
 
     crop: float = 1.0
@@ -40,7 +40,7 @@ class Augmentation:
     seed: int = 0
 
     def __call__(self, picture: Tensor, row: int, epoch: int) -> Tensor:
-        """A picture `(channels, height, width)` as it is shown in one epoch."""
+        """Returns a picture `(channels, height, width)` as it appears in one epoch."""
         if self.crop == 1 and not self.flip:
             return picture
         drawn = np.random.default_rng([self.seed, epoch, row])
@@ -57,11 +57,11 @@ class PictureRows(RowsByEpoch):
     """Pictures at one resolution: `pixel_values` `(channels, resolution, resolution)` and `labels`, a number.
 
     Args:
-        pictures: with labels.
+        pictures: pictures with labels.
         resolution: pixels along each side.
-        channels: that the model reads.
-        normalization: of pixels.
-        augmentation: `None` shows them as they are.
+        channels: number of channels that the model reads.
+        normalization: normalization of pixels.
+        augmentation: random changes; `None` for none.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PictureRows(RowsByEpoch):
         return {"pixel_values": pixels, "labels": self.pictures.labels[row]}
 
     def digest(self) -> str:
-        """Identifies the labels, and up to 64 of the pictures, evenly spread, as they are shown in epoch 0."""
+        """Returns a digest of the labels, and of up to 64 evenly spread pictures as they appear in epoch 0."""
         hashed = hashlib.sha256(repr((self.pictures.source, self.pictures.labels)).encode())
         count = min(_DIGEST_PICTURES, len(self))
         for number in range(count):
@@ -96,23 +96,23 @@ class PictureRows(RowsByEpoch):
 
 
 class PictureBatches:
-    """Collates rows; for a model that can, asks for a position table that is interpolated to the size of the pictures.
+    """Collates rows. If the model can interpolate its position table to the size of the pictures, asks for that.
 
     Args:
-        model: that gets the batches.
+        model: the model that gets the batches.
     """
 
     def __init__(self, model: Any) -> None:
         self.interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """`pixel_values` `(batch, channels, resolution, resolution)` and `labels` `(batch,)` int64."""
+        """Returns `pixel_values` `(batch, channels, resolution, resolution)` and `labels` `(batch,)` int64."""
         batch: dict[str, Any] = default_collate(list(rows))
         return batch | ({"interpolate_pos_encoding": True} if self.interpolates else {})
 
 
 def image_processor(resolution: int, normalization: Normalization, channels: int) -> ViTImageProcessorPil:
-    """What `pipeline("image-classification")` prepares pictures with, as rows prepare them."""
+    """Returns an image processor for `pipeline("image-classification")` that prepares pictures as rows do."""
     mean, std = (
         list(values) * (channels if len(values) == 1 else 1) for values in (normalization.mean, normalization.std)
     )

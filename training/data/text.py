@@ -1,4 +1,4 @@
-"""Text as rows of tokens of equal length, with masks that are a function of seed, epoch and row alone."""
+"""Text as rows of tokens of equal length. Masks depend only on the seed, the epoch and the row."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TokenStream:
     """The tokens of all documents, one after the other.
 
     Args:
-        tokens: `(tokens,)`; may be mapped from a file.
-        bounds: `(documents + 1,)`: where each document begins, and where the last one ends.
+        tokens: `(tokens,)`; may be memory-mapped from a file.
+        bounds: `(documents + 1,)`: the beginning of each document, and the end of the last one.
     """
 
     def __init__(self, tokens: NDArray[Any], bounds: NDArray[np.int64]) -> None:
@@ -45,7 +45,7 @@ class TokenStream:
         return cls(tokens[0] if len(tokens) == 1 else np.concatenate([np.empty(0, np.int32), *tokens]), bounds)
 
     def save(self, path: Path) -> None:
-        """Writes `path.npy` and `path.bounds.npy`, so that other processes can map them; a kill leaves them whole."""
+        """Writes `path.npy` and `path.bounds.npy` atomically, so that other processes can memory-map them."""
         path.parent.mkdir(parents=True, exist_ok=True)
         for name, values in ((path.name, self.tokens.astype(np.int32)), (f"{path.name}.bounds", self.bounds)):
             temporary = path.with_name(f"{name}.partial.npy")
@@ -54,7 +54,7 @@ class TokenStream:
 
     @classmethod
     def open(cls, path: Path) -> TokenStream:
-        """What `save` wrote, mapped into memory."""
+        """Returns a stream written by `save`, memory-mapped."""
         bounds = np.load(path.with_name(f"{path.name}.bounds.npy"))
         return cls(np.load(path.with_name(f"{path.name}.npy"), mmap_mode="r"), bounds)
 
@@ -63,15 +63,15 @@ class TokenStream:
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self.bounds) - 1
 
     def read(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A stretch of the stream.
+        """Reads a part of the stream.
 
         Returns:
-            Its tokens, `(stop - start,)`, and likewise how far each stands behind the first token of its document
-            that lies in the stretch: 0, 1, 2, ... starting at 0 again where a document begins.
+            Its tokens, `(stop - start,)`, and the place of each token, of the same shape: its distance from the first
+            token of its document in this part (0, 1, 2, ...). It restarts at 0 where a document begins.
         """
         first = int(np.searchsorted(self.bounds, start, side="right")) - 1
         last = int(np.searchsorted(self.bounds, stop, side="left"))
@@ -80,15 +80,15 @@ class TokenStream:
         return self.tokens[start:stop].astype(np.int64), places
 
     def digest(self) -> str:
-        """Identifies the tokens and where documents begin."""
+        """Returns a digest of the tokens and of the beginnings of documents."""
         return hashlib.sha256(self.bounds.tobytes() + self.tokens.astype(np.int32).tobytes()).hexdigest()[:16]
 
 
 def tokenize(documents: Any, column: str, tokenizer: PreTrainedTokenizerBase, workers: int | None = None) -> Any:
-    """Returns a dataset with the column `input_ids`; blank documents are dropped.
+    """Returns a dataset with the column `input_ids`. Blank documents are dropped.
 
-    Each document gets the special tokens that the tokenizer gives a text, and in any case its end token (else its
-    separator) at the end, without which a causal model could not learn where a text ends.
+    Each document gets the tokenizer's special tokens and always ends with the end token (or the separator if there is
+    none). Without it, a causal model could not learn where a text ends.
     """
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
@@ -97,7 +97,7 @@ def tokenize(documents: Any, column: str, tokenizer: PreTrainedTokenizerBase, wo
         for text in texts:
             if not isinstance(text, str):
                 raise SettingsError(
-                    f"The column {column!r} holds {type(text).__name__}, not text. Name another with --text_column."
+                    f"The column {column!r} contains {type(text).__name__}, not text. Give another with --text_column."
                 )
         texts = [text for text in texts if text.strip()]
         encoded = tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"] if texts else []
@@ -112,12 +112,12 @@ def tokenize(documents: Any, column: str, tokenizer: PreTrainedTokenizerBase, wo
 
 class RowMasking:
     """Masks a row with transformers' collator (BERT, arXiv:1810.04805, section 3.1). The masks of a row are the same on
-    any number of processes and workers, and after a run was resumed; they are others in every epoch.
+    any number of processes and workers, and in a resumed run. They differ by epoch.
 
     Args:
-        tokenizer: whose mask token is shown; its special tokens are never targets.
+        tokenizer: provides the mask token. Its special tokens are never targets.
         mlm_probability: share of the tokens that become targets.
-        seed: of the masks; `stream` tells those of several datasets apart.
+        seed: seed of the masks. `stream` gives several datasets different masks.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float, seed: int, stream: int = 0) -> None:
@@ -132,26 +132,26 @@ class RowMasking:
         self._special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
 
     def __call__(self, tokens: Tensor, epoch: int, row: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of a row, each `(length,)`."""
+        """Returns the inputs and labels of a row, each `(length,)`."""
         self._mask.generator.manual_seed(_seed_of(self.seed, self.stream, epoch, row))
         inputs, labels = self._mask.torch_mask_tokens(tokens[None].clone(), torch.isin(tokens, self._special)[None])
         return inputs[0], labels[0]
 
 
 class RowSkips:
-    """Draws `pose_positions` for a row, which are as reproducible as the masks of `RowMasking`.
+    """Draws `pose_positions` for a row. They are as reproducible as the masks of `RowMasking`.
 
     Args:
-        target_length: how many positions there are.
-        chunks: of each document.
-        seed: of the draws.
+        target_length: number of positions.
+        chunks: number of chunks per document.
+        seed: seed of the draws.
     """
 
     def __init__(self, target_length: int, chunks: int, seed: int) -> None:
         self.target_length, self.chunks, self.seed = target_length, chunks, seed
 
     def __call__(self, places: Tensor, epoch: int, row: int) -> Tensor:
-        """The positions of a row, `(length,)`, for its `places`."""
+        """Returns the positions of a row, `(length,)`, for its `places`."""
         generator = torch.Generator().manual_seed(_seed_of(self.seed, epoch, row))
         return pose_positions(places[None], self.target_length, chunks=self.chunks, generator=generator)[0]
 
@@ -161,12 +161,12 @@ def _seed_of(*numbers: int) -> int:
 
 
 class PackedRows(RowsByEpoch):
-    """The stream, cut every `block_size` tokens, so that no token is padding; what is left at its end is dropped.
+    """The stream, cut every `block_size` tokens. No token is padding, and the rest at the end is dropped.
 
-    An item holds `input_ids`, `labels` and `places`, each `(block_size,)`. `places` counts from 0 in every document
-    (packing "documents") or through the row ("concatenate"); where it is 0, there is no context before the token, so it
-    is not a target of a causal model. Without `masking` the rows are for a causal model. With `skips`, an item also
-    holds the `positions` that the model is given instead of the places.
+    An item has `input_ids`, `labels` and `places`, each `(block_size,)`. `places` counts from 0 in every document
+    (packing "documents") or through the row ("concatenate"). A token at place 0 has no context, so it is not a target
+    of a causal model. Without `masking`, the rows are for a causal model. With `skips`, an item also has the
+    `positions` that the model gets instead of the places.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class PackedRows(RowsByEpoch):
     ) -> None:
         if len(stream) < block_size:
             raise SettingsError(
-                f"The {name} has {len(stream)} tokens in {stream.documents} document(s), and one row alone takes "
+                f"The {name} has {len(stream)} tokens in {stream.documents} document(s), but one row needs "
                 f"{block_size}. Use more text or a shorter --block_size."
             )
         self.stream, self.block_size, self.masking, self.skips = stream, block_size, masking, skips
@@ -206,7 +206,7 @@ class PackedRows(RowsByEpoch):
 def load_rows(
     data: DataArguments, tokenizer: PreTrainedTokenizerBase, causal: bool, seed: int
 ) -> tuple[PackedRows, PackedRows, str]:
-    """Returns the rows to train on, those to validate on, and a sentence about them. No document is in both."""
+    """Returns the rows for training and for validation, and a sentence about them. No document is in both."""
     documents, source = _load(data, data.dataset_name, data.dataset_split, data.max_train_samples)
     if data.validation_file is not None:
         held_out, from_where = _load(data, data.validation_file, "train", data.max_eval_samples)
@@ -216,8 +216,8 @@ def load_rows(
     else:
         if len(documents) < 2:
             raise SettingsError(
-                f"{source!r} holds {len(documents)} document, so none can be held out for validation. Cut it with "
-                "--sample_by paragraph, or name other text with --validation_file."
+                f"{source!r} holds {len(documents)} document, so none can be held out for validation. Split it with "
+                "--sample_by paragraph, or give other text with --validation_file."
             )
         number = min(round(len(documents) * data.validation_split_percentage / 100), len(documents) - 1)
         documents, held_out = split_rows(documents, [number], data.split_seed)
@@ -225,9 +225,9 @@ def load_rows(
     rows = []
     for number, (part, most) in enumerate(((documents, data.max_train_samples), (held_out, data.max_eval_samples))):
         tokens = tokenize(first_rows(part, most), data.text_column, tokenizer, data.preprocessing_num_workers)
-        # Masks of the validation rows are the same for every seed.
+        # The masks of validation rows are the same for every seed.
         masking = None if causal else RowMasking(tokenizer, data.mlm_probability, 0 if number else seed, stream=number)
-        # Rows are validated at their own positions.
+        # Validation uses the positions of the rows themselves.
         skipped = None if number else data.pose_length
         skips = None if skipped is None else RowSkips(skipped, data.pose_chunks, seed)
         name = f"{'validation' if number else 'training'} part of {source!r}"

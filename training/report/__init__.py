@@ -1,1 +1,1 @@
-"""What a study leaves for readers, from its `results.json`: tables, sentences, figures, a page and model cards."""
+"""Reports of a study from its `results.json`: tables, sentences, figures, a page and model cards."""

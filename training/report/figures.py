@@ -1,4 +1,4 @@
-"""The figures of a study: one line per scheme, with the interval over seeds."""
+"""The figures of a study, with one line per scheme and its interval over seeds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_posenc.report import Result
 from training.report.records import ROUNDING
 from training.report.results import Study, Task
 
-#: A loss above this multiple of what token frequencies give lies above the figure.
+#: The upper end of a figure of losses, as a multiple of the loss that token frequencies give.
 _CEILING = 1.6
-#: Where an exact zero is drawn on the logarithmic axis of the dog distance.
+#: The height of an exact zero on the logarithmic axis of the dog distance.
 _DOG_FLOOR = 1e-8
 
 
 class StudyFigure(NamedTuple):
-    """A figure of a task: the name of its file, its title, how to read it, and the PNG for light and dark pages."""
+    """A figure of a task: its file name, its title, how to read it, and the PNG for light and dark pages."""
 
     task: str
     name: str
@@ -30,7 +30,7 @@ class StudyFigure(NamedTuple):
 
 
 class _Lines(NamedTuple):
-    """What a figure shows: a quantity over a key of `Record.at`, and how to read it."""
+    """The contents of a figure: a quantity over a key of `Record.at`, and how to read it."""
 
     name: str
     title: str
@@ -81,7 +81,7 @@ _X_LABELS = {
 
 
 def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigure]:
-    """Every figure that the finished runs have data for, task by task."""
+    """Draws every figure that the finished runs have data for, task by task."""
     labels = list(dict.fromkeys(run.scheme for run in study.runs))
     figures = []
     for name, result in records.items():
@@ -99,7 +99,7 @@ def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigur
 
 
 def _groups(study: Study, task: str) -> Iterator[tuple[str, list[str]]]:
-    """The schemes of a figure: those with new or pretrained weights; those that start from others, beside these."""
+    """Yields the schemes of each figure: those without a start; those that start from others, and their starts."""
     started = {run.scheme: run.start for run in study.of(task)}
     yield "", [label for label, start in started.items() if start is None]
     if any(started.values()):
@@ -144,11 +144,11 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
 
 
 def _curve(result: Result, label: str, lines: _Lines) -> Curve | None:
-    """One scheme with its interval; `None` if it has no line."""
+    """Returns the line of a scheme with its interval; `None` if it has none."""
     records = [point for point in result.of(label, lines.quantity) if point.value is not None and lines.key in point.at]
     if not records or (lines.key == "step" and len(records) == 1):
         return None
     points = ((point.at[lines.key], point.value, point.low, point.high) for point in records)
     x, mean, low, high = zip(*points, strict=True)
-    # A lower end at or below zero is nowhere on a logarithmic axis.
+    # A logarithmic axis cannot show a lower end at or below zero.
     return Curve(x, mean) if lines.key == "layer" else Curve(x, mean, low, high)

@@ -1,4 +1,4 @@
-"""Everything a study leaves for readers, made from its results."""
+"""Writes all reports of a study from its results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_outputs(results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def format_tables(study: Study, records: Mapping[str, Result]) -> str:
-    """Markdown: a heading per task, its tables, how it was trained, and what could not be trained, with the reason."""
+    """Returns Markdown: for each task its tables, how it was trained, and what could not be trained, with reasons."""
     head = [f"# {study.name}", study.description, f"Made by `{study.command}`.", "## What was seen"]
     for first, *others in study_summary(study, records).values():
         head += [first, "\n".join(f"- {sentence}" for sentence in others)]
@@ -59,7 +59,7 @@ def format_tables(study: Study, records: Mapping[str, Result]) -> str:
 
 
 def _page(study: Study, records: Mapping[str, Result], figures: Sequence[StudyFigure]) -> str:
-    """The study as one HTML page that needs nothing beside it."""
+    """Returns the study as one self-contained HTML page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["base64"] = lambda image: base64.b64encode(image).decode()
     environment.filters["tables"] = lambda result: Markup(replace(result, title="").html().replace("h2>", "h3>"))

@@ -1,4 +1,4 @@
-"""The results of a study as records: one `Result` per task, every number a mean over seeds with its interval."""
+"""The results of a study as records: one `Result` per task. Every number is a mean over seeds with its interval."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hf_posenc.schemes.registry import scheme_from_dict
 from training.report.results import MAIN, ResultsError, Run, Study, Task
 
 CONFIDENCE = 0.95
-#: A distance of the two dogs up to this one is rounding of float32.
+#: A distance of the two dogs up to this is a rounding error of float32.
 ROUNDING = 1e-5
-#: A loss above this one has no perplexity, which would be a number of dozens of digits.
+#: No perplexity is shown for a loss above this. It would have dozens of digits.
 LARGEST_LOSS = 50.0
 
 _CURVES = ("train_loss", "validation_loss", "validation_similarity", "validation_accuracy")
@@ -34,7 +34,7 @@ _MEASURED = {
 
 
 def study_records(study: Study) -> dict[str, Result]:
-    """One result per task that has runs, in the order of the study."""
+    """Returns one result for each task that has runs, in the order of the study."""
     return {name: _result(study, name) for name in study.tasks if study.of(name)}
 
 
@@ -43,7 +43,7 @@ def _result(study: Study, name: str) -> Result:
     finished = [run for run in runs if run.finished]
     timed = all(run.cpu_seconds is not None for run in finished)
     clock = "processor" if timed and not study.machine.get("gpu") else "wall"
-    # Of several unpatched models, the control is the first that began from new weights.
+    # If there are several unpatched models, the control is the first one with new weights.
     unpatched = sorted((run for run in finished if run.config is None), key=lambda run: run.start is not None)
     control = unpatched[0].scheme if unpatched else None
     frame = _frame(finished, task, clock, control)
@@ -61,7 +61,7 @@ def _result(study: Study, name: str) -> Result:
 
 
 def _subject(label: str, runs: list[Run], task: Task) -> Subject:
-    """A scheme, with a note on how it differs from what its label and its task say."""
+    """Returns a scheme, with a note on how it differs from its label and the settings of its task."""
     first, finished = runs[0], [run for run in runs if run.finished]
     scheme = "the unpatched model" if first.config is None else f"`{scheme_from_dict(first.config).label}`"
     about = [] if scheme == f"`{label}`" else [scheme]
@@ -87,15 +87,14 @@ def _subject(label: str, runs: list[Run], task: Task) -> Subject:
 
 
 def _frame(finished: list[Run], task: Task, clock: str, control: str | None) -> pd.DataFrame:
-    """One row per number of a run, with the columns scheme, seed, quantity, key, at and value."""
+    """Returns one row per number of a run, with the columns scheme, seed, quantity, key, at and value."""
     rows: list[tuple[Any, ...]] = []
     for run in finished:
         try:
             rows += [(run.scheme, run.seed, *number) for number in _numbers(run, task, clock)]
         except (KeyError, TypeError, ValueError) as error:
             raise ResultsError(
-                f"The figures of task {run.task!r}, scheme {run.scheme!r}, seed {run.seed} do not fit together: "
-                f"{error!r}."
+                f"The figures of task {run.task!r}, scheme {run.scheme!r}, seed {run.seed} are inconsistent: {error!r}."
             ) from error
     columns = ["scheme", "seed", "quantity", "key", "at", "value"]
     frame = pd.DataFrame(rows, columns=columns).astype({"value": float})
@@ -109,7 +108,7 @@ def _frame(finished: list[Run], task: Task, clock: str, control: str | None) -> 
 
 
 def _numbers(run: Run, task: Task, clock: str) -> Iterator[tuple[str, str, Any, float | None]]:
-    """The numbers of a run: quantity, key of `Record.at` and its value, number."""
+    """Yields the numbers of a run: quantity, key of `Record.at` and its value, number."""
     steps = run.curve["step"]
     for quantity, values in run.curve.items():
         if quantity != "step" and values:
@@ -145,7 +144,7 @@ def _numbers(run: Run, task: Task, clock: str) -> Iterator[tuple[str, str, Any, 
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half of Student's interval of a mean; `None` for fewer than two values."""
+    """Returns half of Student's interval of a mean; `None` for fewer than two values."""
     count = len(values)
     if count < 2:
         return None
@@ -157,7 +156,7 @@ def _records(label: str, runs: list[Run], frame: pd.DataFrame) -> Iterator[Recor
     for (quantity, key, at), values in of_scheme.groupby(["quantity", "key", "at"], sort=False).value:
         present = values.dropna().tolist()
         count, half = len(present), half_width(present)
-        # Exactly rounded sums, so that the last digit of a table does not depend on the order of the seeds.
+        # Sums are rounded exactly, so the last digit of a table does not depend on the order of the seeds.
         mean = fmean(present) if count else None
         shown = ""
         if quantity.startswith("dog_") and mean is not None:
@@ -185,7 +184,7 @@ def _records(label: str, runs: list[Run], frame: pd.DataFrame) -> Iterator[Recor
 
 
 def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, ...]:
-    """The style, the heading and the meaning of every column."""
+    """Returns the style, the heading and the meaning of every column."""
     trained = max(task.trained)
     dogs = "distance of the two dogs"
     columns: dict[str, tuple[str, ...]] = {

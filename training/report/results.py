@@ -1,4 +1,4 @@
-"""`results.json` of a study: what it has to look like."""
+"""The format of a study's `results.json`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-#: What a model is compared by, for each kind of task.
+#: The quantity that models are compared by, for each kind of task.
 MAIN = {
     "language_modeling": "loss", "generalization": "accuracy", "embedding": "similarity",
     "image_classification": "accuracy",
@@ -18,7 +18,7 @@ class ResultsError(ValueError):
 
 
 class Run(BaseModel):
-    """One training: its place in the study, and either its figures or the reason why there are none."""
+    """One training: its place in the study, and its figures or the reason why there are none."""
 
     task: str
     scheme: str
@@ -55,12 +55,12 @@ class Run(BaseModel):
 
     @property
     def steps(self) -> int | None:
-        """Steps of this training; 0 for a model that was only read, `None` without figures."""
+        """Number of steps of this training; 0 for a model that was only evaluated, `None` without figures."""
         return int(self.curve["step"][-1] or 0) if self.finished else None
 
 
 class Task(BaseModel, extra="allow"):
-    """What the models of a task are, and how they were trained and read."""
+    """The models of a task, and how they were trained and evaluated."""
 
     kind: Literal["language_modeling", "generalization", "embedding", "image_classification"]
     model: str
@@ -77,7 +77,7 @@ class Task(BaseModel, extra="allow"):
 
     @property
     def causal_reader(self) -> bool:
-        """Whether what reads a text has a causal mask; the encoder of an encoder-decoder has none."""
+        """Whether the part that reads a text has a causal mask. The encoder of an encoder-decoder has none."""
         if self.causal is None:  # results of earlier versions
             read = self.kind in ("language_modeling", "generalization")
             return read and getattr(self, "objective", "causal") == "causal"
@@ -85,17 +85,17 @@ class Task(BaseModel, extra="allow"):
 
     @property
     def axis(self) -> str:
-        """What `lengths` are: "length", or "resolution" of pictures."""
+        """The meaning of `lengths`: "length", or "resolution" for pictures."""
         return "resolution" if self.kind == "image_classification" else "length"
 
     @property
     def trained(self) -> list[int]:
-        """The lengths that were trained on."""
+        """The lengths of training."""
         return self.train_lengths or [self.train_length or self.lengths[0]]
 
 
 class Study(BaseModel):
-    """Everything that a study found."""
+    """All results of a study."""
 
     name: str
     description: str = ""
@@ -116,28 +116,28 @@ class Study(BaseModel):
         names = [f"task {run.task!r}, scheme {run.scheme!r}, seed {run.seed}" for run in self.runs]
         for name, run in zip(names, self.runs, strict=True):
             if names.count(name) > 1:
-                raise ValueError(f"{name} is there twice")
+                raise ValueError(f"{name} is listed twice")
             if run.task not in self.tasks:
                 raise ValueError(f"{name}: the tasks are {', '.join(self.tasks)}")
             measured = [MAIN[self.tasks[run.task].kind], "lengths"] if run.finished else []
             missing = [key for key in measured if key not in run.reading]
             if missing or (run.finished and not run.curve.get("step")):
-                raise ValueError(f"{name} is finished and has no {(missing or ['curve'])[0]!r}")
+                raise ValueError(f"{name} is finished but has no {(missing or ['curve'])[0]!r}")
             if run.finished and run.reading["lengths"] != self.tasks[run.task].lengths:
-                raise ValueError(f"{name} was measured at {run.reading['lengths']}, which are not those of its task")
+                raise ValueError(f"{name} was measured at {run.reading['lengths']}, but its task has other lengths")
             first = next(other for other in self.of(run.task, run.scheme) if other.finished or not run.finished)
             compared = ("config", "start", "training", "swap_options", *(["parameters", "steps"] * run.finished))
             for key in compared:
                 if getattr(first, key) != getattr(run, key):
                     raise ValueError(
                         f"{name} and seed {first.seed} differ in {key} ({getattr(run, key)!r} and "
-                        f"{getattr(first, key)!r}), so they cannot be averaged. Give one of them another label"
+                        f"{getattr(first, key)!r}), so they cannot be averaged. Give one of them a different label"
                     )
         return self
 
 
 def check_results(results: dict[str, Any]) -> Study:
-    """Reads results, and refuses those that would be reported wrongly."""
+    """Validates results, and refuses those that would be reported wrongly."""
     try:
         return Study.model_validate(results)
     except ValidationError as error:

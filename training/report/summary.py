@@ -1,4 +1,4 @@
-"""What a study saw, in sentences that claim no more than its seeds allow."""
+"""A summary of a study, in sentences that claim no more than its seeds allow."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hf_posenc.report import Result
 from training.report.records import ROUNDING, half_width
 from training.report.results import MAIN, Study, Task
 
-#: A loss that rises by no more than this many nats past the trained length counts as kept.
+#: A loss that rises by at most this many nats after the trained length counts as kept.
 KEPT = 0.05
-#: A loss that is not further than this below that of token frequencies shows that hardly anything was learned.
+#: If a loss differs from that of token frequencies by at most this, hardly anything was learned.
 _HARDLY = 0.1
 _WORDS = {
     "loss": ("the lowest loss was", "{:.3f}"),
@@ -25,7 +25,7 @@ _AIMS = {"causal": "which predicts the next token", "masked": "which fills in ma
 
 
 class _Interval(NamedTuple):
-    """A mean over seeds with its interval; without ends where there is one seed."""
+    """A mean over seeds with its interval; without ends if there is only one seed."""
 
     mean: float
     low: float | None = None
@@ -33,7 +33,7 @@ class _Interval(NamedTuple):
 
 
 def study_summary(study: Study, records: Mapping[str, Result]) -> dict[str, list[str]]:
-    """Sentences on the whole study, under an empty name, and on each of its tasks; the code in them is in backticks."""
+    """Returns sentences on the whole study, under an empty name, and on each of its tasks. Code is in backticks."""
     return {"": list(_whole(study))} | {name: list(_task(study, result)) for name, result in records.items()}
 
 
@@ -102,7 +102,7 @@ def _task(study: Study, result: Result) -> Iterator[str]:
 
 
 def _comparable(study: Study, result: Result, quantity: str) -> dict[str, dict[int, dict[int, float]]]:
-    """The values by label, length and seed of schemes that were trained alike: not from another one, or longer."""
+    """Returns values by label, length and seed of schemes trained alike: not from another scheme, and not longer."""
     comparable = {}
     for label in result.labels:
         run = study.of(result.task, label)[0]
@@ -114,7 +114,7 @@ def _comparable(study: Study, result: Result, quantity: str) -> dict[str, dict[i
 def _best(
     values: Mapping[str, dict[int, dict[int, float]]], quantity: str, length: int, place: str, style: str = ""
 ) -> Iterator[str]:
-    """The best scheme and the next one, and whether the seeds separate the two."""
+    """Names the best scheme and the next one, and says whether the seeds separate the two."""
     better = -1 if quantity == "loss" else 1
     means = {label: _mean(reading[length]) for label, reading in values.items() if reading.get(length)}
     order = sorted(means, key=lambda label: -better * means[label])
@@ -123,7 +123,7 @@ def _best(
     words, usual = _WORDS[quantity]
     style = style or usual
     shown = {label: style.format(means[label]) for label in order}
-    # Schemes with the same printed number share their place.
+    # Schemes with the same printed number share a rank.
     if quantity == "accuracy" and means[order[0]] == 0:
         yield f"{place}, no scheme gave a right answer."
         return
@@ -145,7 +145,7 @@ def _best(
 
 
 def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: int) -> Iterator[str]:
-    """Which schemes kept their loss at the longest length."""
+    """Says which schemes kept their loss at the longest length."""
     kept: list[str] = []
     open_: list[str] = []
     lost: dict[str, float] = {}
@@ -179,7 +179,7 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
 
 
 def _dogs(task: Task, result: Result) -> Iterator[str]:
-    """Who tells the two dogs apart: in a causal model its mask does, so that attention without one is asked."""
+    """Says which schemes distinguish the two dogs. A causal mask alone does, so attention without a mask is used."""
     causal = task.causal_reader
     quantity, limit = ("dog_probe", PROBE_TOLERANCE) if causal else ("dog_distance", ROUNDING)
     last: dict[str, float] = {}
@@ -201,7 +201,7 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
 
 
 def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, dict[int, float]]:
-    """The values of a scheme by length and seed."""
+    """Returns the values of a scheme by length and seed."""
     by_length: dict[int, dict[int, float]] = {}
     for run in study.of(task, label):
         for length, value in zip(run.reading.get("lengths", ()), run.reading.get(quantity, ()), strict=False):

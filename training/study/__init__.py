@@ -1,1 +1,1 @@
-"""The study: schemes x tasks x seeds x lengths, run where it is missing, aggregated and reported."""
+"""The study: schemes x tasks x seeds x lengths. It runs missing trainings, aggregates results and reports them."""

@@ -19,13 +19,13 @@ FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged",
 
 #: The scheme of the unpatched model, the control.
 NATIVE = "native"
-#: Used where `--scheme_options` says nothing else. The paper's sinusoids have the size of its token vectors, because it
-#: multiplies those by sqrt(hidden) (arXiv:1706.03762, section 3.4). None of the models here does, so the sinusoids are
-#: scaled down to the tokens instead: at scale 1 they would drown them.
+#: Defaults for `--scheme_options`. The paper's sinusoids have the size of its token vectors, because it multiplies
+#: those by sqrt(hidden) (arXiv:1706.03762, section 3.4). The models here do not, so the sinusoids are scaled down
+#: instead. At scale 1 they would be much larger than the token vectors.
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
 
 _SHAPE = ("hidden_size", "num_layers", "num_heads")
-#: The same for all schemes of a task, so that they can be compared.
+#: Settings that must be the same for all schemes of a task, so that they can be compared.
 _OF_THE_TASK = (
     "length_factor", "test_lengths", "test_samples", "eval_windows", "model_type", "config_overrides",
     "test_resolutions", "patch_size",
@@ -33,7 +33,7 @@ _OF_THE_TASK = (
 
 
 def default_options(label: str, asked: SchemeOptions) -> dict[str, Any]:
-    """Options of a scheme that a study uses where `scheme_options` says nothing else."""
+    """Returns the options of a scheme that a study uses unless `scheme_options` changes them."""
     return DEFAULT_OPTIONS.get(label, {}) if asked.scheme in (None, label) else {}
 
 
@@ -43,9 +43,9 @@ class Cell:
 
     Args:
         study: the settings of the whole study.
-        task: what is trained.
-        label: of the scheme.
-        seed: of weights, data order and masks.
+        task: the task to train.
+        label: the label of the scheme.
+        seed: the seed of weights, data order and masks.
         start: the cell whose trained model this one starts from.
         is_start: whether another cell starts from this one.
     """
@@ -59,12 +59,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Such as `causal-alibi-seed0`; also the name of its folder."""
+        """Its name, such as `causal-alibi-seed0`, and that of its folder."""
         return f"{self.task.name}-{self.label}-seed{self.seed}"
 
     @property
     def asked(self) -> SchemeOptions:
-        """What the study says of its label."""
+        """The options of its label in the study."""
         return self.study.options_of(self.label, self.task.name)
 
     @property
@@ -85,46 +85,46 @@ class Cell:
 
     @cached_property
     def settings(self) -> TrainingSettings:
-        """How it is trained: the settings of its task, changed by those of its scheme."""
+        """The settings of its training: those of its task, changed by those of its scheme."""
         return self.task.settings.changed(self.asked.training, f"Scheme {self.label!r}")
 
     @property
     def train_lengths(self) -> list[int]:
-        """The lengths it is trained on, which its scheme may have changed."""
+        """The lengths that it is trained on. Its scheme may have changed them."""
         return self.task.train_lengths(self.settings)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it begins with trained weights: those of another cell, or pretrained ones."""
+        """Whether it starts from trained weights: those of another cell, or pretrained ones."""
         return self.start is not None or self.task.pretrained
 
     @property
     def study_folder(self) -> Path:
-        """Where the study goes."""
+        """The output folder of the study."""
         return Path(self.study.output_dir)
 
     @property
     def folder(self) -> Path:
-        """Where its checkpoints and its result go."""
+        """The folder for its checkpoints and its result."""
         return self.study_folder / "trainings" / self.name
 
     @property
     def model_folder(self) -> Path:
-        """Where its trained model goes."""
+        """The folder for its trained model."""
         return self.study_folder / "models" / self.name
 
     @property
     def depth(self) -> int:
-        """How many trainings have to come before this one."""
+        """The number of trainings that must end before this one."""
         return 0 if self.start is None else self.start.depth + 1
 
     @property
     def step_file(self) -> Path:
-        """Where its worker notes the steps that it has done."""
+        """The file in which its worker records the number of completed steps."""
         return self.folder / "step"
 
     def steps_done(self) -> int:
-        """How many steps its worker has noted."""
+        """Returns the number of steps that its worker has recorded."""
         if (self.folder / "result.json").exists():
             return self.settings.max_steps
         try:
@@ -133,11 +133,11 @@ class Cell:
             return 0
 
     def result(self) -> dict[str, Any] | None:
-        """What this training came to, if it has ended."""
+        """Returns the result of this training, if it has ended."""
         return read_json(self.folder / "result.json")
 
     def head(self) -> dict[str, Any]:
-        """What names it in `results.json`."""
+        """The entries that identify it in `results.json`."""
         return {
             "task": self.task.name,
             "scheme": self.label,
@@ -149,7 +149,7 @@ class Cell:
         }
 
     def identity(self, digests: dict[str, str]) -> dict[str, Any]:
-        """Everything that its result depends on, JSON-ready."""
+        """Returns everything that its result depends on, JSON-ready."""
         identity = {
             **self.settings.fingerprint(),
             "scheme": self.head()["config"],
@@ -167,9 +167,9 @@ class Cell:
 
 
 def study_cells(study: StudySettings) -> list[Cell]:
-    """All trainings of a study, seed by seed, so that a study that is stopped has whole seeds to compare.
+    """Returns all trainings of a study, ordered by seed, so that an interrupted study has complete seeds to compare.
 
-    One that starts from another comes after it.
+    A training that starts from another one comes after it.
     """
     cells: dict[tuple[str, str, int], Cell] = {}
 
@@ -177,7 +177,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
         if label not in study.schemes or label in waiting:
             raise SettingsError(
                 f"{' starts from '.join((*waiting, label))}: "
-                + ("no training could begin." if label in waiting else "--schemes does not name it; name it, too.")
+                + ("no training could begin." if label in waiting else "--schemes must include it, too.")
             )
         key = (task.name, label, seed)
         if key not in cells:
@@ -189,7 +189,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
         return cells[key]
 
     if study.train_lengths and {*study.tasks} <= {CAUSAL, MASKED, IMAGES}:
-        raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; text is read at --train_length.")
+        raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; other text uses --train_length.")
     for name in study.tasks:
         options = study.task_options.get(name, TaskOptions())
         task = _task(study, name, options)
@@ -201,10 +201,10 @@ def study_cells(study: StudySettings) -> list[Cell]:
 
 
 def _refuse_unused(study: StudySettings, tasks: list[StudyTask]) -> None:
-    """Refuses a setting that no task of the study reads."""
+    """Raises `SettingsError` for a setting that no task of the study uses."""
     for name in sorted(study.model_fields_set):
         if all(name in task.unused for task in tasks):
-            raise SettingsError(f"--{name} is given, and no task of this study ({', '.join(study.tasks)}) uses it.")
+            raise SettingsError(f"--{name} is given, but no task of this study ({', '.join(study.tasks)}) uses it.")
 
 
 def _task(study: StudySettings, name: str, options: TaskOptions) -> StudyTask:
@@ -222,23 +222,23 @@ def _task(study: StudySettings, name: str, options: TaskOptions) -> StudyTask:
 
 
 def _check(cell: Cell) -> None:
-    """Refuses settings with which nothing could be measured, or which would change nothing."""
+    """Raises `SettingsError` for settings with which nothing could be measured, or which have no effect."""
     settings, swap, task = cell.settings, cell.asked.swap, cell.task
     swap.check_training(settings.max_steps, swap.lora)
     swap.check_objective(task.causal)
     fixed = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *task.unused}
     unused = sorted(fixed & set(cell.asked.training))
     problems = {
-        f"{NATIVE!r} is the unpatched model; it has no options and takes no swap.": (
+        f"{NATIVE!r} is the unpatched model; it has no options and cannot be a swap.": (
             cell.config is None and (cell.options or swap.swaps)
         ),
-        f"training has {', '.join(unused)}, which no scheme of this task can have of its own. Set it for the task.": (
+        f"training has {', '.join(unused)}, which a single scheme of this task cannot set. Set it for the task.": (
             unused
         ),
-        "max_steps is 0 and it starts from no other model: there would be nothing to read.": (
+        "max_steps is 0 and it starts from new weights, so there would be nothing to evaluate.": (
             not settings.max_steps and not cell.goes_on
         ),
-        f"pose_length is {settings.pose_length}, and no text can skip positions: the longest that it trains on has "
+        f"pose_length is {settings.pose_length}, but no text could skip positions: the longest training text has "
         f"{max(cell.train_lengths)} tokens. Give more, or shorter --train_lengths.": (
             settings.pose_length is not None and settings.pose_length <= max(cell.train_lengths)
         ),

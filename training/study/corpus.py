@@ -1,4 +1,4 @@
-"""The text of a study: any dataset that `datasets` can load, split by whole documents."""
+"""The text of a study: any dataset that `datasets` can load, split at document boundaries."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Corpus:
     """Token streams of a dataset.
 
     Args:
-        train: the documents to train on, each closed by the end token.
-        validation: others, likewise.
-        summary: what was read, JSON-ready; `digest` identifies the tokens.
+        train: the documents for training, each with the end token at its end.
+        validation: other documents in the same form.
+        summary: a description of the data, JSON-ready; `digest` identifies the tokens.
     """
 
     train: TokenStream
@@ -35,7 +35,7 @@ class Corpus:
 
     @classmethod
     def of(cls, train: TokenStream, validation: TokenStream, source: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-        """The corpus with its summary."""
+        """Returns the corpus with its summary."""
         digest = hashlib.sha256(train.tokens.astype(np.int32).tobytes())
         digest.update(validation.tokens.astype(np.int32).tobytes())
         summary = {
@@ -46,32 +46,32 @@ class Corpus:
         return cls(train, validation, summary)
 
     def save(self, folder: Path) -> None:
-        """Writes both streams so that worker processes can map them."""
+        """Writes both streams so that worker processes can memory-map them."""
         self.train.save(folder / "train")
         self.validation.save(folder / "validation")
 
     @staticmethod
     def open_streams(folder: Path) -> tuple[TokenStream, TokenStream]:
-        """The saved streams, for training and validation, memory-mapped."""
+        """Returns the saved streams for training and validation, memory-mapped."""
         return TokenStream.open(folder / "train"), TokenStream.open(folder / "validation")
 
 
 def starting_arguments(study: StudySettings) -> ModelArguments:
-    """The pretrained model of a study and its tokenizer; without one, the tokenizer alone has a meaning."""
+    """Returns the pretrained model of a study and its tokenizer. Without a model, only the tokenizer is used."""
     if study.model_name_or_path is not None:
         return ModelArguments(model_name_or_path=study.model_name_or_path, tokenizer_name=study.tokenizer_name)
     return ModelArguments(model_type="llama", tokenizer_name=study.tokenizer_name or BYTES)
 
 
 def study_tokenizer(study: StudySettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of all models of a study. For new weights it has a mask token in any case."""
+    """Returns the tokenizer of all models of a study. For new weights, a missing mask token is added."""
     return load_tokenizer(starting_arguments(study), causal=False)
 
 
 def load_corpus(
     settings: StudySettings, tokenizer: PreTrainedTokenizerBase, train_length: int, max_length: int
 ) -> Corpus:
-    """Loads, splits by whole documents, and tokenises. The paragraphs of a single text file are its documents."""
+    """Loads text, splits it at document boundaries, and tokenises it. A single text file is split into paragraphs."""
     column = settings.text_column
     for sample_by in ("document", "paragraph"):
         dataset, source = load_named_dataset(
@@ -83,8 +83,8 @@ def load_corpus(
             break
     else:
         raise SettingsError(
-            f"The dataset {source!r} has {len(dataset)} document(s) with text; validation needs one of its own. Give "
-            "several files, rows or paragraphs."
+            f"The dataset {source!r} has {len(dataset)} document(s) with text, but validation needs another one. "
+            "Give several files, rows or paragraphs."
         )
     number = min(round(len(dataset) * settings.validation_fraction), len(dataset) - 1)
     train, held_out = split_rows(dataset, [number], settings.split_seed)
@@ -96,17 +96,17 @@ def load_corpus(
         stream = TokenStream.of_documents(tokenize(first_rows(documents, most), column, tokenizer))
         if len(stream) < needed:
             raise SettingsError(
-                f"The {name} part of {source!r} has {len(stream)} tokens in {stream.documents} document(s); one window "
-                f"alone needs {needed}. Use more text, a shorter --train_length, or another --validation_fraction."
+                f"The {name} part of {source!r} has {len(stream)} tokens in {stream.documents} document(s), but one "
+                f"window needs {needed}. Use more text, a shorter --train_length, or another --validation_fraction."
             )
         streams.append(stream)
     return Corpus.of(streams[0], streams[1], source, tokenizer)
 
 
 def unigram_cross_entropy(train: NDArray[np.int32], targets: NDArray[np.int32], vocabulary: int) -> float:
-    """Loss in nats of a model that knows token frequencies and nothing else.
+    """Returns the loss in nats of a model that only knows token frequencies.
 
-    Frequencies come from the training stream, add-one smoothed; the loss is taken on `targets`.
+    Frequencies come from the training stream, with add-one smoothing. The loss is computed on `targets`.
     """
     counts = np.bincount(train, minlength=vocabulary) + 1.0
     return float(-np.log(counts / counts.sum())[targets].mean())

@@ -1,4 +1,4 @@
-"""The loss curve of a training, kept in the trainer's own log, which its checkpoints hold; and other trackers."""
+"""The loss curve of a training, kept in the trainer's own log, which is part of its checkpoints; and other trackers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from transformers.integrations import get_reporting_integration_callbacks
 from training.errors import SettingsError
 from training.study.settings import StudySettings
 
-#: What is evaluated during training, and what results call it.
+#: Metrics that are evaluated during training, and their names in results.
 EVALUATED = {
     "eval_loss": "validation_loss", "eval_similarity": "validation_similarity", "eval_accuracy": "validation_accuracy",
 }  # fmt: skip
-#: Called after every step with the number of steps that are done.
+#: Called after every step with the number of completed steps.
 OnStep = Callable[[int], None]
 
 
 class CurveCallback(TrainerCallback):
-    """Reports each step, and asks for a point of the curve every `every` steps and at the end.
+    """Reports each step, and adds a point to the curve every `every` steps and at the end.
 
-    Beside each point stands the time it took to get there; a resumed run goes on with it.
+    Each point has the time that was needed to get there. A resumed run continues the time.
 
     Args:
-        every: steps between points.
-        on_step: told of each step.
+        every: number of steps between points.
+        on_step: called after each step.
     """
 
     trainer: Trainer
@@ -37,31 +37,31 @@ class CurveCallback(TrainerCallback):
         self._offsets = (0.0, 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes over the clock of the run that is resumed."""
+        """Continues the clock of a resumed run."""
         earlier = recorded_seconds(state)
         self._offsets = (earlier["seconds"] - time.monotonic(), earlier["cpu_seconds"] - time.process_time())
         self.on_step(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Asks for a point where one is due."""
+        """Adds a point if one is due."""
         self.on_step(state.global_step)
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             wall, processor = self._offsets
             self.trainer.log({"seconds": wall + time.monotonic(), "cpu_seconds": processor + time.process_time()})
-            # Asked for last, because a log of any kind counts as the one that is due.
+            # Set last, because any other log would count as this one.
             control.should_log = control.should_evaluate = True
 
 
 def recorded_seconds(state: TrainerState) -> dict[str, float]:
-    """Wall and processor seconds of the training up to its last point, those before an interruption included."""
+    """Returns wall and processor seconds up to the last point, including those before an interruption."""
     points = [entry for entry in state.log_history if "seconds" in entry]
     return {name: points[-1][name] if points else 0.0 for name in ("seconds", "cpu_seconds")}
 
 
 def recorded_curve(state: TrainerState) -> dict[str, Any]:
-    """The curve of a finished training and the time it took, JSON-ready.
+    """Returns the curve of a finished training and the time it took, JSON-ready.
 
-    The training loss is the mean since the point before, `None` before the first step.
+    The training loss is the mean since the previous point; `None` before the first step.
     """
     points: dict[int, dict[str, Any]] = {}
     for entry in state.log_history:
@@ -76,10 +76,10 @@ def recorded_curve(state: TrainerState) -> dict[str, Any]:
 
 
 def check_trackers(study: StudySettings) -> None:
-    """Refuses a tracker that does not exist or is not installed, before anything is trained."""
+    """Raises `SettingsError` for an unknown or missing tracker, before the training."""
     names = study.report_to
     try:
-        # A single word may be "all" or "none".
+        # A single name may be "all" or "none".
         for callback in get_reporting_integration_callbacks(names[0] if len(names) == 1 else names):
             callback()
     except (ValueError, ImportError, RuntimeError) as error:
@@ -87,7 +87,7 @@ def check_trackers(study: StudySettings) -> None:
 
 
 def finish_trackers(arguments: TrainingArguments) -> None:
-    """Closes what `Trainer` leaves open, so that the next training of this process has a run of its own."""
+    """Closes trackers that `Trainer` leaves open, so that the next training of this process gets a new run."""
     if "wandb" in arguments.report_to:
         import wandb
 

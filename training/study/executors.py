@@ -1,4 +1,4 @@
-"""Where the trainings of a study run: in processes of this machine, on a dask cluster, or as jobs of submitit."""
+"""Executors of trainings: processes on this machine, a dask cluster, or jobs of submitit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from training.errors import SettingsError
 from training.machine import usable_cores
 from training.study.settings import StudySettings
 
-#: What `LocalExecutor` of submitit reads. It ignores all other options.
+#: The options that submitit's `LocalExecutor` reads. It ignores all others.
 _SUBMITIT_LOCAL = {"timeout_min", "gpus_per_node", "stderr_to_stdout", "local_setup"}
 
 #: A `concurrent.futures.Future`, or a job of submitit, which has `done`, `result` and `cancel` as well.
@@ -36,9 +36,9 @@ class Executor:
     """An open executor.
 
     Args:
-        slots: how many jobs it is given at the same time.
-        submit: starts a job, from the number of its slot, a function and the arguments of the function.
-        threads: of torch in each job; `None` leaves them as they are.
+        slots: maximum number of jobs at the same time.
+        submit: starts a job. Called with the number of its slot, a function and the arguments of the function.
+        threads: number of torch threads in each job; `None` does not change it.
     """
 
     slots: int
@@ -48,14 +48,14 @@ class Executor:
 
 @contextmanager
 def open_executor(study: StudySettings, jobs: int) -> Iterator[Executor]:
-    """Starts the executor that a study asks for, and stops it."""
+    """Starts the executor of a study, and stops it at the end."""
     with {"local": _local, "dask": _dask, "submitit": _submitit}[study.executor](study, jobs) as executor:
         yield executor
 
 
 @contextmanager
 def in_this_process() -> Iterator[Executor]:
-    """One job after the other, at once."""
+    """Runs each job immediately in this process."""
 
     def submit(slot: int, function: Callable[..., Any], *arguments: Any) -> Job:
         job: Future[Any] = Future()
@@ -67,9 +67,9 @@ def in_this_process() -> Iterator[Executor]:
 
 @contextmanager
 def _local(study: StudySettings, jobs: int) -> Iterator[Executor]:
-    """A process for each slot, on a GPU of its own if there are any. A process that was killed is replaced."""
+    """Starts a process for each slot, each on its own GPU if there are any. A killed process is replaced."""
     if study.executor_options:
-        raise SettingsError("--executor_options are for dask and submitit; the local executor only has --workers.")
+        raise SettingsError("--executor_options are for dask and submitit. The local executor only has --workers.")
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     devices = devices if all(devices) else [str(number) for number in range(torch.cuda.device_count())]
     slots = study.worker_count(jobs, torch.cuda.device_count())
@@ -100,9 +100,9 @@ def _local(study: StudySettings, jobs: int) -> Iterator[Executor]:
 
 def _start_worker(device: str | None) -> None:
     if device is not None:
-        # Read when CUDA starts. A process that sees several GPUs would train on all of them.
+        # CUDA reads this when it starts. A process that sees several GPUs would train on all of them.
         os.environ["CUDA_VISIBLE_DEVICES"] = device
-    # Ctrl-C reaches the whole group of processes; the main one terminates the others.
+    # Ctrl-C reaches the whole process group. The main process terminates the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -116,7 +116,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
-    """The cluster at `address` (or of `scheduler_file`), or one on this machine that takes all other options."""
+    """Connects to the cluster at `address` (or of `scheduler_file`), or starts one here with all other options."""
     distributed, dask = _package("dask", "distributed"), _package("dask", "dask")
     options, threads, slots = study.executor_options, None, study.workers or jobs
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
             else:
                 if "n_workers" in options:
                     raise ValueError("n_workers is --workers")
-                # What LocalCluster does not take itself goes to its workers, whose refusal is 68 lines long.
+                # LocalCluster passes unknown options to its workers, whose error is 68 lines long.
                 takers = distributed.LocalCluster, distributed.Nanny, distributed.Worker
                 known = {name for taker in takers for name in inspect.signature(taker).parameters}
                 if unknown := [name for name in options if name not in known]:
@@ -134,8 +134,8 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
                     raise UnknownNameError("option", unknown[0], known, owner="dask's LocalCluster", listing=listing)
                 slots = study.worker_count(jobs, torch.cuda.device_count())
                 threads = max(1, usable_cores() // slots)
-                # A worker that is a daemon could not read data in processes of its own. One that was killed is started
-                # again, which takes longer than the 15 seconds after which dask gives it up for good.
+                # A daemonic worker could not start processes to read data. Restarting a killed worker takes longer
+                # than the 15 seconds after which dask gives up on it.
                 config = {"distributed.worker.daemon": False, "distributed.deploy.lost-worker-timeout": "1 hour"}
                 stack.enter_context(dask.config.set(config))
                 defaults = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": None}
@@ -147,7 +147,7 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
 
 @contextmanager
 def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
-    """A job for each training: of SLURM where there is one, otherwise on this machine. Logs go to `trainings/jobs`."""
+    """Starts a job for each training: on SLURM if available, otherwise on this machine. Logs: `trainings/jobs`."""
     submitit = _package("submitit", "submitit")
     options = {"timeout_min": 24 * 60, **study.executor_options}
     with _refused(study):
@@ -160,9 +160,9 @@ def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
         if ignored:
             raise ValueError(f"the cluster is {pool.cluster!r}, which ignores {', '.join(dict.fromkeys(ignored))}")
         if {"nodes", "tasks_per_node"} & options.keys():
-            raise ValueError("a training is one task on one node, which excludes nodes and tasks_per_node")
+            raise ValueError("a training is one task on one node, so nodes and tasks_per_node cannot be set")
     slots = study.worker_count(jobs, torch.cuda.device_count()) if local else study.workers or jobs
-    # As multiprocessing does for its processes.
+    # As multiprocessing does for child processes.
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
@@ -180,7 +180,7 @@ def _package(executor: str, name: str) -> Any:
 
 @contextmanager
 def _refused(study: StudySettings) -> Iterator[None]:
-    """Tells what an executor says of its options."""
+    """Reports the error of an executor about its options."""
     try:
         yield
     except (TypeError, ValueError, NameError, AssertionError, RuntimeError, OSError) as error:

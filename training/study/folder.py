@@ -1,4 +1,4 @@
-"""The output folder of a study: whether what is in it fits this run."""
+"""The output folder of a study, and checks that its content belongs to this run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from training.files import read_json, write_json
 from training.study.cells import DIVERGED, FINISHED, Cell
 
 LOCK = ".lock"
-#: Whoever holds a lease gives a sign of life every ten seconds. After this many seconds without one it counts as dead.
-#: On the machine of its process, its death is noticed at once.
+#: The holder of a lease renews it every ten seconds. After this many seconds without renewal, it counts as dead. On the
+#: same machine, the death of a process is noticed at once.
 _LEASE_SECONDS = 30
 
 
 def lease_of(cell: Cell, on_loss: Callable[[], None] = lambda: None) -> SoftFileLease:
-    """What a process holds while it trains a cell. Locks of a shared file system may not reach other nodes."""
+    """Returns the lease for training a cell. Locks of a shared file system might not reach other nodes."""
     path, seconds = cell.folder / LOCK, _LEASE_SECONDS
     return SoftFileLease(path, lease_duration=seconds, thread_local=False, on_compromise=lambda _: on_loss())
 
@@ -40,9 +40,9 @@ def is_free(lease: SoftFileLease, keep: bool = False) -> bool:
 
 @contextmanager
 def taken(folder: Path, writes: bool) -> Iterator[None]:
-    """Takes an output folder while what all trainings share is written. Waits for another process that does so.
+    """Locks an output folder while shared files of all trainings are written. Waits for other processes.
 
-    A study uses common names there (`data`, `models`, `results.json`): a folder with anything else in it is refused.
+    A study uses common names there (`data`, `models`, `results.json`), so a folder with other content is refused.
     """
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
@@ -50,8 +50,8 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
         if names:
             raise SettingsError(
-                f"{folder} is not empty ({', '.join(names[:3])}), and it does not hold a study: it has no trainings/. "
-                "Name another --output_dir."
+                f"{folder} is not empty ({', '.join(names[:3])}), and does not contain a study: it has no trainings/. "
+                "Choose another --output_dir."
             )
     folder.mkdir(parents=True, exist_ok=True)
     if not writes:
@@ -62,10 +62,10 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
 
 
 def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Compares with what trainings began with, and records it for the new ones once all others fit.
+    """Compares trainings with the settings they began with. If all are equal, records the settings of new trainings.
 
     Returns:
-        What each begins with, by its name.
+        The settings of each training, by its name.
     """
     new: dict[Path, dict[str, Any]] = {}
     identities = {cell.name: cell.identity(digests) for cell in cells}
@@ -79,15 +79,15 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[st
         elif changed:
             raise SettingsError(
                 f"{cell.name} in {cell.study.output_dir} began with other settings: {'; '.join(changed)}. Results of "
-                "different settings cannot stand in one table. Name another --output_dir, go back to the earlier "
-                f"settings to resume, or remove {cell.folder} to train it again."
+                "different settings cannot be in one table. Choose another --output_dir, restore the earlier settings "
+                f"to resume, or remove {cell.folder} to train it again."
             )
         needed = cell.study.save_models or cell.name in starts
         if needed and result and result["status"] == FINISHED and not cell.model_folder.exists():
             raise SettingsError(
-                f"{cell.name} has ended in {cell.study.output_dir}, and its model is not there. Remove {cell.folder} "
-                "to train it again with the same result, drop --save_models (or the schemes that start from it), or "
-                "name another --output_dir."
+                f"{cell.name} has ended in {cell.study.output_dir}, but its model is missing. Remove {cell.folder} "
+                "to train it again with the same result, omit --save_models (or the schemes that start from it), or "
+                "choose another --output_dir."
             )
     for path, wanted in new.items():
         # The result of a scheme that could not be trained, perhaps because of an error in its code.
@@ -97,7 +97,7 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> dict[str, dict[st
 
 
 def _has_trained(cell: Cell) -> bool:
-    """Whether a training has figures, or a checkpoint to go on from, or is being trained."""
+    """Whether a training has figures or a checkpoint to resume from, or is running."""
     result = cell.result()
     has_figures = result is not None and result["status"] in (FINISHED, DIVERGED)
     return has_figures or any(cell.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) or not is_free(lease_of(cell))

@@ -1,4 +1,4 @@
-"""The models that a study trains, each a stock transformers class."""
+"""The models of a study. Each is a stock transformers class."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from training.study.tasks import StudyTask
     from training.study.tasks.task import CellData
 
-#: Larger than BERT's 0.02, which is meant for 768 dimensions: at 128 it leaves attention uniform for too long.
+#: Larger than BERT's 0.02, which is meant for 768 dimensions. With 128, attention would stay uniform for too long.
 INITIALIZER_RANGE = 0.05
 _NOT_BUILT = (
     ValueError, TypeError, KeyError, AttributeError, ArithmeticError, ImportError, RuntimeError, StrictDataclassError,
 )  # fmt: skip
-#: Fields of a config that a study sets, and what sets them.
+#: Fields of a config that a study sets, and the setting for each.
 _SET = {
     "hidden_size": "--hidden_size", "num_hidden_layers": "--num_layers", "num_attention_heads": "--num_heads",
     "model_type": "--model_type", "vocab_size": "the tokenizer", "num_labels": "the pictures",
@@ -35,7 +35,7 @@ _SET = {
 
 
 def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
-    """The class of a task's models, and a digest of pretrained weights; `None` for new ones."""
+    """Returns the class of a task's models, and a digest of pretrained weights; `None` for new weights."""
     if not task.pretrained:
         return type(task.new_model(task.settings, tokenizer, task.lengths[-1])).__name__, None
     model = starting_model(starting_arguments(study), tokenizer, task.causal, seed=0, loader=task.loader)
@@ -43,13 +43,13 @@ def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedToken
 
 
 def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, positions: int) -> Any:
-    """A model with new weights, with the sizes of the study wherever its architecture has a field for them."""
+    """Returns a model with new weights, and the sizes of the study if its architecture has fields for them."""
     padding, inner = tokenizer.pad_token_id or 0, 2 * settings.hidden_size
     wanted: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "num_key_value_heads": settings.num_heads,
         "head_dim": settings.hidden_size // settings.num_heads,
-        # Some tables (RoBERTa's) begin behind the row of the padding token.
+        # Some tables (RoBERTa's) begin after the row of the padding token.
         "max_position_embeddings": positions + (padding + 1 if task.settings.model_type and not task.causal else 0),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -61,17 +61,17 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         for part in ("encoder", "decoder"):
             wanted |= {f"{part}_layers": settings.num_layers, f"{part}_attention_heads": settings.num_heads}
             wanted |= {f"{part}_ffn_dim": inner}
-        # In Marian and T5, and their descendants.
+        # In Marian, T5 and models derived from them.
         wanted |= {"decoder_vocab_size": len(tokenizer), "num_decoder_layers": settings.num_layers, "d_ff": inner}
         wanted |= {"init_std": INITIALIZER_RANGE, "forced_eos_token_id": None}
-        # Not every config has a field for it. Some decoders mask a padding token, even if it is the first.
+        # Not every config has a field for it. Some decoders mask a padding token even if it is the first token.
         required["decoder_start_token_id"] = end_token(tokenizer)
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return _built(task, settings, "llama" if task.causal else "bert", wanted, needed, required=required)
 
 
 def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -> Any:
-    """An image classifier with new weights, with the sizes of the study."""
+    """Returns an image classifier with new weights and the sizes of the study."""
     wanted = {"image_size": settings.train_resolution, "patch_size": settings.patch_size}
     needed = ("hidden_size", "num_hidden_layers", "image_size", "patch_size")
     return _built(task, settings, "vit", wanted, needed, classes=classes)
@@ -81,7 +81,7 @@ def _built(
     task: StudyTask, settings: TrainingSettings, by_default: str, wanted: dict[str, Any], needed: tuple[str, ...],
     required: dict[str, Any] | None = None, classes: int | None = None,
 ) -> Any:  # fmt: skip
-    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`."""
+    """Returns a model with new weights. Config fields have the names of the architecture, such as `n_embd`."""
     model_type, overrides = task.settings.model_type or by_default, task.settings.config_overrides
     if model_type not in CONFIG_MAPPING:
         raise SettingsError(f"--model_type: {unknown_architecture(model_type)}")
@@ -110,7 +110,7 @@ def _built(
     for name in overrides:
         setting = next((how for field, how in _SET.items() if names.get(field, field) == names.get(name, name)), None)
         if setting is not None:
-            raise SettingsError(f"--config_overrides has {name}, which {setting} determines.")
+            raise SettingsError(f"--config_overrides sets {name}, which {setting} determines.")
     given = {names.get(name, name): value for name, value in (fields | (required or {}) | overrides).items()}
     try:
         config = type(stock)(**given)
@@ -128,8 +128,8 @@ def _built(
 
 
 class Beginning(NamedTuple):
-    """What a training begins with: the model with its scheme in place; the one before the swap, frozen, where the
-    training learns from it; and what took over from the old scheme, `None` for a plain patch.
+    """The start of a training: the model with its scheme; the frozen model before the swap, if the training learns from
+    it; and the swap from the old scheme, `None` for a plain patch.
     """
 
     model: Any
@@ -138,10 +138,10 @@ class Beginning(NamedTuple):
 
 
 def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beginning:
-    """The model of a cell as its training begins.
+    """Returns the model of a cell at the start of its training.
 
-    New weights are drawn from the cell's seed before the patch, so that every scheme starts from the same ones. They
-    are built for all the positions that are evaluated: a learned table has rows there, which training never reaches.
+    New weights are drawn from the cell's seed before the patch, so that every scheme starts from the same weights. They
+    are built for all evaluated positions: a learned table also has rows for positions that training never reaches.
     """
     task, config, swap = cell.task, cell.config, cell.asked.swap
     set_seed(cell.seed)
@@ -156,13 +156,13 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
     teacher = frozen_teacher(model) if swap.distill or task.has_teacher else None
     started = None if cell.start is None else cell.start.result()
     if started is not None and started["config"] == cell.head()["config"] and not swap.swaps:
-        return Beginning(model, teacher)  # an equal scheme stays as it was trained
+        return Beginning(model, teacher)  # keep a scheme that is equal, as it was trained
     if config is None:
-        # "native" keeps what a pretrained model has, and takes out what another cell has put in.
+        # "native" keeps the scheme of a pretrained model, and removes that of another cell.
         return Beginning(model if cell.start is None else unpatch_model(model), teacher)
     if not swap.swaps:
         return Beginning(patch_model(model, config), teacher)
     length = min(cell.settings.train_length, native_capacity(model) or cell.settings.train_length)
     sample = None if swap.initialization == "default" else task.sample(data, length)
-    # By name, so that options left out can be taken from the old scheme.
+    # By name, so that missing options can be taken from the old scheme.
     return Beginning(model, teacher, swap.swap(model, config.name, sample, cell.options))

@@ -1,4 +1,4 @@
-"""Learning rates that are chosen alike for every scheme, before a study trains with them."""
+"""Chooses learning rates in the same way for every scheme, before a study trains with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.study.settings import SchemeOptions, StudySettings, TaskOptions
 
 
 def rates_study(study: StudySettings) -> StudySettings:
-    """The study that a choice is made from: every scheme with every rate, with one seed that the study does not use."""
+    """Returns the study for choosing rates: every scheme with every rate, with a seed that the study does not use."""
     rates, tasks = study.learning_rates, {}
     for name in study.tasks:
         options = {
@@ -26,8 +26,8 @@ def rates_study(study: StudySettings) -> StudySettings:
             tasks[name] = task_options.model_copy(update=changes)
     if not tasks:
         raise SettingsError(
-            "--learning_rates are for schemes that begin with new weights and have no learning rate of their own, and "
-            "the study has none."
+            "--learning_rates are for schemes with new weights and without their own learning rate, but the study has "
+            "none."
         )
     labels = dict.fromkeys(label for task_options in tasks.values() for label in task_options.schemes or ())
     rates_only = study.model_copy(
@@ -51,7 +51,7 @@ def rates_study(study: StudySettings) -> StudySettings:
 
 
 def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySettings:
-    """The study in which each scheme has the rate with the lowest validation loss, in each task its own."""
+    """Returns the study in which each scheme has the rate with the lowest validation loss, chosen per task."""
     task_options = dict(study.task_options)
     losses = losses_by_rate(results["runs"])
     unsupported = {(run["task"], run["scheme"]) for run in results["runs"] if run.get("status") == UNSUPPORTED}
@@ -67,7 +67,7 @@ def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySet
             elif not any((task, _label(label, rate)) in unsupported for rate in tried):
                 raise SettingsError(
                     f"No learning rate can be chosen for {label!r} in the task {task!r}: none of its trainings with "
-                    f"{', '.join(f'{rate:g}' for rate in tried)} finished. Try lower --learning_rates, or give it one "
+                    f"{', '.join(f'{rate:g}' for rate in tried)} finished. Try lower --learning_rates, or set one "
                     "in --scheme_options."
                 )
         task_options[task] = asked.model_copy(update={"scheme_options": options})
@@ -75,7 +75,7 @@ def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySet
 
 
 def losses_by_rate(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """The last validation loss of each training of a `rates_study`, by its task and label; infinite if it diverged."""
+    """Returns the last validation loss of each training of a `rates_study`, by task and label; infinite if diverged."""
     losses = {}
     for run in runs:
         curve = run.get("curve", {}).get("validation_loss")
@@ -96,7 +96,7 @@ def _chosen_for(study: StudySettings, task: str) -> list[str]:
 
 def _with_rate(study: StudySettings, task: str, label: str, rate: float) -> SchemeOptions:
     asked = study.options_of(label, task)
-    # A label such as rope-0.001 names no scheme, and has no default options.
+    # A label such as rope-0.001 is not the name of a scheme, and has no default options.
     named = SchemeOptions.model_validate({"scheme": asked.scheme or label, **default_options(label, asked)})
     return named.changed(asked).changed(SchemeOptions(training=study.rate_settings | {"learning_rate": rate}))
 

@@ -1,4 +1,4 @@
-"""How `results.json` of a study is put together."""
+"""Builds `results.json` of a study."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.study.corpus import Corpus
 from training.study.settings import StudySettings
 from training.study.tasks import IMAGES, StudyTask
 
-#: Where and how fast a study runs; none of it changes a result.
+#: Settings for where and how fast a study runs. They do not change results.
 _LOCAL = {"output_dir", "workers", "checkpoint_every", "executor", "executor_options", "report_to"}
 
 
@@ -34,13 +34,13 @@ def study_results(
     outcomes: dict[str, dict[str, Any]],
     cells: list[Cell],
 ) -> dict[str, Any]:
-    """The content of `results.json`."""
+    """Returns the content of `results.json`."""
     tasks = {cell.task.name: cell.task for cell in cells}
 
     def place(cell: Cell) -> tuple[int, int, int]:
         return study.tasks.index(cell.task.name), study.schemes.index(cell.label), cell.seed
 
-    # A resumed study may have had several numbers of workers.
+    # A resumed study may have used different numbers of workers.
     threads = sorted({run["threads"] for run in outcomes.values() if run["status"] == FINISHED})
     return {
         "name": study.name,
@@ -68,12 +68,12 @@ def _reads_digits(study: StudySettings, tasks: dict[str, StudyTask]) -> bool:
 
 
 def _model_name(study: StudySettings) -> str | None:
-    """The name of the pretrained model, without the folder it lies in."""
+    """Returns the name of the pretrained model, without the folder that contains it."""
     return study.model_name_or_path and Path(study.model_name_or_path).name
 
 
 def _repeating(command: list[str]) -> list[str]:
-    """The words that repeat a study on any machine."""
+    """Returns the words of a command that repeats a study on any machine."""
     words, local = [], False
     for word in command:
         if word.startswith("--"):

@@ -1,4 +1,4 @@
-"""One training of a study, from its data to its result; resumable to the bit."""
+"""One training of a study, from its data to its result. A resumed training gives bitwise equal results."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from training.study.tasks.embedding import Teacher
 from training.study.tasks.task import CellData
 from training.trainer import NonFiniteLossError, SchemeTrainer
 
-#: Rows per forward call of a validation of the small models.
+#: Rows per forward call when validating the small models.
 _VALIDATION_ROWS = 256
 
 
 def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
-    """Runs a training to its end, from its last checkpoint if there is one, and writes `result.json`.
+    """Runs a training to the end, from its last checkpoint if there is one, and writes `result.json`.
 
     Returns:
-        The result: `status` is "finished"; "unsupported", if the model cannot take the scheme; or "diverged", if the
-        loss stopped being a number. The latter two come with a `reason`.
+        The result. Its `status` is "finished", "unsupported" if the model cannot have the scheme, or "diverged" if the
+        loss became NaN or infinite. The latter two have a `reason`.
     """
     head, task, start = cell.head(), cell.task, None if cell.start is None else cell.start.result()
 
@@ -45,7 +45,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         return _conclude(cell, {**head, "status": status, "reason": str(reason)})
 
     if cell.start is not None and start is None:
-        raise RuntimeError(f"It starts from {cell.start.name}, which has not ended.")
+        raise RuntimeError(f"It starts from {cell.start.name}, which has not finished.")
     if start is not None and start["status"] != FINISHED:
         reason = f"It starts from {start['scheme']!r}, which is {start['status']}: {start['reason']}"
         return ended(UNSUPPORTED, reason)
@@ -56,7 +56,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         try:
             beginning = begin(cell, data, tokenizer)
             if not task.pretrained or cell.settings.pose_length:
-                # A length that the scheme cannot represent is found before any time goes into training.
+                # Finds a length that the scheme cannot represent, before training takes time.
                 with torch.no_grad():
                     task.try_out(beginning.model, data)
         except (ValueError, SequenceLengthError) as error:
@@ -67,7 +67,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     if cell.goes_on:
         head["before"] = task.read(cell, beginning.model, data, tokenizer, whole=False)
     if beginning.swap is not None:
-        # Its options may be those of the old scheme.
+        # Its options may come from the old scheme.
         head |= {"config": beginning.swap.new.to_dict(), "swap": beginning.swap.to_dict()}
     try:
         trainer = _trainer(cell, beginning, data, on_step)
@@ -103,14 +103,14 @@ def _train(cell: Cell, trainer: SchemeTrainer) -> dict[str, Any]:
         point = {f"validation_{name.removeprefix('eval_')}": [round(measured[name], 4)]}
         return {"curve": {"step": [0], "train_loss": [], **point}, "seconds": 0.0, "cpu_seconds": 0.0}
     checkpoint = latest_complete_checkpoint(cell.folder, trainer.args.world_size)
-    # A run that goes on from a checkpoint has its first point from there.
+    # A resumed run has its first point from the checkpoint.
     trainer.args.eval_on_start = cell.goes_on and checkpoint is None
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     return recorded_curve(trainer.state)
 
 
 def _trainer(cell: Cell, beginning: Beginning, data: CellData, on_step: OnStep) -> SchemeTrainer:
-    # accelerate warns at every checkpoint that tied weights are stored once.
+    # At every checkpoint, accelerate warns that tied weights are stored once.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     swap, curve = cell.asked.swap, CurveCallback(cell.settings.eval_every, on_step)
     options: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
         "use_cpu": launched_on_cpu(),
         "lr_scheduler_type": "cosine",
         "adam_beta2": 0.98,
-        # Windows are in their order already; packed rows and pictures are not.
+        # Windows are already in order. Packed rows and pictures are not.
         "train_sampling_strategy": "random" if isinstance(data.train, RowsByEpoch) else "sequential",
         "per_device_eval_batch_size": settings.batch_size if cell.task.pretrained else _VALIDATION_ROWS,
         "dataloader_pin_memory": torch.accelerator.is_available(),
@@ -147,13 +147,13 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
         )  # fmt: skip
     except (TypeError, ValueError, ImportError) as error:
         raise SettingsError(f"trainer {settings.trainer}: {error}") from error
-    # A training item of the embedding task is a whole batch, which cannot be dealt out.
+    # A training item of the embedding task is a whole batch, which cannot be split.
     items = 1 if whole else settings.batch_size
     sharing = arguments.world_size * (1 if whole else arguments.gradient_accumulation_steps)
     if items % sharing:
         raise SettingsError(
-            f"A batch of {items} item(s) cannot be dealt out to {arguments.world_size} processes x "
-            f"{arguments.gradient_accumulation_steps} accumulated batches. Take a --batch_size that is a multiple; the "
+            f"A batch of {items} item(s) cannot be split over {arguments.world_size} processes x "
+            f"{arguments.gradient_accumulation_steps} accumulated batches. Use a multiple as --batch_size. The "
             "task 'embedding' needs one process."
         )
     arguments.per_device_train_batch_size = items // sharing

@@ -1,4 +1,4 @@
-"""What a study is asked for: the fields of a YAML file and of the command line."""
+"""The settings of a study, from a YAML file and the command line."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from training.swapping import HealingArguments
 
 #: Arguments of transformers' Trainer that the study sets itself.
 _TAKEN = {"seed", "per_device_train_batch_size", "eval_steps", "save_steps", "output_dir", "report_to"}
-#: Lengths beyond this one, and ranges of more numbers, are mistakes.
+#: Longer lengths, and ranges of more numbers, are mistakes.
 _LARGEST = 10**6
 
 
 def _parse_names(value: Any) -> Any:
-    """`"a, b"` as a list of names, each of them once."""
+    """Parses `"a, b"` to a list of names without repetitions."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str) for item in items):
         return value
@@ -46,22 +46,22 @@ def _parse_names(value: Any) -> Any:
 
 
 def parse_numbers(value: Any) -> Any:
-    """`"1-10,12"` as a list of whole numbers, ascending."""
+    """Parses `"1-10,12"` to an ascending list of whole numbers."""
     numbers: set[int] = set()
     for part in ",".join(map(str, value if isinstance(value, list) else [value])).split(","):
         match = re.fullmatch(r"\s*(\d{1,10})(?:-(\d{1,10}))?\s*", part)
         if match is None and part.strip():
-            raise ValueError("write whole numbers and ranges of them, such as 1-10 or 5,10,20")
+            raise ValueError("give whole numbers and ranges, such as 1-10 or 5,10,20")
         if match is not None:
             first, last = int(match[1]), int(match[2] or match[1])
             if not first <= last <= first + _LARGEST:
-                raise ValueError(f"the range {part.strip()} is not ascending, or holds more than {_LARGEST} numbers")
+                raise ValueError(f"the range {part.strip()} is not ascending, or has more than {_LARGEST} numbers")
             numbers.update(range(first, last + 1))
     return sorted(numbers)
 
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from a file that records it."""
+    """Returns the value as it would be read from the JSON file that records it."""
     try:
         read: dict[str, Any] = json.loads(json.dumps(value))
         return read
@@ -70,7 +70,7 @@ def _as_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_assignments(value: Any) -> Any:
-    """`"a=1,b=c"` as a mapping."""
+    """Parses `"a=1,b=c"` to a mapping."""
     try:
         return parse_options(value.split(",")) if isinstance(value, str) else value
     except UsageError as error:
@@ -80,15 +80,15 @@ def _parse_assignments(value: Any) -> Any:
 JsonMapping = Annotated[dict[str, Any], AfterValidator(_as_json)]
 Assignments = Annotated[JsonMapping, BeforeValidator(_parse_assignments)]
 Names = Annotated[list[str], BeforeValidator(_parse_names)]
-#: Part of a folder's name.
+#: A label is part of the name of a folder.
 Labels = Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]], BeforeValidator(_parse_names)]
 Lengths = Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], BeforeValidator(parse_numbers)]
-#: The largest is that of NumPy.
+#: NumPy sets the maximum.
 Seeds = Annotated[list[Annotated[int, Field(le=2**32 - 1)]], BeforeValidator(parse_numbers), Field(min_length=1)]
 
 
 class TrainingSettings(BaseModel):
-    """How one model is built, trained and evaluated: what a task, or one scheme of a study, can override."""
+    """How a model is built, trained and evaluated. A task, or one scheme of a study, can override these settings."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True
@@ -99,29 +99,29 @@ class TrainingSettings(BaseModel):
         4, ge=1, description="Evaluate text up to this many times the training length. A power of two."
     )
     train_lengths: Lengths = []
-    """Lengths a synthetic task is trained on, such as 1-10, or lengths of text that take turns (task embedding).
+    """Training lengths of a synthetic task, such as 1-10, or lengths of text that alternate (task embedding).
     Default: those of the task.
     """
     test_lengths: Lengths = []
-    """Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the training length and
-    its doublings.
+    """Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the training length
+    times 1, 2, 4, ...
     """
     pose_length: int | None = Field(None, ge=1)
-    """Train at the positions of longer texts, of this many tokens (task embedding): the rest of each text skips
+    """Train at the positions of longer texts of this many tokens (task embedding): the rest of each text skips
     positions (PoSE, arXiv:2309.10400).
     """
     train_resolution: int = Field(32, ge=1, description="Pixels along each side of the pictures (task images).")
     test_resolutions: Lengths = Field(
-        [], description="Resolutions that pictures are classified at. Default: that of training."
+        [], description="Resolutions at which pictures are classified. Default: that of training."
     )
     patch_size: int = Field(4, ge=1, description="Pixels along each side of a patch (task images).")
     random_crop: float = Field(1.0, gt=0, le=1)
-    """While training, cut out at least this share of a picture at random and enlarge it; 1 cuts nothing (task images).
+    """During training, crop to a random part of at least this share of a picture; 1: no crop (task images).
     """
     test_samples: int = Field(100, ge=1, description="Examples per length of a synthetic task.")
     model_type: str = ""
     """Architecture, such as qwen3, gpt2 or modernbert. Default: llama; bert for the masked task, vit for images. An
-    encoder-decoder such as marian or t5 learns synthetic tasks: its encoder reads the prompt.
+    encoder-decoder such as marian or t5 learns synthetic tasks, with the prompt in its encoder.
     """
     hidden_size: int = Field(128, ge=1, description="Width of the models.")
     num_layers: int = Field(2, ge=1, description="Layers of the models.")
@@ -131,7 +131,7 @@ class TrainingSettings(BaseModel):
     )
     max_steps: int = Field(1000, ge=0)
     """Optimizer steps of each training. 0 evaluates a scheme that starts from another without training."""
-    batch_size: int = Field(32, ge=1, description="Sequences per step, over all processes together.")
+    batch_size: int = Field(32, ge=1, description="Sequences per step, over all processes.")
     learning_rate: float = Field(2e-3, gt=0, description="Peak learning rate of AdamW; cosine decay to zero.")
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises to its peak.")
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW.")
@@ -155,7 +155,7 @@ class TrainingSettings(BaseModel):
             )
         for name in self.trainer:
             if name in _TAKEN or name in TrainingSettings.model_fields:
-                raise ValueError(f"trainer has {name!r}, which has a setting of the study itself.")
+                raise ValueError(f"trainer has {name!r}, but the study has a setting for it.")
             if name not in TrainingArguments.__dataclass_fields__:
                 known = TrainingArguments.__dataclass_fields__
                 raise ValueError(str(UnknownNameError("argument", name, known, listing="help(TrainingArguments)")))
@@ -167,19 +167,19 @@ class TrainingSettings(BaseModel):
         return self.test_lengths or [self.train_length * 2**power for power in range(self.length_factor.bit_length())]
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that must not change once a training has begun, JSON-ready."""
+        """Returns the settings that must not change after a training has begun, JSON-ready."""
         without = {name for name in ("config_overrides", "pose_length") if not getattr(self, name)}
         return self.model_dump(exclude={"checkpoint_every", *without})
 
     def changed(self, changes: dict[str, Any], where: str) -> TrainingSettings:
-        """A copy of the training settings with other values."""
+        """Returns a copy of the training settings with other values."""
         values = {name: getattr(self, name) for name in TrainingSettings.model_fields}
         return validated(TrainingSettings, values | changes, where)
 
 
 @dataclass
 class SwapArguments(HealingArguments, LoraArguments):
-    """How a trained model takes the scheme, and what helps it to recover."""
+    """How a trained model gets the scheme and recovers from the swap."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -188,60 +188,56 @@ class SwapArguments(HealingArguments, LoraArguments):
         LoraArguments.__post_init__(self)
 
     def given(self) -> dict[str, Any]:
-        """The options that are not their defaults."""
+        """Returns the options that differ from their defaults."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
 
 class SchemeOptions(BaseModel):
-    """What a label of a study means; all other keys are options of the scheme."""
+    """The meaning of a label of a study. All other keys are options of the scheme."""
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
 
-    scheme: str | None = Field(None, description="The scheme that a label stands for. Default: the label itself.")
+    scheme: str | None = Field(None, description="The scheme of the label. Default: the scheme named by the label.")
     start: str | None = Field(
         None, alias="from", description="The label whose trained model this one starts from. Default: new weights."
     )
     swap: SwapArguments = Field(
-        default_factory=SwapArguments, description="How the scheme takes over from the old one, if there is one."
+        default_factory=SwapArguments, description="How to swap from the old scheme, if there is one."
     )
-    training: dict[str, Any] = Field({}, description="Settings of the training for this label only.")
+    training: dict[str, Any] = Field({}, description="Training settings for this label only.")
 
     def changed(self, changes: SchemeOptions) -> SchemeOptions:
-        """A copy in which what is given in `changes` has its values."""
+        """Returns a copy with the values that are set in `changes`."""
         given = changes.model_dump(exclude_unset=True)
         both = self.model_dump(exclude_unset=True) | given | {"training": self.training | changes.training}
         return SchemeOptions.model_validate(both)
 
 
 class TaskOptions(BaseModel):
-    """What a task does otherwise than the study; all other keys are settings of its trainings."""
+    """How a task differs from the study. All other keys are settings of its trainings."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    schemes: Names | None = Field(
-        None, min_length=1, description="Labels that the task is run with. Default: those of the study."
-    )
-    seeds: Seeds | None = Field(
-        None, min_length=1, description="Seeds that the task is run with. Default: those of the study."
-    )
+    schemes: Names | None = Field(None, min_length=1, description="Labels for this task. Default: those of the study.")
+    seeds: Seeds | None = Field(None, min_length=1, description="Seeds for this task. Default: those of the study.")
     scheme_options: dict[str, SchemeOptions] = Field(
-        {}, description="Options per scheme in this task, which replace those of the study one by one."
+        {}, description="Options per scheme for this task. Each replaces the same option of the study."
     )
 
 
 class StudySettings(TrainingSettings):
-    """What `training/compare.py` takes, on its command line or in a YAML file."""
+    """The settings of `training/compare.py`, on the command line or in a YAML file."""
 
     name: str = Field("compare", description="Name of the study, for its report and model cards.")
-    description: str = Field("", description="A sentence at the head of the tables.")
+    description: str = Field("", description="A sentence above the tables.")
     schemes: Labels = Field(["none", "sinusoidal", "learned", "t5", "alibi", "rope"], min_length=1)
-    """Position encodings to compare, separated by commas; 'native' is the unpatched model. A name that is not a scheme
-    is a label, which --scheme_options explains.
+    """Position encodings to compare, separated by commas; 'native' is the unpatched model. Any other name is a
+    label, which --scheme_options defines.
     """
     scheme_options: dict[str, SchemeOptions] = {}
-    """Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' names the scheme, 'from' the label whose
-    trained model it starts from, 'swap' how it takes over from the old scheme, and 'training' settings of its own. By
-    default, sinusoidal has scale 0.07, the size of the token vectors.
+    """Options per scheme: '{rope: {theta: 500000.0}}'. For a label, 'scheme' is its scheme, 'from' the label whose
+    trained model it starts from, 'swap' how to swap from the old scheme, and 'training' its own training settings. By
+    default, sinusoidal has scale 0.07, which gives it the size of the token vectors.
     """
     tasks: Names = Field(["causal", "masked"], min_length=1)
     """'causal' trains a small Llama on text, 'masked' a small BERT; 'embedding' keeps the sentence embeddings of a
@@ -249,18 +245,18 @@ class StudySettings(TrainingSettings):
     ...) trains a small Llama that is tested on longer examples. Separated by commas.
     """
     task_options: dict[str, TaskOptions] = {}
-    """Settings per task: '{copy: {max_steps: 800}}', and 'schemes', 'seeds' and 'scheme_options' of its own."""
+    """Settings per task: '{copy: {max_steps: 800}}', and its own 'schemes', 'seeds' and 'scheme_options'."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
-    """Learning rates to choose from. Each scheme without a rate of its own is first trained with each of them, with a
-    seed that the study does not use, and keeps the one with the lowest validation loss, in each task its own. These
-    trainings go to a folder beside the output folder, with '_rates' after its name.
+    """Learning rates to choose from. Each scheme without its own rate is first trained with each of them, with a seed
+    that the study does not use. In each task it then uses the rate with the lowest validation loss. The folder of these
+    trainings is next to the output folder, with '_rates' after its name.
     """
     rate_settings: dict[str, Any] = {}
-    """Settings of the trainings that learning rates are chosen from, such as '{max_steps: 500}'. Default: those of the
+    """Settings of the trainings for choosing learning rates, such as '{max_steps: 500}'. Default: those of the
     study.
     """
     rate_seed: int | None = Field(None, ge=0)
-    """Seed of the trainings that learning rates are chosen from. Default: the one after the largest of --seeds."""
+    """Seed of the trainings for choosing learning rates. Default: the one after the largest of --seeds."""
     seeds: Seeds = Field([0], description="Seeds of weights, data order and masks, separated by commas.")
     model_name_or_path: str | None = Field(
         None,
@@ -272,42 +268,40 @@ class StudySettings(TrainingSettings):
     class.
     """
     dataset_config_name: str | None = Field(None, description="Configuration of the hub dataset.")
-    dataset_split: str = Field("train", description="Which split to read. Validation is cut from it.")
-    text_column: str = Field("text", description="The column that holds the text of one document.")
+    dataset_split: str = Field("train", description="The split to read. The validation data is taken from it.")
+    text_column: str = Field("text", description="The column with the text of the documents.")
     tokenizer_name: str | None = Field(
         None, description="A tokenizer. Default: that of the pretrained model, or ByT5's bytes, which need no files."
     )
     validation_fraction: float = Field(0.05, gt=0, lt=1)
-    """Share of the documents that is kept for validation, whole documents only; for the task images, of the pictures,
-    for the curves.
-    """
+    """Share of the documents to hold out for validation; for the task images, of the pictures, for the curves."""
     test_fraction: float = Field(
-        0.4, gt=0, lt=1, description="Share of the pictures that is kept for the accuracy by resolution (task images)."
+        0.4, gt=0, lt=1, description="Share of the pictures to hold out for the accuracy by resolution (task images)."
     )
-    split_seed: int = Field(0, ge=0, description="Seed of which documents or pictures are kept for validation.")
+    split_seed: int = Field(0, ge=0, description="Seed for selecting the held-out documents or pictures.")
     max_train_samples: int | None = Field(None, ge=1, description="Train on at most this many documents.")
     max_eval_samples: int | None = Field(None, ge=1, description="Validate on at most this many documents.")
     imports: Names = Field(
         [],
-        description="Modules with schemes or architectures of your own, on the import path or in this folder.",
+        description="Modules with your own schemes or architectures, on the import path or in this folder.",
     )
     workers: int = Field(0, ge=0)
-    """Trainings at the same time. 0: one per GPU, or one per CPU core without any; on a cluster, all."""
+    """Number of simultaneous trainings. 0: one per GPU, or one per CPU core without a GPU; on a cluster, all."""
     executor: Literal["local", "submitit", "dask"] = "local"
-    """Where the trainings run: 'local' in processes, 'dask' on the cluster at the 'address' of --executor_options or on
-    one of this machine, 'submitit' in jobs of SLURM or, without it, of this machine.
+    """Where the trainings run: 'local' in processes; 'dask' on the cluster at the 'address' of --executor_options, or
+    on a local one; 'submitit' in jobs of SLURM or, without it, on this machine.
     """
     executor_options: Assignments = Field(
         {},
-        description="Options of dask's Client or LocalCluster, or of submitit, as in 'mem_gb=16,slurm_partition=gpu'.",
+        description="Options of dask's Client or LocalCluster, or of submitit, as 'mem_gb=16,slurm_partition=gpu'.",
     )
     report_to: Names = Field(
         [],
         description="Trackers that receive the curve of each training: tensorboard, trackio, wandb. Default: none.",
     )
-    output_dir: str = Field("outputs/compare", description="Where results and checkpoints go.")
-    save_models: bool = Field(False, description="Keep each trained model, with its card, in the folder models.")
-    #: Whether only the validation losses are wanted, because learning rates are chosen by them.
+    output_dir: str = Field("outputs/compare", description="Folder for results and checkpoints.")
+    save_models: bool = Field(False, description="Keep each trained model and its card in the folder models.")
+    #: Whether only the validation losses are needed, to choose learning rates.
     _for_rates: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
@@ -315,18 +309,18 @@ class StudySettings(TrainingSettings):
         name_modules(self.imports)
         for name in ("rate_settings", "rate_seed"):
             if getattr(self, name) not in (None, {}) and not self.learning_rates:
-                raise ValueError(f"--{name} is for choosing among --learning_rates, and the study has none.")
+                raise ValueError(f"--{name} is for choosing among --learning_rates, but the study has none.")
         going_on = any(options.start is not None for options in self.scheme_options.values())
         if self.learning_rates and "learning_rate" in self.model_fields_set and not going_on:
             raise ValueError(
-                "--learning_rate is one rate for all schemes, and --learning_rates chooses one for each of them. Give "
-                "one of the two; --learning_rates with a single rate tries only that one."
+                "--learning_rate is one rate for all schemes, and --learning_rates chooses one for each scheme. Give "
+                "only one of the two. --learning_rates with a single rate tries only that one."
             )
         if "learning_rate" in self.rate_settings:
-            raise ValueError("--rate_settings has a learning_rate; the rates to choose from are --learning_rates.")
+            raise ValueError("--rate_settings has a learning_rate. Give the rates to choose from in --learning_rates.")
         if self.rate_seed in self.all_seeds:
             raise ValueError(
-                f"--rate_seed {self.rate_seed} is among the seeds, so rates would be chosen on the study itself."
+                f"--rate_seed {self.rate_seed} is one of the seeds, so rates would be chosen on the study itself."
             )
         self.changed(self.rate_settings, "--rate_settings")
         asked: list[tuple[str, Any, list[str]]] = [
@@ -345,36 +339,36 @@ class StudySettings(TrainingSettings):
 
     @property
     def for_rates(self) -> bool:
-        """Whether it trains only to choose learning rates, and reads no more of a text than the losses by length."""
+        """Whether it only trains to choose learning rates, and for text only evaluates losses by length."""
         return self._for_rates
 
     def base(self) -> TrainingSettings:
-        """The settings of a training, without those of the study."""
+        """Returns the settings of a training, without those of the study."""
         return self.changed({}, "The study")
 
     def options_of(self, label: str, task: str | None = None) -> SchemeOptions:
-        """What is said of a label, by the study and by one of its tasks."""
+        """Returns the options of a label, from the study and one of its tasks."""
         options = self.scheme_options.get(label, SchemeOptions())
         of_task = self.task_options.get(task or "", TaskOptions()).scheme_options.get(label)
         return options if of_task is None else options.changed(of_task)
 
     def labels_of(self, task: str) -> list[str]:
-        """The labels that a task is run with."""
+        """Returns the labels for a task."""
         schemes = self.task_options.get(task, TaskOptions()).schemes
         return self.schemes if schemes is None else schemes
 
     @property
     def all_seeds(self) -> set[int]:
-        """The seeds of the study and those that single tasks have of their own."""
+        """The seeds of the study, and those of its tasks."""
         return {*self.seeds, *(seed for options in self.task_options.values() for seed in options.seeds or ())}
 
     def worker_count(self, jobs: int, accelerators: int) -> int:
-        """How many trainings run at the same time."""
+        """Returns the number of simultaneous trainings."""
         return max(1, min(self.workers or accelerators or usable_cores(), jobs))
 
 
 def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
-    """A model of settings, refused in the words of the command line."""
+    """Returns validated settings. Errors use the names of the command line."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -389,7 +383,7 @@ def validated(kind: Any, values: dict[str, Any], where: str) -> Any:
 
 
 def parse_study(arguments: list[str], description: str) -> StudySettings:
-    """The settings of a study: those of a YAML file, if the first word names one, changed by the flags behind it."""
+    """Returns the settings of a study: those of a YAML file, if the first word is one, changed by flags after it."""
     values: dict[str, Any] = {}
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         values = read_mapping(Path(arguments[0]))
@@ -398,7 +392,7 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         description=description,
         usage="compare.py [STUDY.yaml] [--option value ...]",
         argument_default=argparse.SUPPRESS,
-        further="Names, lists and mappings are written as in YAML.",
+        further="Names, lists and mappings use the syntax of YAML.",
     )
     settings = StudySettings.model_fields
     study, training = parser.add_argument_group("study"), parser.add_argument_group("each training")
@@ -414,7 +408,7 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         raise SettingsError(parser.refusal(others[0].partition("=")[0].lstrip("-"), "the command line"))
     given = {}
     for name, words in vars(parsed).items():
-        # Text is read as it stands: a folder may be called 2024.
+        # Text is not parsed as YAML: the name of a folder may be 2024.
         as_text = settings[name].annotation in (str, str | None) or not isinstance(words, str)
         given[name] = words if as_text else parse_structured(words, name)
     chosen = _of_the_chosen(values, given) if values and {"schemes", "tasks"} & given.keys() else {}
@@ -422,7 +416,7 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
 
 
 def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What a file and flags say of the schemes and tasks that the flags choose, without those of the file left out."""
+    """Merges a file and flags for the schemes and tasks that the flags choose. Others of the file are left out."""
     chosen = ("schemes", "tasks")
     known, wanted = (
         validated(StudySettings, {key: source[key] for key in chosen if key in source}, "The study")
@@ -438,7 +432,7 @@ def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
             names = validated(TaskOptions, {"schemes": options["schemes"]}, f"Task {name!r}").schemes
             task_options[name]["schemes"] = [kept for kept in names or () if kept not in schemes]
             if not task_options[name]["schemes"]:
-                # The task has none of the schemes that are asked for.
+                # The task has none of the chosen schemes.
                 del task_options[name]
                 left = [kept for kept in left if kept != name]
                 continue

@@ -1,4 +1,4 @@
-"""Trainings on an executor. Each has one worker at a time, whatever happens to workers and to those who sent them."""
+"""Trainings on an executor. Each has one worker at a time, even if workers or the processes that sent them die."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from training.study.executors import Executor, Job
 from training.study.folder import is_free, lease_of
 from training.study.run import run_cell
 
-#: A training that loses this many workers is given up. Each starts from the last checkpoint.
+#: A training that loses this many workers has failed. Each worker starts from the last checkpoint.
 LOSSES = 3
 _POLL_SECONDS = 0.2
 _NOTE_SECONDS = 1.0
-#: Trainings draw from the random numbers of their process. A worker of dask may have several threads.
+#: Trainings use the random generators of their process, and a dask worker may have several threads.
 _one_at_a_time = threading.Lock()
 
 
 class SupersededError(RuntimeError):
-    """This process was silent for so long that another one took over its training."""
+    """Another process took over the training, because this one did not renew its lease for too long."""
 
 
 def run_cells(
@@ -43,8 +43,8 @@ def run_cells(
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Runs the trainings, and yields each with its result as soon as it has ended.
 
-    Several processes may do so in one folder, which then share the trainings. A training whose worker was lost is sent
-    again.
+    Several processes with the same folder share the trainings. If the worker of a training is lost, the training is
+    sent again.
     """
     waiting, running = list(cells), dict[Job, tuple[Cell, int]]()
     leases = {cell.name: lease_of(cell) for cell in cells}
@@ -68,12 +68,12 @@ def run_cells(
                 slots.append(slot)
                 try:
                     result = job.result()
-                except Exception as error:  # `train` returns its own: the worker is lost
+                except Exception as error:  # `train` returns its own errors, so the worker is lost
                     lost[cell.name] += 1
                     reason = (
                         f"It lost its worker {LOSSES} times ({type(error).__name__}: {error}). On a small machine the "
-                        "usual cause is memory. What it had saved is kept: run the same command again to go on from "
-                        "there, perhaps with fewer --workers."
+                        "usual cause is memory. Its checkpoints are kept: run the same command again to resume, "
+                        "perhaps with fewer --workers."
                     )
                     result = _failed(cell, reason) if lost[cell.name] == LOSSES else None
                 if result is None:
@@ -93,34 +93,34 @@ def run_cells(
 
 
 def _ready(waiting: list[Cell], running: Iterable[Cell]) -> list[Cell]:
-    """The waiting trainings whose start has ended."""
+    """Returns the waiting trainings whose starting model is ready."""
     open_cells = {cell.name for cell in (*waiting, *running)}
     return [cell for cell in waiting if cell.start is None or cell.start.name not in open_cells]
 
 
 def _look(cell: Cell, lease: SoftFileLease | None) -> tuple[dict[str, Any] | None, bool]:
-    """The result of a training that has ended elsewhere, and whether one that has not can be sent to a worker."""
+    """Returns the result of a training that ended elsewhere, and whether an unfinished one can be sent to a worker."""
     return cell.result(), lease is not None and is_free(lease)
 
 
 def _agreed(ask: Callable[[], Any]) -> Any:
-    """What the first of the processes that train together finds."""
+    """Returns the answer of the first of the processes that train together."""
     state = PartialState(cpu=launched_on_cpu())
     found = [ask() if state.is_main_process else None]
     return broadcast_object_list(found)[0] if state.num_processes > 1 else found[0]
 
 
 def quiet() -> None:
-    """Leaves the terminal to the study's own progress bar."""
+    """Silences other output, so that only the study's own progress bar is shown."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 def train(cell: Cell, identity: dict[str, Any] | None, threads: int | None) -> dict[str, Any] | None:
-    """Runs a training, if no other process is at it: what a worker is sent. It notes its steps in the folder.
+    """The job of a worker: runs a training, unless another process does. It records its steps in the folder.
 
     Returns:
-        The result; `None` if another process is at it. An unexpected error is a result too, so that the others go on.
+        The result; `None` if another process runs it. An unexpected error is also a result, so the others continue.
     """
     with _one_at_a_time:
         if threads is not None:

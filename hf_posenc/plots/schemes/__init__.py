@@ -1,4 +1,4 @@
-"""Figures of a scheme, made from its parts alone: a scheme of anybody's gets every kind that applies to it."""
+"""Figures of a scheme. They use only its parts, so third-party schemes get every kind of figure that applies."""
 
 from hf_posenc.plots.schemes.catalogue import KINDS, applicable_kinds, draw_kind, kind_named, plot_scheme
 from hf_posenc.plots.schemes.drawing import FigureKind

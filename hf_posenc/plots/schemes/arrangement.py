@@ -1,4 +1,4 @@
-"""Where tokens and layers are put: position maps, distances, the schemes of layers."""
+"""Figures of arrangements: position maps, distances, and the schemes of layers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Lengths that are tried until one shows the map.
+#: Lengths to try until the map has an effect.
 _LENGTHS = (128, 512, 2048)
-#: Of a pairwise map, how many times the distance to the first far pair is drawn.
+#: A pairwise map is drawn up to this multiple of the distance to the first far pair.
 _TIMES = 4
-#: Layers of the example model, and how far apart those with full attention are.
+#: Number of layers of the example model, and the period of layers with full attention.
 _LAYERS, _PERIOD = 12, 4
 
 
@@ -32,7 +32,7 @@ def _maps(subject: Subject) -> list[PositionMap]:
 
 
 def mapped_positions(subject: Subject, length: int) -> dict[str, Tensor]:
-    """The distinct maps of positions `0 .. length - 1`, named: `(length,)` each, two draws in training apart."""
+    """Returns the distinct maps of positions `0 .. length - 1` by name, `(length,)` each, with two draws if random."""
     lines: dict[str, Tensor] = {}
     for position_map in _maps(subject):
         draws = []
@@ -78,7 +78,7 @@ def _far_positions(subject: Subject) -> FarPositionsConfig | None:
 )
 def distance_map(subject: Subject) -> Figure:
     """The distance of each pair after a pairwise position map."""
-    # The query stands at the end.
+    # The query is the last token.
     far = _far_positions(subject)
     assert far is not None
     distance = torch.arange(_TIMES * far.first_query)

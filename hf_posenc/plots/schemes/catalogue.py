@@ -19,7 +19,7 @@ from hf_posenc.schemes.config import SchemeConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Every kind, the most telling ones first.
+#: All kinds, the most informative first.
 KINDS: tuple[FigureKind, ...] = (
     layers, position_map, distance_map, grid, bias_distance, bias_map, heat_map, logit_scale, rotation, frequencies,
     decay, dimensions, difference,
@@ -27,10 +27,10 @@ KINDS: tuple[FigureKind, ...] = (
 
 
 def kind_named(name: str) -> FigureKind:
-    """The kind of figure called `name`.
+    """Returns the kind of figure called `name`.
 
     Raises:
-        UnknownNameError: with the nearest names, if there is none.
+        UnknownNameError: if there is none. The message names similar kinds.
     """
     by_name = {kind.name: kind for kind in KINDS}
     if name not in by_name:
@@ -39,15 +39,15 @@ def kind_named(name: str) -> FigureKind:
 
 
 def applicable_kinds(subject: Subject) -> list[FigureKind]:
-    """The kinds that can show this scheme."""
+    """Returns the kinds that can show this scheme."""
     return [kind for kind in KINDS if kind.applies(subject)]
 
 
 def draw_kind(kind: FigureKind, subject: Subject, dark: bool = False) -> Figure:
-    """One figure of a scheme, in the shared style for a light or a dark page.
+    """Draws one figure of a scheme, in the shared style for a light or a dark page.
 
     Raises:
-        UnsupportedError: if the kind has nothing to show of this scheme.
+        UnsupportedError: if the kind does not apply to this scheme.
     """
     if not kind.applies(subject):
         known = ", ".join(other.name for other in applicable_kinds(subject))
@@ -66,18 +66,18 @@ def plot_scheme(
 
     Args:
         config: the scheme.
-        folder: where the files go; made if missing. They are called `<scheme>_<kind>`.
-        kinds: names of kinds; all that apply by default.
+        folder: folder for the files, created if missing. They are named `<scheme>_<kind>`.
+        kinds: names of kinds; by default all that apply.
         dpi: dots per inch of the PNG.
-        dark: draws for a dark page; the files are called `<scheme>_<kind>_dark`.
+        dark: whether to draw for a dark page. The files are then named `<scheme>_<kind>_dark`.
 
     Returns:
-        The files, PNG and SVG in turn.
+        The paths, alternating between PNG and SVG.
 
     Raises:
         UnknownNameError: for a kind that does not exist.
         UnsupportedError: for a kind that does not apply to the scheme.
-        ValueError: if the scheme cannot be built at any of the places figures are drawn for.
+        ValueError: if the scheme cannot be built at any of the standard places.
     """
     subject = subject_of(config)
     wanted = applicable_kinds(subject) if kinds is None else [kind_named(name) for name in dict.fromkeys(kinds)]

@@ -1,4 +1,4 @@
-"""What a kind of figure is, and the two forms that most figures have: lines, and heat maps side by side."""
+"""The class for kinds of figures, and the two forms of most figures: lines, and heat maps side by side."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 POSITION_LABEL = "position (tokens)"
 DISTANCE_LABEL = "distance from query back to key (tokens)"
-#: At most this many heads are told apart in one figure.
+#: Maximum number of heads in one figure.
 SHOWN_HEADS = 4
-#: Lines that cross more often than this are a tangle.
+#: If lines cross more often than this, they cannot be followed.
 _CROSSINGS = 24
-#: Of every figure, in inches: its letters stay readable where a page or a phone makes it smaller.
+#: Width of every figure in inches. Text stays readable if a page or a phone makes the figure smaller.
 _WIDTH = 6.0
 
 
 @dataclass(frozen=True)
 class FigureKind:
-    """A kind of figure: which schemes it can show, and how.
+    """A kind of figure: which schemes it can show, and how it draws them.
 
     Args:
-        name: on the command line and in file names.
+        name: its name on the command line and in file names.
         summary: what it shows, for lists of kinds.
         applies: whether a scheme has anything to show.
         draw: draws a scheme that `applies` accepts.
@@ -55,7 +55,7 @@ class FigureKind:
 def figure_kind(
     applies: Callable[[Subject], bool], caption: str | Callable[[Subject], str]
 ) -> Callable[[Callable[[Subject], Figure]], FigureKind]:
-    """Makes a kind of figure of a function that draws a scheme, with its name, and its docstring as the summary."""
+    """Turns a function that draws a scheme into a kind of figure with its name, and its docstring as the summary."""
 
     def decorate(draw: Callable[[Subject], Figure]) -> FigureKind:
         summary = (inspect.getdoc(draw) or "").rstrip(".")
@@ -65,7 +65,7 @@ def figure_kind(
 
 
 def panels(title: str, rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figure, list[Axes]]:
-    """A figure under a title with `rows x columns` axes, each `height` inches high."""
+    """Returns a figure with a title and `rows x columns` axes, each `height` inches high."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height * rows + 0.35), layout="constrained")
@@ -76,7 +76,7 @@ def panels(title: str, rows: int, columns: int, height: float, **sharing: Any) -
 def line_figure(
     subject: Subject, lines: Mapping[str, Tensor], x: Tensor, x_label: str, y_label: str
 ) -> tuple[Figure, Axes]:
-    """Named lines over `x` with a legend below; the line called "unchanged" is a thin grey one."""
+    """Draws named lines over `x` with a legend below. The line named "unchanged" is thin and grey."""
     figure, (axes,) = panels(subject.title, 1, 1, 3.3)
     draw_lines(axes, lines, x)
     axes.set(xlabel=x_label, ylabel=y_label)
@@ -85,7 +85,7 @@ def line_figure(
 
 
 def draw_lines(axes: Axes, lines: Mapping[str, Tensor], x: Tensor) -> None:
-    """Each line in a look of its own."""
+    """Draws each line in a different style."""
     plain: dict[str, Any] = {"color": shade(0.45), "linewidth": 1, "linestyle": (0, (2, 2))}
     looks = ({"color": color, "linestyle": DASHES[index % len(DASHES)]} for index, color in enumerate(palette()))
     for name, line in lines.items():
@@ -96,9 +96,9 @@ def draw_lines(axes: Axes, lines: Mapping[str, Tensor], x: Tensor) -> None:
 def map_figure(
     subject: Subject, maps: Mapping[str, Tensor], label: str, height: float, visible: Tensor | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Named heat maps `(rows, columns)` on one colour scale, at most two side by side, row 0 on top.
+    """Draws named heat maps `(rows, columns)` with one colour scale, at most two side by side, with row 0 on top.
 
-    Each is `height` inches high. What is not `visible`, `(rows, columns)` bool, is grey and counts for nothing.
+    Each is `height` inches high. Cells that are not `visible`, `(rows, columns)` bool, are grey and have no effect.
     """
     values = torch.stack(list(maps.values()))
     shown = torch.ones_like(values[0], dtype=torch.bool) if visible is None else visible
@@ -128,20 +128,20 @@ def color_scale(values: Tensor) -> dict[str, Any]:
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """The legend of `axes` under the figure, where it hides nothing; none for a single line that is no head."""
+    """Puts the legend of `axes` below the figure. A single line gets no legend, unless it is for a head."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < 2 and not labels[0].startswith("head"):
         return
-    # About eleven characters to the inch, and the line that each label stands beside.
+    # About eleven characters per inch, plus the sample line before each label.
     width = sum(len(str(label)) / 11 + 0.7 for label in labels)
     columns = -(-len(labels) // -(-int(width * 100) // int(figure.get_figwidth() * 100)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def by_head(values: Tensor, compared: Tensor | None = None) -> dict[str, Tensor]:
-    """A few of the heads of `(heads, ...)` by their names, or the first alone where all heads are equal.
+    """Returns a few of the heads of `(heads, ...)` by name, or only the first if all heads are equal.
 
-    Whether they are is decided by `compared`, of the same shape; by default by the values themselves.
+    They are equal if `compared`, of the same shape, is equal for all heads; by default the values themselves.
     """
     compared = values if compared is None else compared
     if torch.allclose(compared, compared[:1].expand_as(compared), rtol=1e-4, atol=1e-5, equal_nan=True):
@@ -151,7 +151,7 @@ def by_head(values: Tensor, compared: Tensor | None = None) -> dict[str, Tensor]
 
 
 def untangled(lines: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The lines, or the first alone where they cross so often that none could be followed."""
+    """Returns the lines, or only the first if they cross too often to be followed."""
     pairs = itertools.combinations(lines.values(), 2)
     crossings = sum(int(((line - other).sign().diff().abs() > 1).sum()) for line, other in pairs)
     return lines if crossings <= _CROSSINGS else dict([*lines.items()][:1])

@@ -1,4 +1,4 @@
-"""Biases, logits of equal queries and keys, and the factor of logits."""
+"""Figures of biases, of logits of equal queries and keys, and of the factor of logits."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from hf_posenc.schemes.positions import Positions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Tokens of a curve over distance, of the map of a bias, and of a side of the grid.
+#: Number of tokens in curves over distance, in maps of a bias, and along a side of the grid.
 _LENGTH, _MAP, _SIDE = 257, 128, 15
 _SAMPLES = 24
-#: Where products of added vectors are seen from, and the difference, as a share of the largest, that cannot be seen.
+#: Query positions for products of added vectors. A difference below this share of the largest product is invisible.
 _QUERIES, _ALIKE = (_LENGTH - 1, 128, 64), 0.01
-#: Of the sequence in which logits are scaled.
+#: Length of the sequence in which logits are scaled.
 _FAR = 2**17
 _RANDOM = f"standard normal, seed {INPUT_SEED}"
 
 
 def _random_inputs(subject: Subject) -> str:
-    """What a bias is given that reads more than the distance."""
+    """Describes the inputs of a bias that depends on more than the distance; empty for other biases."""
     if isinstance(subject.parts.logit_bias, DistanceBias):
         return ""
     return f", for random queries, keys and hidden states ({_RANDOM})"
 
 
 def _has_bias(subject: Subject) -> bool:
-    # What changes far pairs only shows nothing this near; there is a figure of its distances.
+    # A bias that changes only far pairs has no effect at these distances. It has its own figure (`distance_map`).
     bias = subject.parts.logit_bias
     return bias is not None and not all(isinstance(one, FarRotation | HiddenPairs) for one in bias.summands())
 
@@ -77,7 +77,7 @@ def _row(subject: Subject) -> int:
 )
 def bias_distance(subject: Subject) -> Figure:
     """The bias over distance, per head, and the weight that it leaves."""
-    # Seen from the last query, or from the middle one where it looks both ways.
+    # Distances are counted from the last query, or from the middle one if the model is bidirectional.
     row = _row(subject)
     bias = bias_matrix(subject, _LENGTH)[:, row]
     lines = untangled(by_head(bias.masked_fill(bias < AWAY, torch.nan), bias))
@@ -125,7 +125,7 @@ def _is_added(subject: Subject) -> bool:
 
 
 def _has_decay(subject: Subject) -> bool:
-    """A bias has a figure of its own, and a factor of all logits does not depend on distance."""
+    """Whether to draw `decay`. Biases have their own figure, and a factor of all logits does not depend on distance."""
     if isinstance(subject.config, LayeredConfig):
         return False
     return _is_added(subject) or subject.parts.query_key_map is not None or not list(subject.parts)
@@ -151,7 +151,7 @@ def _decay_caption(subject: Subject) -> str:
 @figure_kind(_has_decay, _decay_caption)
 def decay(subject: Subject) -> Figure:
     """How much equal tokens attract each other, over distance."""
-    # Products of added vectors, or logits, beside them RoFormer's envelope where it holds.
+    # Products of added vectors, or logits. RoFormer's envelope is next to them if it applies.
     distances, spectrum = torch.arange(_LENGTH), rotation_frequencies(subject.parts, _LENGTH)
     figure, (axes, *others) = panels(subject.title, 1, 1 if spectrum is None else 2, 3.2)
     axes.set_xlabel("distance back (tokens)")
@@ -186,7 +186,7 @@ def decay(subject: Subject) -> Figure:
 
 
 def _axes_count(subject: Subject) -> int:
-    """How many axes the scheme's coordinates have; 0 where it reads none."""
+    """The number of axes of the scheme's coordinates; 0 if it reads none."""
     for part in subject.parts:
         if part.reads_coordinates:
             inner = next((module for module in part.modules() if hasattr(module, "axes")), None)

@@ -1,4 +1,4 @@
-"""Rotations: turning pairs, and their frequencies."""
+"""Figures of rotations: pairs of dimensions that turn, and their frequencies."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 _LENGTH = 256
 _SHOWN_POSITIONS = 16
 _PANELS = 4
-#: A slow pair is drawn at this many places of a turn, but not farther apart than this many tokens.
+#: A slow pair is drawn at this many places per turn, which are at most this many tokens apart.
 _PLACES_OF_TURN, _LARGEST_STEP = 20, 2048
-#: Radians per position below which one step is measured to a few digits only.
+#: Radians per position below which a single step is only accurate to a few digits.
 _SLOW = 1e-4
-#: Of the sequences in which frequencies are compared.
+#: Lengths of the sequences for which frequencies are compared.
 _LENGTHS = (512, 4096, 32768)
 
 
 def turning_pairs(subject: Subject) -> list[tuple[float, tuple[int, int]]]:
-    """The pairs of dimensions that turn with position, the fastest first, with radians per position (without sign).
+    """Returns the pairs of dimensions that turn with position, fastest first, with absolute radians per position.
 
-    The pairs are those of the rotation inside the map. How fast they turn is measured on one random query, because a
-    map around the rotation may give it other positions.
+    The pairs are those of the rotation inside the map. Their speed is measured on one random query, because a map
+    around the rotation may change its positions.
     """
     part = subject.parts.query_key_map
     rotations = [] if part is None else [module for module in part.modules() if isinstance(module, RotaryMap)]
@@ -47,13 +47,13 @@ def turning_pairs(subject: Subject) -> list[tuple[float, tuple[int, int]]]:
 
 
 def _speed(pair: Tensor) -> float:
-    """Of a turning vector `(positions, 2)`, in radians per position."""
+    """Returns the speed of a turning vector `(positions, 2)`, in radians per position."""
     step = torch.atan2(pair[:, 1], pair[:, 0]).diff()
     step = torch.atan2(step.sin(), step.cos())
     turning = step[:_SHOWN_POSITIONS][step[:_SHOWN_POSITIONS] != 0]
     typical = float(turning.abs().median()) if turning.numel() else 0.0
-    # float32 rounds components by 1e-7, which counts where one step is hardly more. A map of positions may let many
-    # tokens share one.
+    # float32 rounds components by 1e-7, which matters if a step is hardly larger. A position map may also give many
+    # tokens the same position.
     return typical if typical >= _SLOW else float(step.sum().abs() / len(step))
 
 
@@ -96,7 +96,7 @@ def rotation(subject: Subject) -> Figure:
 
 
 def plain_frequencies(subject: Subject) -> Tensor:
-    """`(pairs,)`: RoPE's own frequencies for the base and the number of pairs of this scheme."""
+    """`(pairs,)`: the frequencies of plain RoPE with the base and the number of pairs of this scheme."""
     frequencies = turning_frequencies(subject, _LENGTHS[0])
     assert frequencies is not None
     base = getattr(subject.config, "theta", None)
@@ -104,7 +104,7 @@ def plain_frequencies(subject: Subject) -> Tensor:
 
 
 def changed_spectra(subject: Subject) -> dict[str, Tensor]:
-    """The scheme's spectra that differ from RoPE's and from each other, at most four: by length, by head or by axis."""
+    """Returns up to four spectra that differ from RoPE's and from each other, by length, by head or by axis."""
     known, spectra = [plain_frequencies(subject)], {}
     part = subject.parts.query_key_map
     row_word = "axis" if part is not None and part.reads_coordinates else "head"
@@ -120,7 +120,7 @@ def changed_spectra(subject: Subject) -> dict[str, Tensor]:
 
 
 def _wavelength(frequency: Any) -> Any:
-    """`2 pi / frequency`, its own inverse."""
+    """`2 pi / frequency`. The function is its own inverse."""
     import numpy
 
     with numpy.errstate(divide="ignore"):

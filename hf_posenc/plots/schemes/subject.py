@@ -1,4 +1,4 @@
-"""What a figure draws: a scheme at a standard place, and numbers measured from its parts, whichever scheme it is."""
+"""The subject of a figure: a scheme built at a standard place, and values measured on its parts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hf_posenc.schemes.positions import Positions, integer_range
 
 #: The seed of fresh parameters.
 PARAMETER_SEED = 0
-#: The seed of queries, keys, hidden states and token embeddings. Another one, because equal streams of random numbers
-#: would make queries equal to rows of a learned table.
+#: The seed of queries, keys, hidden states and token embeddings. It is not the seed above, because with the same random
+#: numbers, queries would be equal to rows of a learned table.
 INPUT_SEED = 1
-#: Standard deviation that a learned vector is drawn with where it starts at or near zero. A matrix of `n` columns
-#: is drawn with `1 / sqrt(n)`, so that its products with a vector of independent unit components vary by about 1.
+#: Standard deviation of the random values that replace a learned vector at or near zero. A matrix with `n` columns gets
+#: `1 / sqrt(n)`, so that its product with a standard normal vector has a standard deviation of about 1.
 VECTOR_STD = 0.5
 #: A learned parameter whose root mean square is below this counts as near zero.
 TINY = 0.05
-#: The token that ends a segment, for schemes that read token ids: every 16th one of a figure's sequence.
+#: Length of a segment, for schemes that read token ids: every 16th token of a figure's sequence ends a segment.
 SEGMENT_LENGTH = 16
 
 _PLACE = BuildContext(hidden_size=128, num_heads=8, head_dim=64, max_positions=512, num_key_value_heads=8)
@@ -33,13 +33,13 @@ _PLACE = BuildContext(hidden_size=128, num_heads=8, head_dim=64, max_positions=5
 
 @dataclass(frozen=True)
 class Subject:
-    """A scheme as the figures see it.
+    """A scheme that figures are drawn of.
 
     Args:
         config: the scheme.
-        context: the place it was built at.
+        context: the place where it was built.
         parts: its parts, in evaluation mode; none for an arrangement of layers.
-        enlarged: names of the learned parameters that start at or near zero and were drawn larger.
+        enlarged: names of the learned parameters at or near zero that were replaced by larger random values.
     """
 
     config: SchemeConfig
@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def title(self) -> str:
-        """The name with the options that differ from their defaults, and whether parameters were drawn larger."""
+        """The name with the options that differ from their defaults, and whether parameters were enlarged."""
         label = self.config.label
         if not self.enlarged:
             return shortened(label, 75)
@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def place_note(self) -> str:
-        """A sentence on the place for captions, or an empty text at the first of the standard places."""
+        """A sentence about the place for captions; empty for the first of the standard places."""
         usual = standard_places()[0]
         if self.context == usual:
             return ""
@@ -66,7 +66,7 @@ class Subject:
 
     @property
     def note(self) -> str:
-        """A sentence on learned parameters for captions, or an empty text."""
+        """A sentence about learned parameters for captions; empty if there are none."""
         if self.enlarged:
             names = ", ".join(f"`{name}`" for name in self.enlarged)
             return (
@@ -78,7 +78,7 @@ class Subject:
         return ""
 
     def positions(self, length: int, step: int = 1) -> Positions:
-        """`length` positions from 0, `step` apart, of one sequence whose segments end at every 16th token."""
+        """Returns `length` positions of one sequence, from 0 in steps of `step`. A segment ends at every 16th token."""
         ids = integer_range(0, length) * step
         token_ids = ((ids + 1) % SEGMENT_LENGTH).clamp(min=0)
         return Positions(ids, torch.tensor([[length]]), token_ids=token_ids)
@@ -99,13 +99,13 @@ def subject_of(config: SchemeConfig, context: BuildContext | None = None) -> Sub
     """Builds a scheme for its figures.
 
     Args:
-        config: any scheme, an arrangement included.
+        config: any scheme or arrangement.
         context: the place; by default 8 heads of 64 dimensions, a hidden size of 128 and 512 positions in a causal
             model, or the first of a few variations of it (heads of 128 dimensions, a bidirectional model) at which the
             scheme can be built.
 
     Raises:
-        ValueError: if the scheme can be built at none of these places, with the reason given by the first.
+        ValueError: if the scheme cannot be built at any of these places. The message is the reason for the first one.
     """
     if isinstance(config, LayeredConfig):
         return Subject(config, context or _PLACE, SchemeParts(), ())
@@ -120,13 +120,13 @@ def subject_of(config: SchemeConfig, context: BuildContext | None = None) -> Sub
 
 
 def standard_places(base: BuildContext = _PLACE) -> tuple[BuildContext, ...]:
-    """The place of figures or of counts, followed by its variations for schemes that ask for them."""
+    """Returns the place of figures or of counts, followed by variations for schemes that need them."""
     wide = dataclasses.replace(base, head_dim=128)
     return (base, wide, dataclasses.replace(base, causal=False), dataclasses.replace(wide, causal=False))
 
 
 def shortened(text: str, width: int) -> str:
-    """`text`, cut where it is longer than `width` characters."""
+    """Returns `text`, cut to at most `width` characters."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -137,7 +137,7 @@ def _built(config: SchemeConfig, context: BuildContext) -> Subject:
     enlarged: list[str] = []
     for part, twin in zip(parts, other, strict=True):
         for (name, parameter), fresh in zip(part.named_parameters(), twin.parameters(), strict=True):
-            # What two seeds agree on, and is not zero, is a chosen value and stays.
+            # A value that is not zero and does not depend on the seed was chosen, so it is kept.
             small = not torch.equal(parameter, fresh) and float(parameter.float().square().mean().sqrt()) < TINY
             if not parameter.any() or small:
                 std = VECTOR_STD if parameter.ndim < 2 else float(parameter.shape[-1] ** -0.5)
@@ -146,7 +146,7 @@ def _built(config: SchemeConfig, context: BuildContext) -> Subject:
     return Subject(config, context, parts, tuple(dict.fromkeys(enlarged)))
 
 
-#: A logit below this says "never look here", and would hide everything else on a colour scale.
+#: A logit below this hides a key completely. On a colour scale it would make all other differences invisible.
 AWAY = -1000.0
 
 
@@ -188,7 +188,7 @@ def added_bias(subject: Subject, positions: Positions, query: Tensor, key: Tenso
 
 
 def visible(subject: Subject, length: int) -> Tensor:
-    """`(length, length)` bool, queries before keys: which pairs the mask of this place shows."""
+    """`(length, length)` bool, one row per query: which keys a model at this place can see."""
     every = torch.ones(length, length, dtype=torch.bool)
     return every.tril() if subject.context.causal else every
 
@@ -209,11 +209,11 @@ def equal_query_key_logits(subject: Subject, positions: Positions, samples: int)
 
 
 def turning_frequencies(subject: Subject, length: int) -> Tensor | None:
-    """By how many radians each pair turns from one position to the next, in a sequence of `length` tokens.
+    """Returns the radians by which each pair turns per position, in a sequence of `length` tokens.
 
     Returns:
         `(rows, pairs)`, one row for all heads, or one per head, or one per axis of a map that reads coordinates; `None`
-        where the map does not tell its angles or frequencies.
+        if the map does not provide its angles or frequencies.
     """
     part = subject.parts.query_key_map
     angles, frequencies = getattr(part, "angles", None), getattr(part, "inverse_frequencies", None)

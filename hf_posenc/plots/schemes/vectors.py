@@ -1,4 +1,4 @@
-"""What is added or mapped, dimension by dimension."""
+"""Figures of added vectors and mapped queries, by dimension."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hf_posenc.plots.style import palette, shade
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Positions of a heat map, and of single dimensions; how many of these are drawn.
+#: Number of positions in a heat map and in plots of single dimensions, and how many dimensions are drawn.
 _LENGTH, _LINE, _LINES = 100, 128, 6
-#: Where one token is compared.
+#: Positions at which one token is compared.
 _PLACES = (0, 50, 99)
 
 
 def encoded_dimensions(subject: Subject, length: int) -> dict[str, Tensor]:
-    """What stands at each position: named matrices `(length, dimensions)`."""
+    """Returns the encoding of each position as named matrices `(length, dimensions)`."""
     part = subject.parts.query_key_map
     if subject.parts.additive is not None:
         return {"added vector": added_vectors(subject, length)}
@@ -77,7 +77,7 @@ def dimensions(subject: Subject) -> Figure:
     # The second half of most layouts repeats the frequencies of the first.
     width = next(iter(matrices.values())).shape[1] // len(matrices)
     for row, panel in enumerate(axes):
-        # Closer together at the start, where most schemes have what changes within a few positions.
+        # Closer together at the start, where most schemes have the dimensions that change within a few positions.
         dimension = round((row / (_LINES - 1)) ** 1.5 * (width - 1))
         for index, (name, matrix) in enumerate(matrices.items()):
             panel.plot(matrix[:, dimension].numpy(), color=palette()[index], linestyle=("-", "--")[index], label=name)

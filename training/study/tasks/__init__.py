@@ -1,4 +1,4 @@
-"""The kinds of tasks of a study: a file for each, and the registry."""
+"""The kinds of tasks of a study, one file for each, and the registry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TASKS: dict[str, type[StudyTask]] = {
 
 
 def study_task(name: str, settings: TrainingSettings, pretrained: bool = False) -> StudyTask:
-    """A task by its name. Synthetic ones of an encoder-decoder are of another kind."""
+    """Returns a task by its name. Synthetic tasks of an encoder-decoder are another kind."""
     if name not in TASKS:
         raise UnknownNameError("task", name, TASKS)
     kind = TASKS[name]

@@ -1,4 +1,4 @@
-"""Synthetic tasks: copying, adding, ...; models are tested on longer examples than they were trained on."""
+"""Synthetic tasks such as copying and adding. Models are tested on longer examples than they were trained on."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class AlgorithmTask(StudyTask):
         )
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[Any]], dict[str, Tensor]]:
-        """What makes batches of examples."""
+        """Returns the function that makes batches of examples."""
         return default_collate
 
     def read(
@@ -87,14 +87,14 @@ class AlgorithmTask(StudyTask):
 
 
 class EncoderDecoderTask(AlgorithmTask):
-    """A synthetic task whose prompts are read by an encoder, which never reads an answer."""
+    """A synthetic task whose prompts are read by an encoder. The encoder never reads an answer."""
 
     loader = AutoModelForSeq2SeqLM
     causal = False
     encoder_decoder = True
 
     def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[Any]], dict[str, Tensor]]:
-        """What makes batches of examples."""
+        """Returns the function that makes batches of examples."""
         return EncoderDecoderCollator(end_token(tokenizer), padding_token(tokenizer))
 
     def sample(self, data: CellData, length: int) -> Tensor:
@@ -106,5 +106,5 @@ class EncoderDecoderTask(AlgorithmTask):
 
 
 def _question_seed(cell: Cell) -> int:
-    """Other questions for every seed, and never those of the validation (0)."""
+    """Returns a seed that gives different questions for every seed, and never those of the validation (0)."""
     return cell.seed + 1

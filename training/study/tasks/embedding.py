@@ -1,4 +1,4 @@
-"""A pretrained encoder that keeps its sentence embeddings: it learns the hidden states it had before the swap."""
+"""The task of keeping sentence embeddings: a pretrained encoder learns its hidden states from before the swap."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class EmbeddingTask(TextTask):
 
     def check(self, study: StudySettings) -> None:
         if not self.pretrained:
-            raise SettingsError(f"The task {self.name!r} keeps what a trained encoder says: give --model_name_or_path.")
+            raise SettingsError(f"The task {self.name!r} needs a trained encoder: give --model_name_or_path.")
         super().check(study)
 
     def refusal(self, swap: SwapArguments) -> str | None:
         refused = swap.lora or swap.distill
-        return f"the task {self.name!r} always has a teacher, and takes no lora." if refused else None
+        return f"the task {self.name!r} always has a teacher, and does not support lora." if refused else None
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
         settings, lengths = cell.settings, cell.train_lengths
@@ -60,12 +60,12 @@ class EmbeddingTask(TextTask):
         return rows
 
     def try_out(self, model: Any, data: CellData) -> None:
-        """Runs the model at the last position that is trained."""
+        """Runs the model at the last position of training."""
         places = torch.tensor([[0, data.positions - 1]], device=model.device)
         capacity = native_capacity(model)
         if capacity is not None and capacity < data.positions:
             raise SequenceLengthError(
-                f"This {type(model).__name__} has {capacity} positions, and {data.positions} are trained. Give a "
+                f"This {type(model).__name__} has {capacity} positions, but {data.positions} are trained. Give a "
                 "smaller pose_length, or a scheme with more positions."
             )
         model(input_ids=torch.zeros_like(places), position_ids=places, attention_mask=torch.ones_like(places))
@@ -89,18 +89,18 @@ class Texts:
         self.frame = Frame((int(tokenizer.cls_token_id),), (int(tokenizer.sep_token_id),))
 
     def row(self, start: int, length: int) -> Tensor:
-        """`(length,)` ids: `length - 2` tokens of the text from `start` on, framed."""
+        """Returns `(length,)` ids: `length - 2` tokens of the text from `start`, between the special tokens."""
         content = torch.from_numpy(self.stream.read(start, start + length - 2)[0])
         return self.frame.around(content[None], targets=False)[0]
 
     def rows(self, count: int, length: int) -> Tensor:
-        """`(count, length)`, spread evenly over the stream."""
+        """Returns `(count, length)` ids of rows that are spread evenly over the stream."""
         spare = len(self.stream) - (length - 2)
         return torch.stack([self.row(index * spare // max(count - 1, 1), length) for index in range(count)])
 
 
 class TeacherBatches(Dataset[dict[str, Tensor]]):
-    """As many batches as there are steps, all with the same number of tokens; the lengths take turns.
+    """One batch per step, each with the same number of tokens. The lengths alternate.
 
     With a `pose_length`, each batch has the positions of a text of that many tokens, drawn by `pose_positions`.
     """
@@ -128,7 +128,7 @@ class TeacherBatches(Dataset[dict[str, Tensor]]):
 
 
 class Teacher:
-    """The encoder before the swap, frozen, and the texts on which it is compared."""
+    """The frozen encoder before the swap, and the texts for comparing it."""
 
     def __init__(self, model: Any, texts: Texts) -> None:
         self.model, self.texts = model, texts
@@ -136,13 +136,13 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, input_ids: Tensor) -> Tensor:
-        """The hidden states for a text; those for a text that is too long are joined from pieces that fit.
+        """Returns the hidden states for a text. If the text is too long, they are joined from pieces that fit.
 
         Args:
-            input_ids: `(batch, length)`, framed.
+            input_ids: `(batch, length)`, between the special tokens.
 
         Returns:
-            `(batch, length, hidden)`; its mean over tokens is that over all pieces.
+            `(batch, length, hidden)`. Its mean over tokens is the mean over all pieces.
         """
         if input_ids.shape[1] <= self.capacity:
             states: Tensor = self.model(input_ids=input_ids).last_hidden_state
@@ -154,10 +154,10 @@ class Teacher:
 
     @torch.no_grad()
     def similarities(self, model: Any, lengths: list[int], windows: int) -> list[float | None]:
-        """The mean cosine of a model's sentence embeddings and those of the teacher.
+        """Computes the mean cosine between a model's sentence embeddings and those of the teacher.
 
         Returns:
-            One number per length, over as many pieces of text as there are windows; `None` past the model's end.
+            One number per length, over `windows` pieces of text; `None` for lengths that the model cannot read.
         """
         training, capacity = model.training, native_capacity(model) or 2**31
         model.eval()
@@ -177,7 +177,7 @@ class Teacher:
 
 
 class TeacherTrainer(SchemeTrainer):
-    """Trains on the hidden states of a teacher; evaluates sentence embeddings on pieces of text of several lengths."""
+    """Trains on the hidden states of a teacher. Evaluates sentence embeddings on pieces of text of several lengths."""
 
     def __init__(self, *args: Any, teacher: Teacher, lengths: list[int], windows: int, **kwargs: Any) -> None:
         self.teacher, self.lengths, self.windows = teacher, lengths, windows
@@ -187,13 +187,13 @@ class TeacherTrainer(SchemeTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The distance of the hidden states."""
+        """Returns the distance between the hidden states."""
         outputs = model(**inputs)
         loss = hidden_state_loss(outputs.last_hidden_state, self.teacher.states(inputs["input_ids"]))
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The mean over the lengths that the model reads."""
+        """Returns the mean over the lengths that the model can read."""
         similarities = self.teacher.similarities(self.model, self.lengths, self.windows)
         known = [value for value in similarities if value is not None]
         metrics = {"eval_similarity": sum(known) / len(known)}

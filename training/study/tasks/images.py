@@ -1,4 +1,4 @@
-"""Pictures as a task: classes of pictures, at the resolution of training and at others."""
+"""The task of classifying pictures, at the resolution of training and at others."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ImagesTask(StudyTask):
     def check(self, study: StudySettings) -> None:
         if self.pretrained:
             raise SettingsError(
-                f"The task {self.name!r} trains new weights. To train a pretrained classifier use "
-                "training/run_image_classification.py, or leave --model_name_or_path out."
+                f"The task {self.name!r} trains new weights. To train a pretrained classifier, use "
+                "training/run_image_classification.py, or omit --model_name_or_path."
             )
         for resolution in (self.settings.train_resolution, *self.settings.test_resolutions):
             if resolution % self.settings.patch_size:
@@ -55,7 +55,7 @@ class ImagesTask(StudyTask):
                 )
 
     def refusal(self, swap: SwapArguments) -> str | None:
-        return f"the task {self.name!r} takes no swap options." if swap.given() else None
+        return f"the task {self.name!r} does not support swap options." if swap.given() else None
 
     def identity(self, cell: Cell, digests: dict[str, str]) -> dict[str, Any]:
         return {"pictures digest": digests.get("pictures")}
@@ -94,7 +94,7 @@ class ImagesTask(StudyTask):
 
     def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         grid = cell.settings.train_resolution // cell.settings.patch_size
-        # In two corners, so that small grids have room for both.
+        # In opposite corners, so that both fit into small grids.
         return dog_figures(lambda: picture_dog_test(model, grid=grid, first=(0, 0), second=(0, grid - SIDE)))[0]
 
     def processor(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -105,7 +105,7 @@ class ImagesTask(StudyTask):
 
 
 def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
-    """The pictures to train on, those of the curves, and those that the accuracy by resolution is measured on."""
+    """Returns the pictures for training, for the curves, and for the accuracy by resolution."""
     try:
         pictures = load_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
     except UsageError as error:
@@ -117,7 +117,7 @@ def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
 
 
 def pictures_summary(study: StudySettings) -> dict[str, Any]:
-    """What the pictures of a study are, JSON-ready; `digest` identifies them."""
+    """Describes the pictures of a study, JSON-ready; `digest` identifies them."""
     train, validation, test = parts = study_pictures(study)
     digests = [PictureRows(part, 8, 3, Normalization()).digest() for part in parts]
     return {

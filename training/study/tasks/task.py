@@ -1,4 +1,4 @@
-"""What the models of a study are trained on, and how they are read: the base of all kinds of tasks."""
+"""The base class of all kinds of tasks: what models are trained on, and how they are evaluated."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class CellData:
     """The data of one training.
 
     Args:
-        train: the training set, also of a cell that is only read: a start may be fitted on it.
-        collate: makes a batch of its items, and of those of `validation`.
-        validation: for the points of the curve: text of the trained length, or examples of the trained lengths that
-            training does not contain.
-        positions: of the longest sequence that is evaluated.
+        train: the training set. A cell without training also has one, because initial parameters may be fitted on it.
+        collate: makes batches of its items, and of those of `validation`.
+        validation: data for the points of the curve: text of the training length, or examples of the training lengths
+            that are not in the training set.
+        positions: number of positions of the longest evaluated sequence.
         windows: text to evaluate by length, `input_ids` and `labels`, `(windows, longest length)` each; `None` for
             other tasks.
-        pictures: to evaluate by resolution; `None` for other tasks than images.
-        teacher: what embeddings are compared with, in the task "embedding".
+        pictures: pictures to evaluate by resolution; `None` for other tasks than images.
+        teacher: the encoder that embeddings are compared with, in the task "embedding".
     """
 
     train: Any
@@ -55,23 +55,23 @@ class CellData:
 
 @dataclass(frozen=True)
 class StudyTask:
-    """What the models of a study are trained on. Each kind of task is a class.
+    """A task that models of a study are trained on. Each kind of task is a class.
 
     Args:
-        name: "causal", "masked", "embedding", "images", or that of a synthetic task.
-        settings: of its trainings.
+        name: "causal", "masked", "embedding", "images", or the name of a synthetic task.
+        settings: the settings of its trainings.
         pretrained: whether its models begin with pretrained weights.
 
     Attributes:
         kind: what is measured, in `results.json`.
         loader: the Auto class of its models.
         causal: whether they predict the next token.
-        encoder_decoder: whether they read a prompt with an encoder, and write the answer with a decoder.
-        figures: what the figures of a training are called in its result.
+        encoder_decoder: whether they read a prompt with an encoder and write the answer with a decoder.
+        figures: the name of the figures in the result of a training.
         reads_text: whether it is trained on the text of the study.
         has_teacher: whether it learns from the model before the swap. A training item is then a whole batch, which
-            cannot be dealt out.
-        unused: settings that its trainings do not read, and that would be ignored.
+            cannot be split.
+        unused: settings that its trainings would ignore.
     """
 
     name: str
@@ -89,56 +89,56 @@ class StudyTask:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths, or for images the resolutions, it is evaluated at."""
+        """The lengths (for images, the resolutions) of the evaluation."""
         raise NotImplementedError
 
     def train_lengths(self, settings: TrainingSettings) -> list[int]:
-        """The lengths, or for images the resolution, trained on with the settings of the task or of one scheme."""
+        """Returns the training lengths (for images, the resolution) with the settings of the task or of one scheme."""
         raise NotImplementedError
 
     def check(self, study: StudySettings) -> None:
         """Raises `SettingsError` for settings with which nothing could be measured."""
 
     def refusal(self, swap: SwapArguments) -> str | None:
-        """Why its trainings cannot take these options of a swap."""
+        """Returns why its trainings cannot have these options of a swap; `None` if they can."""
         return None
 
     def identity(self, cell: Cell, digests: dict[str, str]) -> dict[str, Any]:
-        """What a result depends on in this kind of task, in addition to what `Cell.identity` says."""
+        """Returns what a result of this kind of task depends on, in addition to `Cell.identity`."""
         return {}
 
     def data(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
-        """The data of a cell."""
+        """Returns the data of a cell."""
         raise NotImplementedError
 
     def new_model(
         self, settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, positions: int, classes: int = 1
     ) -> Any:
-        """A model with new weights, see `training.study.models`."""
+        """Returns a model with new weights, see `training.study.models`."""
         return new_model(self, settings, tokenizer, positions)
 
     def sample(self, data: CellData, length: int) -> Tensor:
-        """Rows that a start is fitted on, `(rows, length)`."""
+        """Returns rows for fitting initial parameters, `(rows, length)`."""
         return sample_rows(data.train)
 
     def try_out(self, model: Any, data: CellData) -> None:
-        """Runs the model on as many positions as are evaluated."""
+        """Runs the model on the number of positions that are evaluated."""
         tokens = torch.zeros(1, data.positions, dtype=torch.int64, device=model.device)
         model(input_ids=tokens)
 
     def trainer(self, options: dict[str, Any], swap: SwapArguments, teacher: Any, data: CellData) -> SchemeTrainer:
-        """The trainer of a cell."""
+        """Returns the trainer of a cell."""
         hooks = swap.loss_hooks(options["model"], teacher, self.causal)
         return SchemeTrainer(**options, causal=self.causal, loss_hooks=hooks)
 
     def read(
         self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
     ) -> dict[str, Any]:
-        """The figures of a model by length or resolution, JSON-ready."""
+        """Returns the figures of a model by length or resolution, JSON-ready."""
         raise NotImplementedError
 
     def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Distance between the two dogs of the dog test, embeddings first, then layer by layer."""
+        """Returns the distances between the two dogs of the dog test, for the embeddings, then for each layer."""
         figures, result = dog_figures(lambda: dog_test(model, tokenizer))
         if result is None:
             return figures
@@ -150,16 +150,16 @@ class StudyTask:
         }
 
     def processor(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """What is saved with a model, and prepares its inputs."""
+        """Returns the processor that is saved with a model and prepares its inputs."""
         return tokenizer
 
     def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """What `results.json` says of this kind of task, in addition to its settings."""
+        """Returns the entries of `results.json` for this kind of task, in addition to its settings."""
         return {}
 
 
 def dog_figures(test: Callable[[], Result]) -> tuple[dict[str, Any], Result | None]:
-    """The figures of a dog test with its result, or the reason why there are none."""
+    """Returns the figures of a dog test and its result, or the reason why there are none."""
     try:
         result = test()
     except (MeasurementError, SequenceLengthError, UnsupportedError) as error:
@@ -172,5 +172,5 @@ def dog_figures(test: Callable[[], Result]) -> tuple[dict[str, Any], Result | No
 
 
 def rounded(values: Any) -> list[float | None]:
-    """Numbers as results hold them."""
+    """Returns numbers rounded as in results."""
     return [None if value is None else round(value, 4) for value in values]

@@ -1,4 +1,4 @@
-"""Text as a task: the next token, or masked ones, in models with new or with pretrained weights."""
+"""Tasks on text: predicting the next token or masked tokens, with new or pretrained weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from training.study.tasks.task import OF_IMAGES, CellData, StudyTask, rounded
 if TYPE_CHECKING:
     from training.study.cells import Cell
 
-#: Text with fewer tokens has no tail, and no room between the special tokens of a sentence.
+#: Text with fewer tokens has no tail, and no room for tokens between the special tokens of a sentence.
 _SHORTEST = 8
-#: The most tokens of a window that count as its tail.
+#: Maximum number of tokens in the tail of a window.
 _TAIL = 32
 
 
 class TextTask(StudyTask):
-    """What all tasks on the text of the study share."""
+    """The common base of all tasks on the text of the study."""
 
     reads_text = True
 
@@ -62,7 +62,7 @@ class LanguageTask(TextTask):
     def _windows(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
         settings, task, causal = cell.settings, self.settings, self.causal
         train, validation = Corpus.open_streams(cell.study_folder / "data")
-        # Read as the task says, also by a scheme that is trained longer or on longer windows: one table compares them.
+        # Evaluated with the settings of the task, even if a scheme is trained with others, so that one table compares.
         chosen = validation_windows(validation.tokens, task)
         windows: dict[str, Any] = validation_batch(chosen, tokenizer, causal, task.mlm_probability)
         length = min(task.train_length, self.lengths[-1])
@@ -124,7 +124,7 @@ class LanguageTask(TextTask):
 
     @property
     def _tail_tokens(self) -> int:
-        """How many of the last tokens of a window are its tail."""
+        """Returns the number of tokens in the tail of a window."""
         return min(_TAIL, min(self.settings.train_length, self.lengths[0]) // 2)
 
     def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -158,8 +158,8 @@ class MaskedTask(LanguageTask):
 class TrainingWindows(Dataset[dict[str, Any]]):
     """Windows of `train_length` tokens in a fixed random order, repeated (reshuffled) until `max_steps` are filled.
 
-    Item `i` holds the tokens of a window, `(train_length,)`, and its place `i`, so that what happens to a window can
-    depend on its place alone.
+    Item `i` has the tokens of a window, `(train_length,)`, and its place `i`, so that masking can depend only on the
+    place.
     """
 
     def __init__(self, stream: NDArray[np.int32], settings: TrainingSettings, seed: int) -> None:
@@ -181,14 +181,14 @@ class TrainingWindows(Dataset[dict[str, Any]]):
 
 
 class WindowCollator:
-    """Makes batches of windows; those of a masked task are masked by the seed and their place, and nothing else.
+    """Makes batches of windows. In a masked task, the masks depend only on the seed and the place of a window.
 
-    The masks are therefore the same for every scheme, on any number of processes, and after a run was resumed.
+    So they are the same for every scheme, for any number of processes, and in a resumed run.
 
     Args:
-        tokenizer: whose mask token is shown.
+        tokenizer: provides the mask token.
         mlm_probability: share of the tokens that become targets; `None` for a causal task.
-        seed: of the masks.
+        seed: seed of the masks.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float | None, seed: int) -> None:
@@ -198,7 +198,7 @@ class WindowCollator:
             self.mask.generator = torch.Generator()
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, each `(batch, length)`; rows that have labels stay as they are."""
+        """Returns `input_ids` and `labels`, each `(batch, length)`. Rows that already have labels are not changed."""
         if "labels" in items[0]:
             return default_collate(items)
         if self.mask is None:
@@ -212,7 +212,7 @@ class WindowCollator:
 
 
 def validation_windows(stream: NDArray[np.int32], settings: TrainingSettings) -> Tensor:
-    """`(windows, longest length)` int64: up to `eval_windows` windows, spread evenly over the stream."""
+    """Returns up to `eval_windows` windows, spread evenly over the stream, as `(windows, longest length)` int64."""
     length = settings.lengths[-1]
     count = min(settings.eval_windows, len(stream) // length)
     starts = np.linspace(0, len(stream) - length, count).astype(np.int64)
@@ -222,11 +222,11 @@ def validation_windows(stream: NDArray[np.int32], settings: TrainingSettings) ->
 def validation_batch(
     windows: Tensor, tokenizer: PreTrainedTokenizerBase, causal: bool, mlm_probability: float
 ) -> dict[str, Tensor]:
-    """Inputs and targets for evaluation, each `(windows, longest length)`; the same for every seed.
+    """Returns inputs and targets for evaluation, each `(windows, longest length)`, the same for every seed.
 
-    Masked: every target is shown as the mask token (no random and no unchanged tokens, as there are in training), so
-    that a model that knows nothing but frequencies scores the unigram cross-entropy. Causal: the first token of a
-    window has no context and is no target.
+    Masked: every target is replaced by the mask token (training also has random and unchanged tokens), so that a model
+    that only knows frequencies gets the unigram cross-entropy. Causal: the first token of a window has no context and
+    is not a target.
     """
     if causal:
         return dict(zip(("input_ids", "labels"), causal_targets(windows), strict=True))
