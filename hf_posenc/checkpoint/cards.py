@@ -27,7 +27,7 @@ from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, encodings
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.refusals import VLLM
 from hf_posenc.version import REPOSITORY, __version__
 
@@ -41,6 +41,8 @@ _SECTION = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}",
 #: A sentence in the cards that transformers uploads with every model that has none.
 _OF_TRANSFORMERS = "This model card has been automatically generated"
 _METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+#: The line of code before a patched model is loaded.
+_IMPORT = "import hf_posenc  # before from_pretrained"
 _TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-).*\n)*", re.MULTILINE)
 
 
@@ -194,7 +196,14 @@ def _section(
     adapters: Any = getattr(model, "peft_config", {}) if adapter else {}
     stated = (one.base_model_name_or_path for one in adapters.values())
     base = base or hub_name(inner) or next(filter(None, stated), None) or "the base model"
-    loading = _adapter_loading(name, class_name, base) if adapter else loading_section(name, class_name)
+    own = {type(one).__module__: one.name for one in walk(encoding.config)}
+    own = {module: scheme for module, scheme in own.items() if not module.startswith("hf_posenc.")}
+    imports = [_IMPORT, *map(_own_import, own, own.values())]
+    loading = (
+        _adapter_loading(name, class_name, base, imports)
+        if adapter
+        else loading_section(name, class_name, imports=imports)
+    )
     layers = sum(len(stack.attention_layers) for stack in report.stacks)
     return "\n\n".join(
         (
@@ -204,7 +213,7 @@ def _section(
             f"`{encoding.config.label}`, from the package [hf_posenc]({REPOSITORY})."
             f"{f' Context: {report.context}.' if report.context else ''}",
             f"### Load it\n\n{loading}",
-            f"### Programs that run it\n\n{_programs(inner, name, adapter)}",
+            f"### Programs that run it\n\n{_programs(inner, name, [one for one in own if one != '__main__'], adapter)}",
             f"### What was replaced\n\n{scheme_section(encoding.config.to_dict(), class_name)}\n\nThe scheme acts in "
             f"{layers} attention layers and has {report.new_parameters} parameters. "
             f"`print(model.position_encoding.report)` lists each place.\n\n{versions_section()}",
@@ -274,7 +283,16 @@ def scheme_names(config: SchemeConfig) -> list[str]:
     return [one.name for one in config.schemes] if isinstance(config, PartsConfig) else [config.name]
 
 
-def loading_section(path: str, class_name: str, *, patched: bool = True, tokenizer: bool = False) -> str:
+def _own_import(module: str, scheme: str) -> str:
+    """The line of code that registers a scheme which is not one of this package."""
+    if module == "__main__":
+        return f"# Here, run the code that registers the scheme {scheme!r}."
+    return f"import {module}  # registers the scheme {scheme!r}"
+
+
+def loading_section(
+    path: str, class_name: str, *, patched: bool = True, tokenizer: bool = False, imports: Sequence[str] = (_IMPORT,)
+) -> str:
     """Describes how to load a saved model, and what happens without the package, in Markdown.
 
     Args:
@@ -282,35 +300,38 @@ def loading_section(path: str, class_name: str, *, patched: bool = True, tokeniz
         class_name: class of the model.
         patched: whether it has a scheme of this package; a stock model needs no import.
         tokenizer: whether its tokenizer is saved with it.
+        imports: lines of code that register the scheme.
     """
     names = ["AutoTokenizer", class_name] if tokenizer else [class_name]
-    lines = ["import hf_posenc  # before from_pretrained"] if patched else []
+    lines = [*imports] if patched else []
     lines += [f"from transformers import {', '.join(names)}", "", f'model = {class_name}.from_pretrained("{path}")']
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{path}")'] if tokenizer else []
     lines += ["print(model.position_encoding.config)"] if patched else []
     code = "\n".join(["```python", *lines, "```"])
     if not patched:
         return code
-    return (
-        f"{code}\n\nIt needs the package `hf-posenc` (`{INSTALL}`). Without the "
-        "import, loading stops with an error and never returns a model with other positions."
-    )
+    return f"{code}\n\nIt needs the package `hf-posenc` (`{INSTALL}`). Without the import, loading stops with an error."
 
 
-def _programs(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
-    """Describes which programs run a patched checkpoint of some name, or an adapter, and what to do for others."""
+def _programs(model: PreTrainedModel, name: str, own_modules: Sequence[str], adapter: bool = False) -> str:
+    """Describes which programs run a patched checkpoint of some name, or an adapter, and what to do for others.
+
+    `own_modules` register schemes that are not those of this package.
+    """
+    command = "hf-posenc" + "".join(f" --import {module}" for module in own_modules)
     lines = [
-        "Programs that are built on transformers, if they import `hf_posenc` first: `Trainer`, pipelines, PEFT, TRL, "
-        "sentence-transformers and others. `hf-posenc run -- COMMAND` starts a program in this way."
+        f"Programs that are built on transformers, if they import `{'`, `'.join(('hf_posenc', *own_modules))}` first: "
+        "`Trainer`, pipelines, PEFT, TRL, sentence-transformers and others. "
+        f"`{command} run -- COMMAND` starts a program in this way."
     ]
     quoted = shlex.quote(name)
-    export = f"hf-posenc export {quoted} --to gguf --output DIR"
+    export = f"{command} export {quoted} --to gguf --output DIR"
     if adapter:
         export += " --merge-adapters"
     elif model.can_generate():
         kind, problem = unsupported_kind(model.config), engine_problem(model, VLLM)
         lines += [
-            f"`hf-posenc serve {quoted}`: a server with an OpenAI-compatible API.",
+            f"`{command} serve {quoted}`: a server with an OpenAI-compatible API.",
             f"`vllm serve {quoted}`, if `hf_posenc` is installed next to vLLM."
             if not kind and not problem
             else f"vLLM does not run it: {problem or kind}.",
@@ -319,17 +340,22 @@ def _programs(model: PreTrainedModel, name: str, adapter: bool = False) -> str:
         f"llama.cpp (`--to gguf`), ONNX Runtime (`--to onnx`), ExecuTorch (`--to executorch`) and programs that read "
         f"plain transformers checkpoints (`--to stock`) run an export, where they can express the scheme: `{export}`."
     )
-    return "\n".join(f"- {line}" for line in lines) + "\n\nEvery other program refuses this checkpoint."
+    lines.append(
+        "Other programs refuse this checkpoint, except those that load its weights without reading its `config.json`: "
+        "they would run it with stock positions."
+    )
+    return "\n".join(f"- {line}" for line in lines)
 
 
-def _adapter_loading(path: str, class_name: str, base_model: str) -> str:
+def _adapter_loading(path: str, class_name: str, base_model: str, imports: Sequence[str]) -> str:
     """Describes how to load an adapter of a patched model, in Markdown."""
+    lines = [*imports, "from peft import PeftModel", f"from transformers import {class_name}", ""]
+    lines += [f'base = {class_name}.from_pretrained("{base_model}")']
+    lines += [f'model = PeftModel.from_pretrained(base, "{path}")']
+    code = "\n".join(["```python", *lines, "```"])
     return (
-        "```python\nimport hf_posenc # before from_pretrained\nfrom peft import PeftModel\nfrom transformers import "
-        f'{class_name}\n\nbase = {class_name}.from_pretrained("{base_model}")\nmodel = PeftModel.from_pretrained(base, '
-        f'"{path}")\n```\n\nThe scheme is saved next to the adapter: a stock base model is patched when the adapter is '
-        "loaded, and a different base model is refused. Without the import, loading stops with an error and never "
-        "returns a model with other positions."
+        f"{code}\n\nThe scheme is saved next to the adapter: a stock base model is patched when the adapter is loaded, "
+        "and a different base model is refused. Without the import, loading stops with an error."
     )
 
 

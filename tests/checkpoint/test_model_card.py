@@ -23,6 +23,7 @@ from hf_posenc import PositionEncodingError, patch_model, unpatch_model
 from hf_posenc.checkpoint import model_card
 from hf_posenc.checkpoint.cards import write_card
 from hf_posenc.version import REPOSITORY
+from tests.fresh import run_fresh
 from tests.models import tiny
 from tests.patching.composites.models import COMPOSITES
 
@@ -72,6 +73,33 @@ def test_the_loading_example_runs_and_names_no_path_of_this_machine(llama: Any, 
     assert str(tmp_path) not in card.content
     loaded.name_or_path = "owner/llama"
     assert model_card(loaded, model_id="me/llama").data.base_model == "owner/llama"
+
+
+OWN_SCHEME = """
+import hf_posenc
+
+@hf_posenc.distance_bias
+def square_root(distance):
+    return -distance.abs().sqrt()
+"""
+
+
+def test_the_example_imports_the_module_of_an_own_scheme(tmp_path: Path) -> None:
+    def run(program: str) -> str:
+        done = run_fresh(f"import sys\nsys.path.append('.')\n{program}", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (tmp_path / "schemes_of_mine.py").write_text(OWN_SCHEME)
+    save = (
+        "from tests.models import tiny\nhf_posenc.patch_model(tiny('LlamaForCausalLM'), 'square_root').save_pretrained"
+    )
+    run(f"import hf_posenc, schemes_of_mine\n{save}('model')")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "hf-posenc --import schemes_of_mine export" in card
+    assert "square_root" in run(card.split("```python\n")[1].split("```")[0])
+    run(f"{OWN_SCHEME}\n{save}('script')")
+    assert "run the code that registers the scheme 'square_root'" in (tmp_path / "script" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("architecture", "task"), [("BertModel", None), ("BertForMaskedLM", "fill-mask")])
