@@ -48,21 +48,16 @@ def load_model(model: str, *, config_only: bool = False) -> Any:
     With `config_only`, it is built from its config, with random weights.
 
     Raises:
-        UsageError: if it cannot be found.
+        UsageError: if it cannot be found, or the folder holds adapters and no model.
     """
+    if Path(model, ADAPTER_CONFIG).is_file() and not Path(model, "config.json").is_file():
+        raise UsageError(
+            f"{model} holds PEFT adapters and no model. Merge them into their base model first: `hf-posenc export "
+            f"{model} --merge-adapters`, or merge_and_unload() and save_pretrained() in Python."
+        )
     config = load_config(model)
     loader = auto_class(config)
     return (loader.from_config(config) if config_only else _load(loader.__name__, model)).eval()
-
-
-def refuse_adapters(model: str, remedy: str) -> None:
-    """Raises for a local folder that holds adapters and no model.
-
-    Raises:
-        UsageError: with the remedy.
-    """
-    if Path(model, ADAPTER_CONFIG).is_file() and not Path(model, "config.json").is_file():
-        raise UsageError(f"{model} holds PEFT adapters and no model. {remedy}.")
 
 
 def load_with_adapters(adapters: str) -> tuple[Any, str]:

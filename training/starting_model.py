@@ -26,7 +26,7 @@ from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.installation import require
 from hf_posenc.loading import missing_folder
 from hf_posenc.schemes.registry import as_scheme
-from hf_posenc.schemes.written import parse_options, parse_scheme
+from hf_posenc.schemes.written import parse_options
 from training.argument_files import parse_structured
 from training.arguments import LoraArguments, ModelArguments, SchemeArguments, WeightsArguments
 from training.data.text import PackedRows
@@ -192,9 +192,7 @@ def _scheme_options(arguments: SchemeArguments) -> dict[str, Any]:
 
 
 def _scheme(text: str, option: str) -> Any:
-    if text.lstrip()[:1] in ("[", "{"):
-        return parse_structured(text, option)
-    return parse_scheme(text) if ":" in text else text
+    return parse_structured(text, option) if text.lstrip()[:1] in ("[", "{") else text
 
 
 def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:

@@ -401,10 +401,7 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
         UnknownNameError, ValueError, TypeError, UsageError: for a value that is not a scheme.
     """
     from hf_posenc.schemes import as_scheme
-    from hf_posenc.schemes.written import parse_scheme
 
-    if isinstance(requested, str) and ":" in requested:
-        return parse_scheme(requested), {}
     try:
         scheme, places = _split(requested)
         return as_scheme(scheme), places

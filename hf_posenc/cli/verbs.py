@@ -96,12 +96,11 @@ def export(options: argparse.Namespace) -> int:
     given = parse_options(options.option)
 
     import hf_posenc
-    from hf_posenc.loading import load_model, load_with_adapters, refuse_adapters
+    from hf_posenc.loading import load_model, load_with_adapters
 
     if options.merge_adapters:
         model, base = load_with_adapters(options.model)
     else:
-        refuse_adapters(options.model, "--merge-adapters exports its base model with the adapters merged into it")
         model, base = load_model(options.model), options.model
         if getattr(model, "position_encoding", None) is None and options.to == "stock":
             raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")

@@ -33,7 +33,7 @@ _LENGTHS = {
     "present": "total_sequence_length",
 }
 #: Beginnings of the most informative sentences in errors of the exporter.
-_TELLING = ("No ONNX function found", "specialized it to be a constant")
+_TELLING = ("No ONNX function found", "specialized it to be a constant", "Error when translating node")
 
 
 class _Decoder(nn.Module):

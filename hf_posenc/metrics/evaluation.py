@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_changes, spread
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy.anatomy import unwrapped
@@ -20,7 +20,7 @@ from hf_posenc.preserve import isolated_rng
 from hf_posenc.report.combination import shortest_names
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig, names_native
-from hf_posenc.schemes.registry import get_scheme
+from hf_posenc.schemes.registry import as_scheme
 
 NATIVE = "native"
 
@@ -113,7 +113,7 @@ def measure_schemes(
 
     Raises:
         UnknownNameError: for an unknown scheme, before the model is changed.
-        MeasurementError: if a scheme given by name needs options.
+        ValueError: if a scheme given by name needs options.
     """
     wanted: list[SchemeConfig | None] = []
     for config in check_schemes(schemes):
@@ -131,22 +131,8 @@ def measure_schemes(
 
 
 def check_schemes(schemes: Sequence[str | SchemeConfig] | None) -> list[SchemeConfig | None]:
-    """Returns the configs of schemes, with `None` for the native one. Raises the errors of `resolve_scheme`."""
-    return [None if scheme == NATIVE else resolve_scheme(scheme) for scheme in schemes or ()]
-
-
-def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
-    """Returns the config of a scheme given by name or config; refuses unknown names and names that need options."""
-    if isinstance(scheme, SchemeConfig):
-        return scheme
-    config_class = get_scheme(scheme)
-    try:
-        return config_class()
-    except (TypeError, ValueError) as error:
-        raise MeasurementError(
-            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config instead: "
-            f"{config_class.__name__}(...)."
-        ) from error
+    """Returns the configs of schemes, with `None` for the native one. Raises the errors of `as_scheme`."""
+    return [None if scheme == NATIVE else as_scheme(scheme) for scheme in schemes or ()]
 
 
 def config_in_force(model: Any) -> SchemeConfig | None:

@@ -64,9 +64,9 @@ def patch_model(
 
     Args:
         model: any `PreTrainedModel` with softmax self-attention, or a PEFT model around one.
-        scheme: a name from `list_schemes()`, a config such as `RopeConfig(theta=5e5)`, the dictionary of a config, or a
-            list of these that are combined. "native", there or inside a config, stands for the model's native scheme. A
-            `PartsConfig` names the parts itself.
+        scheme: a name from `list_schemes()`, with or without options ("rope:theta=5e5"), a config such as
+            `RopeConfig(theta=5e5)`, the dictionary of a config, or a list of these that are combined. "native", there
+            or inside a config, stands for the model's native scheme. A `PartsConfig` names the parts itself.
         part: the part that gets the scheme. By default the text part, or the part of the model's main input.
         layers: indices of the layers of the part that get the scheme; all by default.
         elsewhere: the scheme of the other layers; by default they keep their native scheme.
@@ -378,8 +378,8 @@ def schedule(
         deepest = available[-1]
         if len(config.layers) > deepest + 1:
             raise ValueError(
-                f"The schedule has {len(config.layers)} layers, but the last layer with attention in this model is "
-                f"{deepest}."
+                f"The schedule has schemes for {len(config.layers)} layers, but the last layer with attention in this "
+                f"model is layer {deepest}. Give one scheme for each layer, {deepest + 1} in all."
             )
     if layers is None:
         _check_all_occur(config, stacks)

@@ -65,12 +65,15 @@ def gradients_may_be_shared() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def assert_in_graph(condition: Tensor, message: str) -> None:
-    """Makes a compiled graph raise a `RuntimeError` where a 0-dim bool tensor is false.
+def assert_in_graph(condition: Tensor | torch.SymBool, message: str) -> None:
+    """Makes a compiled graph raise a `RuntimeError` where a 0-dim bool tensor, or a statement about lengths, is false.
 
     On a GPU torch refuses messages of 255 characters and more.
     """
-    torch._assert_async(condition, message[:254])
+    if isinstance(condition, torch.SymBool):
+        torch._check(condition, lambda: message)
+    else:
+        torch._assert_async(condition, message[:254])
 
 
 def require(condition: Tensor, message: str) -> None:

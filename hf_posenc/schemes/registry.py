@@ -113,7 +113,8 @@ def as_scheme(value: SchemeLike, option: str = "", /, **options: Any) -> SchemeC
     """Converts any supported form of a scheme to a config. Everything that takes a scheme uses this function.
 
     Args:
-        value: a config, a config class, a name, the dictionary of a config, or a sequence of these, which are composed.
+        value: a config, a config class, a name, which may have options ("rope:theta=5e5"), the dictionary of a config,
+            or a sequence of these, which are composed.
         option: the option that holds the value, if it is nested in another config; for error messages.
         options: fields of the config, if `value` is a name, a class or a dictionary.
 
@@ -134,6 +135,10 @@ def as_scheme(value: SchemeLike, option: str = "", /, **options: Any) -> SchemeC
 
 
 def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig:
+    if isinstance(value, str) and ":" in value:
+        from hf_posenc.schemes.written import parse_scheme
+
+        return _as_scheme(parse_scheme(value), option, options)
     if isinstance(value, str):
         return get_scheme(value).from_options(options)
     if isinstance(value, type) and issubclass(value, SchemeConfig):
@@ -151,7 +156,10 @@ def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig
         if options:
             raise TypeError(f"For a list of schemes, pass options to each scheme instead of {sorted(options)}.")
         return get_scheme("composed").from_options({"parts": tuple(value)})
+    kind = type(value)
+    taken = kind.__name__ in {config.__name__ for config in registered_configs()}
+    found = f"the {kind.__name__} of {kind.__module__.partition('.')[0]}" if taken else shown(value)
     raise ValueError(
-        f"{option + ' is n' if option else 'N'}ot a scheme: {shown(value)}; expected a config such as AlibiConfig(), a "
-        "name, a dictionary, or a list of these."
+        f"{option + ' is n' if option else 'N'}ot a scheme: {found}; expected a config such as "
+        f"hf_posenc.{kind.__name__ if taken else 'AlibiConfig'}(), a name, a dictionary, or a list of these."
     )

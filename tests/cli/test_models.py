@@ -70,6 +70,13 @@ class TestInspect:
         monkeypatch.chdir(tmp_path)
         assert sentence in refused(capsys, *verb, name)
 
+    @pytest.mark.parametrize("verb", [["inspect"], ["eval", "dog"], ["export", "--output", "x"]], ids=" ".join)
+    def test_a_folder_of_adapters_is_no_model(self, verb, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "adapters").mkdir()
+        (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+        assert "holds PEFT adapters and no model. Merge them" in refused(capsys, *verb, "adapters")
+
     def test_a_folder_without_a_model(self, capsys, tmp_path):
         assert "cannot load" in refused(capsys, "inspect", str(tmp_path))
 

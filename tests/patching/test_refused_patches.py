@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import T5Config
 
 from hf_posenc import (
     AlibiConfig,
@@ -88,8 +89,10 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     *(("llama_gqa", "alibi", {"layers": [layer]}, "not the index of a layer") for layer in (0.0, "0", None)),
     ("llama_gqa", "alibi", {"elsewhere": "none"}, "Pass `layers` as well"),
     # Arrangements
-    ("llama_gqa", ScheduleConfig((SinusoidalConfig(), NoneConfig())), {}, "acts once, before the first layer"),
-    *(("llama_gqa", ScheduleConfig([NoneConfig()] * count), {}, f"has {count} layers") for count in (1, 3)),
+    ("llama_gqa", ScheduleConfig((SinusoidalConfig(), NoneConfig())), {},
+     r"\(sinusoidal, none\), but sinusoidal adds .*once, before the first layer"),
+    *(("llama_gqa", ScheduleConfig([NoneConfig()] * count), {}, f"schemes for {count} layers.*Give one scheme for each")
+      for count in (1, 3)),
     ("llama_gqa", ScheduleConfig(("rope", "none")), {"layers": [1]}, "A schedule already defines"),
     *(("llama_gqa", [config(), AlibiConfig()], {}, "Compose inside")
       for config in (InterleavedConfig, LocalGlobalConfig)),
@@ -97,7 +100,9 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
       for config in (InterleavedConfig(), InterleavedConfig(every=3))),
     *((name, LocalGlobalConfig(), {}, r"would not be used in any layer|layer_types")
       for name in ("gpt2", "mistral_sliding")),
+    ("llama_gqa", "learned", {"layers": [0]}, r"\(learned, rope\), but learned adds .*leave out layers="),
     # Parts that do not go together, or not with a model
+    ("llama_gqa", ["rope", "p_rope"], {}, "a layer maps them once"),
     ("llama_gqa", ["pope", "shaw"], {}, "changes this width"),
     *(("llama_gqa", ["repo", other], {}, "both replace the logits") for other in ("grape_m", "rerope")),
     ("llama_gqa", {"scheme": "position_clamp", "maximum": 5, "inner": ["selective_rope", "alibi"]}, {},
@@ -124,6 +129,8 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
           ("video-videoprism_vision_model", r"separate tables \(spatial.*temporal"),
       )),
     # Parts, and what would fail in a call
+    ("t5_encoder", "alibi", {"part": "encoder"}, r"Known: text\. 'encoder' is a stack of the part 'text'"),
+    ("llama_gqa", T5Config(), {}, r"Not a scheme: the T5Config of transformers; .* such as hf_posenc\.T5Config\(\)"),
     ("image-text-llava", "alibi", {"part": "txt"}, r"Unknown part 'txt'.*Known: text, vision"),
     ("vision-pvt", "alibi", {"part": "vision", "axes": 2}, "passed no coordinates"),
     ("vision-glpn", "rope_nd", {"part": "vision", "grid": (4,)}, "not the patches of an image"),

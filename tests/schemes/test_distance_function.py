@@ -100,6 +100,10 @@ def called_scheme(distance: Tensor, scheme: str = "") -> Tensor:
     return distance
 
 
+def with_a_list(distance: Tensor, slopes: list[float] = [1.0]) -> Tensor:  # noqa: B006
+    return distance
+
+
 def nothing() -> float:
     return 0.0
 
@@ -111,6 +115,7 @@ def nothing() -> float:
         (taken, "of taken cannot be an option of a scheme: it collects several arguments, or has a name"),
         (of_module, "of of_module cannot be an option"),
         (called_scheme, "has an option called 'scheme'"),
+        (with_a_list, "'slopes' of with_a_list is a list.*Use a tuple"),
         (nothing, "nothing takes no distance"),
     ],
 )
@@ -136,6 +141,22 @@ def test_a_result_of_another_shape_or_type_is_refused() -> None:
         patch_model(tiny("LlamaForCausalLM"), config_of_function(by_the_wrong_axis)())
     with pytest.raises(TypeError, match="a_number returned float; expected a tensor"):
         patch_model(tiny("LlamaForCausalLM"), config_of_function(a_number)())
+
+
+def hidden_by_a_product(distance: Tensor) -> Tensor:
+    return -torch.inf * distance.abs()
+
+
+def root_of_the_past(distance: Tensor) -> Tensor:
+    return -(-distance).sqrt()
+
+
+def test_a_bias_that_is_nan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"hidden_by_a_product returned NaN for the distances \[0\]"):
+        patch_model(tiny("LlamaForCausalLM"), config_of_function(hidden_by_a_product)())
+    with pytest.raises(ValueError, match=r"root_of_the_past returned NaN for the distances \[1, 2\]"):
+        patch_model(tiny("BertModel"), config_of_function(root_of_the_past)())
+    patch_model(tiny("LlamaForCausalLM"), config_of_function(root_of_the_past)())
 
 
 MODULE = """

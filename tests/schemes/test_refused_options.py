@@ -189,7 +189,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dual_chunk", {"chunk_size": 1024}, "local_size is 1024, and chunk_size is 1024.*local_size of at most 511"),
     ("dual_chunk", {"chunk_size": 8, "local_size": 4}, "must be longer than local_size.*at most 3"),
     ("composed", {"parts": ()}, "non-empty sequence"),
-    ("composed", {"parts": (3,)}, "is not a scheme: 3; expected a config such as AlibiConfig"),
+    ("composed", {"parts": (3,)}, "is not a scheme: 3; expected a config such as hf_posenc.AlibiConfig"),
     ("composed", {"parts": "alibi"}, "non-empty sequence"),
     ("composed", {"parts": ("alibbi",)}, "Did you mean 'alibi'"),
     ("schedule", {"layers": "rope"}, "at least one layer"),

@@ -64,7 +64,7 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     """
     if tokenizer is None:
         raise UnsupportedError(
-            "A GGUF file contains the tokenizer, and none was given. Pass it: "
+            "A GGUF file contains the tokenizer, and none was given. Save it in the folder of the model, or pass it: "
             "export_model(model, folder, to='gguf', tokenizer=tokenizer)."
         )
     backend = getattr(tokenizer, "backend_tokenizer", None)

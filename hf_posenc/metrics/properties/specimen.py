@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, PositionEncodingError
-from hf_posenc.metrics.evaluation import resolve_scheme
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import as_scheme
 
 #: The standard setting: small, with the widths for which the literature gives numbers (d = 64).
 HIDDEN_SIZE, NUM_HEADS, HEAD_DIM = 64, 4, 64
@@ -103,11 +103,12 @@ def build_specimen(scheme: str | SchemeConfig | Specimen, *, causal: bool | None
 
     Raises:
         UnknownNameError: for an unknown scheme.
-        MeasurementError: if the scheme cannot be built from its name alone, or not in this setting.
+        MeasurementError: if the scheme cannot be built in this setting.
+        ValueError: if a scheme given by name needs options.
     """
     if isinstance(scheme, Specimen):
         return scheme
-    config = resolve_scheme(scheme)
+    config = as_scheme(scheme)
     context = BuildContext(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM, causal=bool(causal), max_positions=TRAINING_LENGTH)
     try:
         parts = build_parts(config, context, seed)

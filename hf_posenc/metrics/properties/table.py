@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.evaluation import resolve_scheme
 from hf_posenc.metrics.properties.decay import long_term_decay
 from hf_posenc.metrics.properties.encodings import DTYPES, length_consistency, low_precision, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity
@@ -31,7 +29,7 @@ from hf_posenc.metrics.properties.specimen import (
 )
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.registry import list_schemes
+from hf_posenc.schemes.registry import as_scheme, list_schemes
 
 _ROUNDED = "share of the encodings of float32 that rounding leaves apart, or how far logits are off"
 #: The function of each property, its heading in the table, and the meaning of its number.
@@ -90,9 +88,9 @@ def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Res
 
     Raises:
         UnknownNameError: for an unknown scheme, before anything is measured.
-        MeasurementError: if a scheme given by name needs options.
+        ValueError: if a scheme given by name needs options.
     """
-    configs = list_schemes() if schemes is None else [resolve_scheme(scheme) for scheme in schemes]
+    configs = list_schemes() if schemes is None else [as_scheme(scheme) for scheme in schemes]
     subjects, records = joined(part for config in configs for part in _measured(config))
     return Result(
         task="properties",
@@ -109,10 +107,10 @@ def _measured(scheme: str | SchemeConfig) -> Iterator[tuple[Subject, Sequence[Re
     """Yields each form of a scheme with its records."""
     subject = Subject(str(scheme), str(scheme), {"scheme": scheme})
     try:
-        config = resolve_scheme(scheme)
+        config = as_scheme(scheme)
         subject = Subject(config.label, config.name, config.to_dict())
         forms = specimen_forms(config)
-    except MeasurementError as error:
+    except ValueError as error:
         yield dataclasses.replace(subject, error=str(error)), ()
         return
     for specimen in forms:

@@ -235,7 +235,13 @@ class Anatomy:
     def part(self, name: str | None) -> str:
         """The name of a part; `None` stands for the one that is patched by default."""
         if name is not None and name not in self.parts:
-            raise UnknownNameError("part", str(name), self.parts, owner=type(self.model).__name__)
+            stacks = {owner.path: owner.part for owner in self._owners}
+            remedy = (
+                f"{name!r} is a stack of the part {stacks[name]!r}, whose stacks share a scheme."
+                if name in stacks
+                else ""
+            )
+            raise UnknownNameError("part", str(name), self.parts, owner=type(self.model).__name__, remedy=remedy)
         return self.main if name is None else str(name)
 
     def stacks(self, parts: Collection[str] | None = None) -> list[Stack]:

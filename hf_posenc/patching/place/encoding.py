@@ -258,12 +258,13 @@ class StackEncoding(nn.Module):
 
 
 def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
-    if len(found) > 1 and any(part is not None for part in found.values()):
+    added = [config.name for config, part in found.items() if part is not None]
+    if len(found) > 1 and added:
         raise UnsupportedError(
-            "The layers of the schedule add different encodings to the embeddings "
-            f"({', '.join(config.name for config in found)}). An additive scheme acts once, before the first layer, so "
-            "all layers share it: leave out layers= to use one. Rotations and biases may differ between layers. Add "
-            "them to the additive scheme in every layer (ComposedConfig), or remove it with elsewhere='none'."
+            f"The layers have different schemes ({', '.join(config.name for config in found)}), but {', '.join(added)} "
+            "adds vectors to the embeddings, which happens once, before the first layer. To use it, leave out layers=. "
+            "Rotations and biases may differ between layers: combine each with the additive scheme (ComposedConfig). "
+            "If the other layers have it, elsewhere='none' removes it."
         )
     return next(iter(found.values()), None)
 

@@ -73,7 +73,7 @@ class ComposedConfig(OuterConfig):
             rotating = named(lambda parts: parts.query_key_map is not None)
             raise ValueError(
                 f"ComposedConfig.parts contains {len(maps)} schemes that map queries and keys ({', '.join(rotating)}), "
-                "whose order would matter; keep only one of them."
+                "but a layer maps them once. Keep only one of these schemes."
             )
         # The sum of two changes of the logits is not both changes.
         correcting = named(lambda parts: getattr(parts.logit_bias, "replaces_logits", False))

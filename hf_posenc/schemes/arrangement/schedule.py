@@ -95,7 +95,10 @@ class ScheduleConfig(LayeredConfig):
             ValueError: if the schedule ends before it.
         """
         if layer >= len(self.layers):
-            raise ValueError(f"The schedule has {len(self.layers)} layers, but the model has a layer {layer}.")
+            raise ValueError(
+                f"The schedule has schemes for {len(self.layers)} layers, the last of which is layer "
+                f"{len(self.layers) - 1}, but the model also has layer {layer}. Give one scheme for each layer."
+            )
         return self.layers[layer]
 
 

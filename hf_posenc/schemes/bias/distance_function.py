@@ -42,7 +42,11 @@ def learned_per_head(initial: float) -> Any:
 
 
 class FunctionOfDistance(DistanceBias):
-    """The bias that a function computes from the distance and the options."""
+    """The bias that a function computes from the distance and the options.
+
+    Raises:
+        ValueError: if it is NaN at a small distance.
+    """
 
     def __init__(self, config: FunctionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -52,6 +56,13 @@ class FunctionOfDistance(DistanceBias):
         for name in sorted(config.learned):
             self.register_parameter(name, nn.Parameter(torch.empty(context.num_heads)))
         self.reset_parameters()
+        distance = torch.arange(-2, 1 if context.causal else 3)
+        wrong = self(distance).detach().isnan().any(0)
+        if not wrong.is_meta and bool(wrong.any()):
+            raise ValueError(
+                f"{config.name} returned NaN for the distances {distance[wrong].tolist()}, so the attention would be "
+                "NaN. For a pair that is to be hidden, return -inf (torch.where, not a product with 0)."
+            )
 
     def reset_parameters(self) -> None:
         """Sets the learned numbers of all heads to the options."""
@@ -154,6 +165,11 @@ def config_of_function(function: Callable[..., Tensor], per_layer: bool = False,
             raise ValueError(
                 f"The parameter {parameter.name!r} of {function.__name__} cannot be an option of a scheme: it collects "
                 "several arguments, or has a name that configs or modules use. Give every option its own name."
+            )
+        if isinstance(parameter.default, list | dict | set):
+            raise ValueError(
+                f"The default of the option {parameter.name!r} of {function.__name__} is a "
+                f"{type(parameter.default).__name__}, but options must not change. Use a tuple or a number."
             )
     config_class = dataclasses.make_dataclass(
         function.__name__,
