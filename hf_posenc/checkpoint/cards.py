@@ -161,17 +161,13 @@ def _card(model: Any, before: str | None, name: str | None, folder: str) -> str 
     assert encoding is not None
     name = name or (found and found["name"])
     section = _section(model, inner, encoding, name or folder, named=name is not None)
-    tags = [*_card_tags(scheme_names(encoding.config)), *(inner.model_tags or [])]
+    names = scheme_names(encoding.config)
+    tags = [*_card_tags(names), *(inner.model_tags or [])]
     whole = isinstance(model, PreTrainedModel) and not _is_adapter(model, inner)
     if whole and (before is None or is_of_transformers(before)):
         earlier = [] if before is None else ModelCard(before, ignore_metadata_errors=True).data.get("tags") or []
         base = hub_name(inner)
-        data = card_data(
-            name or folder,
-            type(inner).__name__,
-            scheme_names(encoding.config),
-            base_model=base if base != name else None,
-        )
+        data = card_data(name or folder, type(inner).__name__, names, base_model=base if base != name else None)
         return _tagged(card_text(data, f"# {name or folder}", section), add=[*earlier, *tags])
     text = f"{(before or '').rstrip()}\n\n{section}\n" if found is None else _replaced(before or "", section)
     return _tagged(text, add=tags, remove=() if found is None else _tags_of(found))

@@ -141,7 +141,7 @@ def test_a_scheme_may_name_its_backend(capsys):
     assert parse_options(["--schemes", "alibi@eager"]).schemes == ["alibi@eager"]
     with pytest.raises(SystemExit):
         parse_options(["--schemes", "alibi@cuda"])
-    assert "the backend 'cuda' is none of eager, sdpa" in " ".join(capsys.readouterr().err.split())
+    assert "the backend 'cuda' is not one of eager, sdpa" in " ".join(capsys.readouterr().err.split())
     (eager, default), _ = build_lineup("model", ["alibi@eager", "alibi"], (), 16, TINY)
     assert (eager.family, default.family) == ("eager", "distance bias")
     logits = []

@@ -119,7 +119,7 @@ def test_the_whole_model_and_each_positional_number_are_held_in_low_precision() 
 def test_without_positional_numbers_only_the_whole_model_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     rows = precision_rows(trained("none"), text())
     assert rows.held_in.tolist() == ["model float32", "model bfloat16", "model float16"]
-    assert "nothing to hold in low precision" in capsys.readouterr().err
+    assert "nothing to round" in capsys.readouterr().err
 
 
 # The models of a study

@@ -42,5 +42,5 @@ def test_a_saved_dataset_with_several_splits(tmp_path: Path) -> None:
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     loaded, _ = load_named_dataset(str(tmp_path / "saved"), split="test", first=2)
     assert loaded["text"] == ["test", "test"]
-    with pytest.raises(SettingsError, match="no split 'validation', but train, test"):
+    with pytest.raises(SettingsError, match=r"no split 'validation'\. Its splits: train, test"):
         load_named_dataset(str(tmp_path / "saved"), split="validation")

@@ -67,7 +67,7 @@ def test_rows_of_packed_and_of_concatenated_documents() -> None:
     assert joined[0]["places"].tolist() == [0, 1, 2, 3, 4, 5]
     assert packed[0]["labels"].tolist() == [-100, 6, 7, -100, -100, 10]
     assert joined[0]["labels"].tolist() == [-100, 6, 7, 8, 9, 10]
-    with pytest.raises(SettingsError, match=r"22 tokens in 6 document.*takes 23.*--block_size"):
+    with pytest.raises(SettingsError, match=r"22 tokens in 6 document.*needs 23.*--block_size"):
         rows(block_size=23)
 
 

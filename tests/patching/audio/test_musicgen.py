@@ -99,7 +99,8 @@ def test_a_sound_past_the_native_length(kind: str, scheme: str, tmp_path: Path) 
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert loaded.config.decoder.max_position_embeddings == LONG
-    assert torch.equal(made(loaded)[0], ours)
+    # Loaded weights lie elsewhere in memory, and some processors then sum in another order, for the stock model too.
+    torch.testing.assert_close(made(loaded)[0], ours, atol=CLOSE, rtol=0.0)
 
     unpatch_model(model)
     assert model.config.decoder.max_position_embeddings == NATIVE
