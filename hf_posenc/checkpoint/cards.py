@@ -192,8 +192,11 @@ def _section(
     adapters: Any = getattr(model, "peft_config", {}) if adapter else {}
     stated = (one.base_model_name_or_path for one in adapters.values())
     base = base or hub_name(inner) or next(filter(None, stated), None) or "the base model"
-    own = {type(one).__module__: one.name for one in walk(encoding.config)}
-    own = {module: scheme for module, scheme in own.items() if not module.startswith("hf_posenc.")}
+    own: dict[str, str] = {}
+    for one in walk(encoding.config):
+        module = type(one).__module__
+        if not module.startswith("hf_posenc."):
+            own[module] = f"{own[module]}, {one.name}" if module in own else one.name
     imports = [_IMPORT, *map(_own_import, own, own.values())]
     loading = (
         _adapter_loading(name, class_name, base, imports)
@@ -279,11 +282,11 @@ def scheme_names(config: SchemeConfig) -> list[str]:
     return [one.name for one in config.schemes] if isinstance(config, PartsConfig) else [config.name]
 
 
-def _own_import(module: str, scheme: str) -> str:
-    """The line of code that registers a scheme which is not one of this package."""
+def _own_import(module: str, schemes: str) -> str:
+    """The line of code that registers schemes which are not those of this package."""
     if module == "__main__":
-        return f"# Here, run the code that registers the scheme {scheme!r}."
-    return f"import {module}  # registers the scheme {scheme!r}"
+        return f"# Here, run the code that registers: {schemes}."
+    return f"import {module}  # registers {schemes}"
 
 
 def loading_section(

@@ -389,13 +389,23 @@ def check_parts(config: SchemeConfig, parts: Any) -> None:
 
 @torch.no_grad()
 def _check_bias(bias: DistanceBias) -> None:
-    """Refuses a bias that does not return `(heads, *distance.shape)` for three distances. Skipped on meta devices."""
+    """Refuses a bias that does not return `(heads, *distance.shape)` for three distances, or returns NaN for one.
+
+    Skipped on meta devices.
+    """
     distance = torch.arange(-2, 1)
     if any(one.is_meta for one in (distance, *bias.parameters(), *bias.buffers())):
         return
-    found = tuple(bias(distance).shape)
+    values = bias(distance)
+    found = tuple(values.shape)
     if len(found) != 2 or found[1:] != distance.shape:
         raise ValueError(
             f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
             f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
+        )
+    wrong = values.isnan().any(0)
+    if type(values) is torch.Tensor and bool(wrong.any()):
+        raise ValueError(
+            f"{type(bias).__name__}.forward returned NaN for the distances {distance[wrong].tolist()}, so the outputs "
+            "would be NaN. To hide a pair, return -inf (by torch.where, not by a product with 0)."
         )

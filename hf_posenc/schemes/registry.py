@@ -138,7 +138,7 @@ def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig
     if isinstance(value, str) and ":" in value:
         from hf_posenc.schemes.written import parse_scheme
 
-        return _as_scheme(parse_scheme(value), option, options)
+        return parse_scheme(value, **options)
     if isinstance(value, str):
         return get_scheme(value).from_options(options)
     if isinstance(value, type) and issubclass(value, SchemeConfig):

@@ -132,11 +132,6 @@ def kind_of(field: dataclasses.Field[Any]) -> str:
     return field.type.__name__ if isinstance(field.type, type) else str(field.type)
 
 
-def is_text(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field accepts only strings."""
-    return kind_of(field) == "str"
-
-
 def as_declared(value: Any, field: dataclasses.Field[Any]) -> Any:
     """Converts integers from JSON or the shell to floats if the field declares only floats, also in sequences.
 

@@ -11,7 +11,7 @@ from typing import Any
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import get_scheme
-from hf_posenc.schemes.validation import is_text
+from hf_posenc.schemes.validation import kind_of
 
 
 def parse_value(text: str) -> Any:
@@ -26,7 +26,7 @@ def parse_value(text: str) -> Any:
     for parse in (int, float, json.loads):
         try:
             return parse(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     if text[:1] in ("{", "["):
         raise UsageError(f"{text!r} looks like JSON but is not. In a shell, put it in single quotes.")
@@ -34,7 +34,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_options(pairs: Iterable[str], texts: Collection[str] = ()) -> dict[str, Any]:
-    """Parses `["theta=5e5", "layout=interleaved"]` to a dictionary; the values of options in `texts` are always text.
+    """Parses `["theta=5e5", "layout=interleaved"]` to a dictionary; the values of options in `texts` are text or JSON.
 
     Raises:
         UsageError: for a word without `=`, or an option given twice.
@@ -46,11 +46,11 @@ def parse_options(pairs: Iterable[str], texts: Collection[str] = ()) -> dict[str
             raise UsageError(f"An option is written name=value, got {pair!r}.")
         if name in options:
             raise UsageError(f"The option {name!r} is given twice.")
-        options[name] = value if name in texts else parse_value(value)
+        options[name] = value if name in texts and value[:1] not in ("{", "[") else parse_value(value)
     return options
 
 
-def parse_scheme(text: str, pairs: Iterable[str] = ()) -> SchemeConfig:
+def parse_scheme(text: str, pairs: Iterable[str] = (), **options: Any) -> SchemeConfig:
     """Parses `"rope:theta=5e5,layout=half"`, and further options, to a config.
 
     Raises:
@@ -59,11 +59,12 @@ def parse_scheme(text: str, pairs: Iterable[str] = ()) -> SchemeConfig:
     """
     name, _, inline = text.partition(":")
     config_class = get_scheme(name)
-    texts = [field.name for field in dataclasses.fields(config_class) if is_text(field)]
+    # The name of a scheme is a text, too: "none".
+    texts = [field.name for field in dataclasses.fields(config_class) if kind_of(field) in ("str", "SchemeConfig")]
     # A comma before `name=` separates options; other commas are part of a value, which may be JSON.
-    words = re.split(r",(?=\w+=)", inline) if inline else []
+    words = re.split(r",\s*(?=\w+=)", inline.strip()) if inline else []
     try:
-        return config_class.from_options(parse_options([*words, *pairs], texts))
+        return config_class.from_options(parse_options([*words, *pairs], texts) | options)
     except UnknownNameError:
         raise
     except (ValueError, TypeError) as error:

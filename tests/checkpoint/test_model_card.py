@@ -99,7 +99,7 @@ def test_the_example_imports_the_module_of_an_own_scheme(tmp_path: Path) -> None
     assert "hf-posenc --import schemes_of_mine export" in card
     assert "square_root" in run(card.split("```python\n")[1].split("```")[0])
     run(f"{OWN_SCHEME}\n{save}('script')")
-    assert "run the code that registers the scheme 'square_root'" in (tmp_path / "script" / "README.md").read_text()
+    assert "run the code that registers: square_root." in (tmp_path / "script" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("architecture", "task"), [("BertModel", None), ("BertForMaskedLM", "fill-mask")])

@@ -283,6 +283,28 @@ def test_a_call_without_far_pairs_only_rotates(scheme: str, monkeypatch: pytest.
     assert attends(ids[:, :4])
 
 
+@torch.no_grad()
+def test_calls_that_only_rotate_record_positions_and_refuse_what_others_refuse() -> None:
+    model, ids = model_of("LlamaForCausalLM", SELF_EXTEND), tokens(1, 12)
+    model(ids[:, :4])
+    with pytest.raises(UnsupportedError, match="is_causal is False"):
+        model(ids[:, :4], is_causal=False)
+    places, real = torch.tensor([[0, 1, 2, 4, 5, *range(6, 13)]]), torch.ones_like(ids)
+    expected = model(ids, position_ids=places, attention_mask=real, use_cache=False).logits
+    for first in (5, 9):  # The second has far pairs.
+
+        def begun(length: int = first) -> Any:
+            """A cache that the model makes itself."""
+            given = {"position_ids": places[:, :length], "attention_mask": real[:, :length], "use_cache": True}
+            return model(ids[:, :length], **given).past_key_values
+
+        rest: dict[str, Any] = {"input_ids": ids[:, first:], "attention_mask": real}
+        found = model(**rest, position_ids=places[:, first:], past_key_values=begun()).logits
+        torch.testing.assert_close(found, expected[:, first:], rtol=0, atol=1e-5)
+        with pytest.raises(UnsupportedError, match="positions of the cached tokens"):
+            model(**rest, past_key_values=begun())
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @torch.no_grad()
 def test_who_has_no_gaps_pays_for_none(backend: str, counted: Counted) -> None:

@@ -147,16 +147,9 @@ def hidden_by_a_product(distance: Tensor) -> Tensor:
     return -torch.inf * distance.abs()
 
 
-def root_of_the_past(distance: Tensor) -> Tensor:
-    return -(-distance).sqrt()
-
-
 def test_a_bias_that_is_nan_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"hidden_by_a_product returned NaN for the distances \[0\]"):
+    with pytest.raises(ValueError, match=r"returned NaN for the distances \[0\]"):
         patch_model(tiny("LlamaForCausalLM"), config_of_function(hidden_by_a_product)())
-    with pytest.raises(ValueError, match=r"root_of_the_past returned NaN for the distances \[1, 2\]"):
-        patch_model(tiny("BertModel"), config_of_function(root_of_the_past)())
-    patch_model(tiny("LlamaForCausalLM"), config_of_function(root_of_the_past)())
 
 
 MODULE = """

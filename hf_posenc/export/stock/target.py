@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
@@ -155,13 +157,17 @@ def _run(stock: PreTrainedModel, **arguments: Any) -> Any:
 
 
 def _decoded_difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, stop: int) -> float:
-    """Compares the end of a sequence, which the stock model reads token by token, with a whole forward."""
+    """Compares the end of a sequence, which both models read token by token, so that they sum in the same order."""
     ids = random_ids(reference, stop)
-    expected = reference(input_ids=ids, use_cache=False).logits[:, start:]
-    output = _run(stock, input_ids=ids[:, :start], use_cache=True)
+    expected = _decoded(reference, reference, ids, start)
+    return relative_difference(_decoded(stock, partial(_run, stock), ids, start), expected)
+
+
+def _decoded(model: PreTrainedModel, run: Callable[..., Any], ids: Tensor, start: int) -> Tensor:
+    output = run(input_ids=ids[:, :start], use_cache=True)
     steps = []
-    for position in range(start, stop):
-        cache = {cache_argument(stock): first_cache(output.values())}
-        output = _run(stock, input_ids=ids[:, [position]], **cache, use_cache=True)
+    for token in ids[:, start:].split(1, dim=1):
+        cache = {cache_argument(model): first_cache(output.values())}
+        output = run(input_ids=token, **cache, use_cache=True)
         steps.append(output.logits)
-    return relative_difference(torch.cat(steps, dim=1), expected)
+    return torch.cat(steps, dim=1)

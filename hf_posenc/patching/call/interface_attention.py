@@ -145,8 +145,8 @@ class InterfaceAttention(Rebound, AttentionSite):
             return self.stock(*args, **kwargs)
         if self.runtime.unattended:
             self.runtime.unattended.discard(id(self.module))
-        only_rotates = self.encoding.only_rotates or (self.encoding.only_rotates_near and self._has_near_pairs_only())
-        if self.may_only_rotate and only_rotates and POSITION_BIAS not in kwargs:
+        near = self.encoding.only_rotates_near and self._has_near_pairs_only(args, kwargs)
+        if self.may_only_rotate and (near or self.encoding.only_rotates) and POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
                 if not self.runtime.recomputation.has_run and not torch.compiler.is_compiling():
                     self.runtime.recomputation.check()
@@ -190,15 +190,17 @@ class InterfaceAttention(Rebound, AttentionSite):
             self.note_rotation(call)
         return output
 
-    def _has_near_pairs_only(self) -> bool:
+    def _has_near_pairs_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the bias is zero in this call, so that nothing but the map is needed, as in an earlier call."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
         state = self.runtime.states.top
-        if state is None or type(state) is not ForwardState or state.dropped or not isinstance(state.offset, int):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(state) is not ForwardState:
             return False
+        if state.cache_object is None:
+            # Before positions are looked at, which are recorded on the cache.
+            state.cache_object = first_cache((*args, *kwargs.values()))
         backend = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
-        if backend is None or backend != self.near_backend:
+        special = state.dropped or state.sequence is not None or not isinstance(state.offset, int)
+        if special or "is_causal" in kwargs or backend is None or backend != self.near_backend:
             return False
         return all_positions_below(state, self.encoding.zero_below)
 
@@ -213,10 +215,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         self._rebind_forward()
 
     def _rebind_forward(self) -> None:
-        """The rotary-only forward is used by schemes that change only the rotation.
-
-        It replaces just the rotary functions and records nothing about the call.
-        """
+        """The rotary-only forward replaces just the rotary functions, and records nothing about the call."""
         forward = inspect.unwrap(self._decorated)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}

@@ -123,7 +123,7 @@ class LayerEncoding:
         #: Whether the scheme needs no other change than replacing the rotary function.
         self.only_rotates = rotates and bias is None and not again
         #: Like `only_rotates`, where the bias is zero, once a call has shown that the module changes no rotated heads.
-        self.only_rotates_near = rotates and again and self.zero_below > 0
+        self.only_rotates_near = rotates and again and self.zero_below > 0 and not self.num_features
         #: Whether paged keys (continuous batching) must be read before the attention function is called.
         self.reads_pages = self.widens_heads or bias is not None
 

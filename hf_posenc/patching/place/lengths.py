@@ -109,7 +109,7 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
     remember(model.config, NATIVE_LENGTHS, functools.reduce(operator.or_, stated))
     before, encoding.record.lengths_by_part = encoding.record.lengths_by_part, {}
     for part, stacks_of_part in by_part.items():
-        _initialize(encoding, model, stacks_of_part, before.get(part), part)
+        _initialize(encoding, model, stacks_of_part, before.get(part) if stacks_of_part else None, part)
 
 
 def _initialize(

@@ -42,11 +42,7 @@ def learned_per_head(initial: float) -> Any:
 
 
 class FunctionOfDistance(DistanceBias):
-    """The bias that a function computes from the distance and the options.
-
-    Raises:
-        ValueError: if it is NaN at a small distance.
-    """
+    """The bias that a function computes from the distance and the options."""
 
     def __init__(self, config: FunctionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -56,13 +52,6 @@ class FunctionOfDistance(DistanceBias):
         for name in sorted(config.learned):
             self.register_parameter(name, nn.Parameter(torch.empty(context.num_heads)))
         self.reset_parameters()
-        distance = torch.arange(-2, 1 if context.causal else 3)
-        wrong = self(distance).detach().isnan().any(0)
-        if not wrong.is_meta and bool(wrong.any()):
-            raise ValueError(
-                f"{config.name} returned NaN for the distances {distance[wrong].tolist()}, so the attention would be "
-                "NaN. For a pair that is to be hidden, return -inf (torch.where, not a product with 0)."
-            )
 
     def reset_parameters(self) -> None:
         """Sets the learned numbers of all heads to the options."""

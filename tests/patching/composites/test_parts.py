@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LlamaForCausalLM
 
-from hf_posenc import PartsConfig, UnsupportedError, inspect_model, patch_model, unpatch_model
+from hf_posenc import PartsConfig, UnsupportedError, extend_context, inspect_model, patch_model, unpatch_model
 
 from .models import COMPOSITES
 from .test_text_part import _stir, logits
@@ -44,6 +44,16 @@ def test_two_parts_have_two_schemes_and_the_second_call_keeps_the_first(tmp_path
     unpatch_model(unpatch_model(model, part="vision"), part="text")
     assert torch.equal(logits(LLAVA, model, **prompt), stock)
     assert not hasattr(model, "position_encoding")
+
+
+def test_a_length_goes_with_the_scheme_of_its_part() -> None:
+    model = patch_model(patch_model(LLAVA.model(), "alibi"), "none", part="vision")
+    native = model.config.text_config.max_position_embeddings
+    extend_context(model, length=native + 7, part="text")
+    unpatch_model(model, part="text")
+    assert f"{native + 7}" not in str(model.position_encoding.report)
+    patch_model(model, "alibi")
+    assert model.config.text_config.max_position_embeddings == native
 
 
 def test_a_config_of_parts_places_them_together() -> None:
