@@ -18,7 +18,7 @@ from benchmarks.subjects import COMPILED, DECODE_BATCH, PHASES, Setting
 from benchmarks.timing import MIN_ROUNDS, Pace
 from hf_posenc import UnknownNameError, get_scheme, list_schemes
 from hf_posenc.errors import UsageError
-from hf_posenc.schemes.written import parse_scheme
+from hf_posenc.schemes.registry import parse_scheme
 
 _QUICK: dict[str, Any] = {
     "lengths": [512, 1024], "levels": ["attention", "model"], "peers": ["kernel", "mask"], "memory_lengths": [],

@@ -24,7 +24,7 @@ from benchmarks.peers import peer_subjects
 from benchmarks.subjects import BARE, ROOM, STOCK, AttentionCall, ImageClassifier, LanguageModel, Setting, Subject
 from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeConfig, patch_model
 from hf_posenc.schemes import as_scheme
-from hf_posenc.schemes.written import parse_scheme
+from hf_posenc.schemes.registry import parse_scheme
 
 CONTROL = "bare again"
 REFERENCES = (BARE, CONTROL, STOCK)

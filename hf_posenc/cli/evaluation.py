@@ -184,7 +184,7 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 def _schemes(words: list[str]) -> list[Any]:
     """Returns the schemes as configs. `"native"` stays a string."""
     from hf_posenc.schemes import get_scheme, list_schemes
-    from hf_posenc.schemes.written import parse_scheme
+    from hf_posenc.schemes.registry import parse_scheme
 
     # A comma after a colon separates options.
     names = [name for word in words for name in ([word] if ":" in word else word.split(",")) if name]

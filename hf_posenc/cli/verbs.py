@@ -37,7 +37,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def patch(options: argparse.Namespace) -> int:
     """Replaces the position encoding of a checkpoint."""
-    from hf_posenc.schemes.written import parse_scheme
+    from hf_posenc.schemes.registry import parse_scheme
 
     output = _free_folder(options)
     config = parse_scheme(options.scheme, options.option)
@@ -174,7 +174,7 @@ def _loaded_processor(name: str, model: Any) -> tuple[Any, str, str]:
 
 def plot(options: argparse.Namespace) -> int:
     """Writes the figures of a scheme and prints their paths; `--list` prints which kinds apply."""
-    from hf_posenc.schemes.written import parse_scheme
+    from hf_posenc.schemes.registry import parse_scheme
 
     config = parse_scheme(options.scheme, options.option)
     output = Path(options.output)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import MODULES, import_named_modules
 from hf_posenc.other_names import hint_for
 from hf_posenc.schemes.config import SchemeConfig, nesting
-from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, shown
+from hf_posenc.schemes.validation import DEEPEST_NESTING, check_shape_of_json, kind_of, shown
+from hf_posenc.schemes.written import parse_options
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
@@ -136,8 +138,6 @@ def as_scheme(value: SchemeLike, option: str = "", /, **options: Any) -> SchemeC
 
 def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig:
     if isinstance(value, str) and ":" in value:
-        from hf_posenc.schemes.written import parse_scheme
-
         return parse_scheme(value, **options)
     if isinstance(value, str):
         return get_scheme(value).from_options(options)
@@ -163,3 +163,24 @@ def _as_scheme(value: Any, option: str, options: dict[str, Any]) -> SchemeConfig
         f"{option + ' is n' if option else 'N'}ot a scheme: {found}; expected a config such as "
         f"hf_posenc.{kind.__name__ if taken else 'AlibiConfig'}(), a name, a dictionary, or a list of these."
     )
+
+
+def parse_scheme(text: str, pairs: Iterable[str] = (), **options: Any) -> SchemeConfig:
+    """Parses `"rope:theta=5e5,layout=half"`, and further options, to a config.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or option.
+        UsageError: for a value out of range.
+    """
+    name, _, inline = text.partition(":")
+    config_class = get_scheme(name)
+    # The name of a scheme is a text, too: "none".
+    texts = [field.name for field in dataclasses.fields(config_class) if kind_of(field) in ("str", "SchemeConfig")]
+    # A comma before `name=` separates options; other commas are part of a value, which may be JSON.
+    words = re.split(r",\s*(?=\w+=)", inline.strip()) if inline else []
+    try:
+        return config_class.from_options(parse_options([*words, *pairs], texts) | options)
+    except UnknownNameError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"Scheme {name!r}: {error}") from error

@@ -1,17 +1,12 @@
-"""A scheme with its options in one string: `"rope:theta=5e5,layout=half"`."""
+"""Options of a scheme as text: `theta=5e5`."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from hf_posenc.errors import UnknownNameError, UsageError
-from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.registry import get_scheme
-from hf_posenc.schemes.validation import kind_of
+from hf_posenc.errors import UsageError
 
 
 def parse_value(text: str) -> Any:
@@ -48,24 +43,3 @@ def parse_options(pairs: Iterable[str], texts: Collection[str] = ()) -> dict[str
             raise UsageError(f"The option {name!r} is given twice.")
         options[name] = value if name in texts and value[:1] not in ("{", "[") else parse_value(value)
     return options
-
-
-def parse_scheme(text: str, pairs: Iterable[str] = (), **options: Any) -> SchemeConfig:
-    """Parses `"rope:theta=5e5,layout=half"`, and further options, to a config.
-
-    Raises:
-        UnknownNameError: for an unknown scheme or option.
-        UsageError: for a value out of range.
-    """
-    name, _, inline = text.partition(":")
-    config_class = get_scheme(name)
-    # The name of a scheme is a text, too: "none".
-    texts = [field.name for field in dataclasses.fields(config_class) if kind_of(field) in ("str", "SchemeConfig")]
-    # A comma before `name=` separates options; other commas are part of a value, which may be JSON.
-    words = re.split(r",\s*(?=\w+=)", inline.strip()) if inline else []
-    try:
-        return config_class.from_options(parse_options([*words, *pairs], texts) | options)
-    except UnknownNameError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"Scheme {name!r}: {error}") from error

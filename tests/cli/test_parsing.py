@@ -12,7 +12,8 @@ from hf_posenc.schemes import (
     RopeConfig,
     YarnScaling,
 )
-from hf_posenc.schemes.written import parse_options, parse_scheme, parse_value
+from hf_posenc.schemes.registry import parse_scheme
+from hf_posenc.schemes.written import parse_options, parse_value
 
 
 class TestOptions:

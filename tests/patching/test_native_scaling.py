@@ -28,7 +28,7 @@ from hf_posenc import (
 from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.recipes import SchemePhases, begin_blend, set_blend_strength
 from hf_posenc.schemes import scheme_from_dict
-from hf_posenc.schemes.written import parse_scheme
+from hf_posenc.schemes.registry import parse_scheme
 from tests.models import tiny
 
 YARN = YarnScaling(factor=4.0, original_max_positions=32)
