@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import Any, TypeVar
 
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
+from hf_posenc.patching.anatomy.short_runs import NotRunnableError, run_briefly
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import is_length
@@ -28,9 +31,11 @@ from hf_posenc.schemes import (
     SelfExtendConfig,
     YarnScaling,
 )
+from hf_posenc.schemes.arrangement.native import ONLY_WINDOWS_ROTATE, far_layers
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling
+from hf_posenc.version import REPOSITORY
 
 #: (trained length, new length) -> the scheme.
 Method = Callable[[int, int], SchemeConfig]
@@ -65,6 +70,9 @@ _FAR_PAIRS: dict[str, Method] = {
         NativeConfig(), chunk_size=max(2, 3 * trained // 4), local_size=max(1, trained // 8)
     ),
 }
+#: What is taken without a `method`: the first that the model accepts, in the order of the study of longer texts.
+_RECOMMENDED = ("rerope", "dual_chunk", "dynamic_yarn")
+_STUDY = f"{REPOSITORY}/blob/main/docs/study/long_context/results.md"
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -72,11 +80,11 @@ ModelType = TypeVar("ModelType", bound=nn.Module)
 def extend_context(
     model: ModelType, tokenizer: Any = None, *, length: int, part: str | None = None, method: str | None = None
 ) -> ModelType:
-    """Sets the context length of a patched model and its tokenizer. In place.
+    """Sets the context length of a model and its tokenizer. In place.
 
-    With a `method`, a model with its own rotation is patched first, so that it can read texts of this length without
-    training: `extend_context(model, tokenizer, length=32768, method="yarn")`. Options follow from the length that the
-    model was trained on and the new one:
+    A model with its own rotation is patched first, so that it can read texts of this length without training:
+    `extend_context(model, tokenizer, length=32768)`. A study of such methods chooses one, and a warning says which and
+    why. `method="yarn"` takes another. Options follow from the length that the model was trained on and the new one:
 
     ================  ============================================================================
     "linear", "ntk"   `LinearScaling` and `NtkScaling` by the factor new length / trained length
@@ -90,30 +98,27 @@ def extend_context(
     ================  ============================================================================
 
     Scalings replace a scaling that the model was trained with, as Llama 3.1 was, and count from the length before it.
-    The others keep it.
+    The others keep it. Layers with a sliding or chunked window keep their rotation.
 
-    The config of a model that was patched with a scheme for longer sequences still contains the length of the stock
-    architecture, at which tokenizers, sentence-transformers and serving engines truncate texts. This function writes
-    the new length to the model's config (`max_position_embeddings`, `n_positions`, or another name), to
+    If the model, or its `part`, is already patched, only its length changes, unless you name a method. A plain rotation
+    uses angles that the model was not trained on, and its loss rises soon after its training length: a warning says so.
+
+    The new length is written to the model's config (`max_position_embeddings`, `n_positions`, or another name), to
     `generation_config.max_length` if that was the old length, to `model.position_encoding.report`, and to
-    `tokenizer.model_max_length`. `save_pretrained` saves these values, `from_pretrained` restores them, and
-    `export_model` writes them too. `unpatch_model` restores the native length in the config; the tokenizer is
-    not part of the model and keeps the new length.
-
-    Whether the model makes good use of the new positions is another question, because only the formula of the scheme is
-    known to support them. A rotation without a scaling uses angles that the model was not trained on, and its loss
-    rises soon after its training length. A warning then names the scalings for longer sequences.
+    `tokenizer.model_max_length`. It is saved and loaded with the model and written by `export_model`. `unpatch_model`
+    restores the native length in the config; the tokenizer keeps the new one.
 
     If an error is raised, neither the model nor the tokenizer is changed.
 
     Args:
-        model: a patched model, or a PEFT model around one.
+        model: a model with its own rotation, a patched model, or a PEFT model around one.
         tokenizer: the model's tokenizer, or a processor that holds it. If you pass none, set its `model_max_length` to
             the same length yourself, because most tokenizers truncate at theirs.
         length: number of tokens, including special tokens. May be shorter than before.
         part: the part whose length it is. By default the one whose length is that of the model: the text part, if there
             is one. The encoder of Whisper is the part "audio"; its tokens are 20 ms long.
-        method: how the rotation of an unpatched model reaches the length. By default nothing but the length changes.
+        method: how the rotation reaches the length. By default, the first of "rerope", "dual_chunk" and "dynamic_yarn"
+            that a model accepts, if it is not patched.
 
     Returns:
         The model.
@@ -121,17 +126,19 @@ def extend_context(
     Raises:
         SequenceLengthError: if the scheme or the architecture cannot encode that many tokens.
         UnknownNameError: for a part that the model does not have, and for an unknown method.
-        UnsupportedError: without a method, if the model is not patched or the part has its native positions; with one,
-            if the part has another scheme, or no rotation; if the part reads images.
-        ValueError: if the length is not an integer from 1 to 2**31 - 1; with a method, if the model has it anyway.
+        UnsupportedError: if the part is not patched and has no rotation; with a method, if it has another scheme or no
+            rotation; if it reads images.
+        ValueError: if the length is not an integer from 1 to 2**31 - 1; if a method would be used for a length that the
+            model has anyway.
         TypeError: if the tokenizer has no `model_max_length`.
     """
     target = unwrapped(model)
-    encoding = current_encoding(target)
-    if encoding is None and method is None:
+    name = Anatomy(target).part(part)
+    if name == VISION:
         raise UnsupportedError(
-            f"This {type(target).__name__} is not patched, so its length is that of the stock architecture and cannot "
-            f"be changed. {_patch_first(target, part)}"
+            f"The {name} part of {type(target).__name__} reads images, so it has no context length in tokens. The "
+            "number of patches follows from the size of an image: pass larger images, with "
+            "interpolate_pos_encoding=True if the forward of the model takes it."
         )
     if not is_length(length):
         raise ValueError(
@@ -144,85 +151,98 @@ def extend_context(
             f"{type(tokenizer).__name__} has no model_max_length; expected a transformers tokenizer, or a processor "
             "that holds one."
         )
-    was_patched = encoding is not None
-    if method is not None:
-        patch_model(model, _scheme_of(method, target, part, length), part=part)
-        encoding = current_encoding(target)
-    assert encoding is not None
+    before, taken = scheme_in_part(current_encoding(target), name), None
     try:
-        _refuse_other_parts(encoding, target, part)
+        if method is not None or before is None:
+            taken = _change_rotation(model, method, name, length)
+        encoding = current_encoding(target)
+        assert encoding is not None
         set_length(encoding, target, length, part)
     except BaseException:
-        if method is not None:
-            (patch_model(model, "native", part=part) if was_patched else unpatch_model(model))
+        if scheme_in_part(current_encoding(target), name) != before:
+            (unpatch_model if before is None else partial(patch_model, scheme="native"))(model, part=name)
         raise
     if holder is not None:
         holder.model_max_length = length
-    if method is None:
+    if taken is None:
         _warn_if_extrapolating(encoding, target, length, part)
+    elif method is None:
+        warn_user(_reason(taken))
     return model
 
 
-def _scheme_of(method: str, model: PreTrainedModel, part: str | None, length: int) -> SchemeConfig:
-    """The rotation of a model, changed by a method so that it reaches a length."""
-    if method not in _SCALINGS | _FAR_PAIRS:
+def _change_rotation(model: nn.Module, method: str | None, part: str, length: int) -> str:
+    """Patches a part by a method, or by the first recommended one that it accepts. Returns its name."""
+    if method is not None and method not in _SCALINGS | _FAR_PAIRS:
         raise UnknownNameError("method", method, [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
-    native, name, kind = native_scheme(model, part=part), Anatomy(model).part(part), type(model).__name__
-    in_force = scheme_in_part(current_encoding(model), name)
+    target = unwrapped(model)
+    native, kind = native_scheme(target, part=part), f"{part} part of this {type(target).__name__}"
+    in_force = scheme_in_part(current_encoding(target), part)
     if in_force not in (None, native):
         raise UnsupportedError(
-            f"method={method!r} changes the model's own positions, but this {kind} is patched with "
-            f"{in_force.label!r}. Call unpatch_model first, or leave out the method to set the length only."
+            f"method={method!r} changes the model's own positions, but the {kind} is patched with {in_force.label!r}. "
+            "Call unpatch_model first, or leave out the method to set the length only."
         )
     rotations = [one for one in walk(native) if hasattr(one, "scaling")]
     if not rotations:
+        parts = Anatomy(target).parts
         raise UnsupportedError(
-            f"method={method!r} changes a rotation, but the positions of this {kind} are {native.label!r}. For "
-            "a longer table use hf_posenc.recipes.swap_scheme(model, 'learned', num_positions=..., "
-            "table_extension='repeat')."
+            f"The positions of the {kind} are {native.label!r}, and the methods of extend_context change a rotation. "
+            f"Call patch_model(model, scheme, part={part!r}) first, or make a learned table longer: hf_posenc.recipes."
+            f"swap_scheme(model, 'learned', part={part!r}, num_positions=..., table_extension='repeat')."
+            + (f" This model has the parts {', '.join(map(repr, parts))}." if len(parts) > 1 else "")
         )
-    stated = native_length(model, [stack for stack in find_stacks(model) if stack.part == name])
-    scalings = [one.scaling for one in rotations] if method in _SCALINGS else []
-    original = [getattr(scaling, "original_max_positions", None) for scaling in scalings]
-    trained = min((each for each in original if each is not None), default=stated)
-    if trained is None or stated is None:
+    stacks = [stack for stack in find_stacks(target) if stack.part == part]
+    stated = native_length(target, stacks)
+    if stated is None:
         raise UnsupportedError(
-            f"The config of this {kind} states no length, so it is unknown how long the texts were that it was trained "
+            f"The config of the {kind} states no length, so it is unknown how long the texts were that it was trained "
             "on. Patch it with a scaling of your own: patch_model(model, NativeConfig(scaling=YarnScaling(factor=..., "
             "original_max_positions=...)))."
         )
     if length <= stated:
         raise ValueError(
-            f"This {kind} reads {stated} tokens anyway. A method is for a length beyond that; got {length}."
+            f"The {kind} reads {stated} tokens anyway, and length is {length}. To state at most {stated}, call "
+            f"patch_model(model, 'native', part={part!r}) first, and then extend_context without a method."
         )
-    return (_SCALINGS | _FAR_PAIRS)[method](trained, length)
+    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
+    far = far_layers(native, [types.get(layer) for layer in range(max(types) + 1)]) & set(types)
+    if not far:
+        if method is not None:
+            raise ValueError(ONLY_WINDOWS_ROTATE)
+        patch_model(model, "native", part=part)
+        return "native"
+    original = [getattr(one.scaling, "original_max_positions", None) for one in rotations]
+    unscaled = min((each for each in original if each is not None), default=stated)
+    refusals = []
+    for name in _RECOMMENDED if method is None else (method,):
+        scheme = _SCALINGS[name](unscaled, length) if name in _SCALINGS else _FAR_PAIRS[name](stated, length)
+        try:
+            # A scaling chooses the layers itself.
+            patch_model(model, scheme, part=part, layers=None if name in _SCALINGS or far == set(types) else far)
+            with contextlib.suppress(NotRunnableError):
+                run_briefly(Anatomy(target), stacks, 3)  # Some refusals come with the first call.
+            return name
+        except (UnsupportedError, ValueError) as error:
+            if method is not None:
+                raise
+            refusals.append(f"method={name!r}: {error}")
+    raise UnsupportedError(f"The {kind} accepts no recommended method. {' '.join(refusals)}")
 
 
-def _patch_first(target: PreTrainedModel, part: str | None) -> str:
-    anatomy = Anatomy(target)
-    if len(anatomy.parts) == 1:
-        return 'Call patch_model(model, scheme) first, or name a method for a model with a rotation: method="yarn".'
+def _reason(taken: str) -> str:
+    """Why a method was taken."""
+    if taken == "native":
+        return f"extend_context has changed nothing but the length. {ONLY_WINDOWS_ROTATE}"
+    slow = " Past the original length, generate() recomputes the text for every token." * (taken == "dynamic_yarn")
+    refused = " and ".join(map(repr, _RECOMMENDED[: _RECOMMENDED.index(taken)]))
     return (
-        f"Call patch_model(model, scheme, part={anatomy.part(part)!r}) first, and pass the same part= here. This model "
-        f"has the parts {', '.join(map(repr, anatomy.parts))}."
+        f"extend_context chose method={taken!r}, which a study of SmolLM2 recommends for longer texts without training"
+        f"{f', after {refused}, which this model does not accept' if refused else ''} ({_STUDY}). Short texts are read "
+        "as before. In the study, no method read long texts better than their last 4,096 tokens alone, and only some "
+        "facts further back were found. To choose another one, pass method=; a model with method='yarn' also runs "
+        f"without hf_posenc.{slow}"
     )
-
-
-def _refuse_other_parts(encoding: PositionEncoding, target: PreTrainedModel, part: str | None) -> None:
-    """Refuses a part on whose context length the scheme has no effect."""
-    main = Anatomy(target).part(part)
-    if main == VISION:
-        raise UnsupportedError(
-            f"The {main} part of {type(target).__name__} reads images, so it has no context length in tokens. The "
-            "number of patches follows from the size of an image: pass larger images, with "
-            "interpolate_pos_encoding=True if the forward of the model takes it."
-        )
-    patched = list(dict.fromkeys(stack.part for stack in encoding.stacks.values()))
-    if part is None and main not in patched:
-        raise UnsupportedError(
-            f"The context length of this {type(target).__name__} is that of its {main} part, which has its native "
-            f"positions (patched: {', '.join(patched)}). Call patch_model(model, scheme) for the {main} part first."
-        )
 
 
 def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, length: int, part: str | None) -> None:

@@ -270,7 +270,8 @@ fresh = transformers.AutoModelForCausalLM.from_config(model.config, **trusted)
 assert type(fresh).__name__ == "PositionedLlamaForCausalLM"
 assert "Use DynamicCache" in error(lambda: model.generate(ids, max_new_tokens=2, cache_implementation="static"))
 model.set_attn_implementation("flex_attention")
-assert "takes no bias" in error(lambda: model(ids))
+refusal = error(lambda: model(ids))
+assert "takes no bias" in refusal, refusal
 if len(sys.argv) > 2:
     import hf_posenc
     model = transformers.AutoModelForCausalLM.from_pretrained(place, **trusted)

@@ -191,7 +191,7 @@ def test_the_longest_length_that_is_saved_is_loaded(architecture: str, tmp_path:
 
 
 def test_what_cannot_be_extended_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r'not patched.*patch_model\(model, scheme\) first.*method="yarn"'):
+    with pytest.raises(UnsupportedError, match=r"'learned.*patch_model\(model, scheme, part='text'\) first"):
         extend_context(ARCHITECTURES["bert"].build(), length=128)
     model = patched("bert", "alibi")
     with pytest.raises(TypeError, match="no model_max_length"):

@@ -110,16 +110,75 @@ def test_the_text_part_of_a_composite() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pair", "method"),
+    [
+        ("causal-llama", "rerope"),
+        ("causal-deepseek_v3", "dynamic_yarn"),  # The patch refuses the others.
+        ("causal-nanochat", "dynamic_yarn"),  # Its first call refuses them.
+    ],
+)
+def test_without_a_method_the_first_of_the_study_is_taken_that_the_model_accepts(pair: str, method: str) -> None:
+    model, named = tiny_model(pair_named(pair)), tiny_model(pair_named(pair))
+    length = 2 * model.config.max_position_embeddings
+    with pytest.warns(UserWarning, match=f"chose method='{method}'.*results.md") as found:
+        extend_context(model, length=length)
+    assert ("does not accept" in str(found[-1].message)) == (method != "rerope")
+    extend_context(named, length=length, method=method)
+    assert model.position_encoding.config == named.position_encoding.config
+    assert model.config.max_position_embeddings == length
+
+
+def test_layers_with_a_window_keep_their_rotation() -> None:
+    model = extend_context(tiny_model(pair_named("causal-gemma3_text")), length=4096, method="rerope")
+    types, schemes = model.config.layer_types, model.position_encoding.config.layers
+    assert set(types) == {"sliding_attention", "full_attention"}
+    assert [isinstance(one, ReRopeConfig) for one in schemes] == [kind == "full_attention" for kind in types]
+
+
+def test_a_model_in_which_only_layers_with_a_window_rotate_needs_no_method() -> None:
+    model = tiny_model(pair_named("causal-cohere2"))
+    length, native = 2 * model.config.max_position_embeddings, native_scheme(model)
+    with pytest.raises(ValueError, match="only layers with a window rotate"):
+        extend_context(model, length=length, method="rerope")
+    with pytest.warns(UserWarning, match="nothing but the length"):
+        extend_context(model, length=length)
+    assert model.position_encoding.config == native
+    assert model.config.max_position_embeddings == length
+
+
+def test_a_model_that_no_method_suits_is_refused_with_the_reasons() -> None:
+    model = tiny_model(pair_named("image-text-neomme"))
+    with pytest.raises(UnsupportedError, match=r"'rerope': .*'dual_chunk': .*'dynamic_yarn': .*theta"):
+        extend_context(model, length=2 * model.config.max_position_embeddings)
+    assert not hasattr(model, "position_encoding")
+
+
+def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(tiny_model(pair_named("image-text-llava")), "none", part="vision")
+    length = 2 * model.config.text_config.max_position_embeddings
+    with monkeypatch.context() as patches:
+        patches.setattr(extending, "set_length", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            extend_context(model, length=length)
+    assert set(model.position_encoding.config.by_part()) == {"vision"}
+    with pytest.warns(UserWarning, match="chose method='rerope'"):
+        extend_context(model, length=length)
+    assert model.config.text_config.max_position_embeddings == length
+    assert set(model.position_encoding.config.by_part()) == {"text", "vision"}
+
+
+@pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
         (llama, {"method": "yarm"}, UnknownNameError, "Did you mean 'yarn'"),
         (llama, {"method": "yarn", "length": 64}, ValueError, "reads 64 tokens anyway"),
         (llama, {"method": "yarn", "length": 2.5}, ValueError, "expected an int"),
-        (llama, {"method": None}, UnsupportedError, "name a method"),
+        (llama, {"method": None, "length": 64}, ValueError, "call patch_model\\(model, 'native'"),
         (lambda: patch_model(llama(), "alibi"), {}, UnsupportedError, "is patched with 'alibi'"),
         (lambda: extend_context(llama(), length=100, method="ntk"), {}, UnsupportedError, "Call unpatch_model first"),
         (lambda: tiny("BertModel"), {}, UnsupportedError, "swap_scheme"),
-        (lambda: tiny("GPT2LMHeadModel"), {}, UnsupportedError, "swap_scheme"),
+        (lambda: tiny("GPT2LMHeadModel"), {"method": None}, UnsupportedError, "Call patch_model.*swap_scheme"),
+        (lambda: tiny("ViTModel"), {"method": None}, UnsupportedError, "reads images"),
     ],
 )
 def test_what_cannot_be_extended_is_refused_and_nothing_changes(

@@ -14,6 +14,10 @@ from hf_posenc.schemes.scheme import SchemeConfig, option, register_scheme
 
 #: Types of layers that see a limited number of tokens, however long the text is.
 _WINDOWED = ("sliding_attention", "chunked_attention")
+ONLY_WINDOWS_ROTATE = (
+    "In this model only layers with a window rotate, and no distance in them grows with the text, so their rotation "
+    "needs no change: extend_context(model, length=...) is enough."
+)
 
 
 @register_scheme
@@ -73,12 +77,16 @@ def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequenc
     if config == NativeConfig():
         return native
     per_layer = config if isinstance(config, LayeredConfig) else None
-    natives = [
-        native.for_layer(layer, kind) if isinstance(native, LayeredConfig) else native
-        for layer, kind in enumerate(layer_types)
-    ]
+    natives = _by_layer(native, layer_types)
     # A request for each layer is taken literally.
-    far = _far_layers(natives, layer_types) if scaled and per_layer is None else set(range(len(natives)))
+    far = set(range(len(natives)))
+    if scaled and per_layer is None:
+        far = far_layers(native, layer_types)
+        if any(map(_rotations, natives)) and not far:
+            raise ValueError(
+                f"NativeConfig.scaling: {ONLY_WINDOWS_ROTATE} To scale it, patch with 'rope' and its theta."
+            )
+        far = far or {0}
     layers = tuple(
         _replaced(config if per_layer is None else per_layer.for_layer(layer, kind), natives[layer], layer in far)
         for layer, kind in enumerate(layer_types)
@@ -115,17 +123,15 @@ def _with_scaling(native: SchemeConfig, scaling: RopeScaling) -> SchemeConfig:
     return dataclasses.replace(native, scaling=scaling)  # type: ignore[call-arg]
 
 
-def _far_layers(natives: Sequence[SchemeConfig], layer_types: Sequence[str | None]) -> set[int]:
-    """The layers whose rotations meet longer distances in longer texts."""
-    rotating = {layer for layer, native in enumerate(natives) if _rotations(native)}
-    far = {layer for layer in rotating if layer_types[layer] not in _WINDOWED}
-    if rotating and not far:
-        raise ValueError(
-            "NativeConfig.scaling: in this model only layers with a window rotate, and no distance in them grows with "
-            "the text. Their rotation needs no scaling: extend_context(model, length=...) is enough. To scale it all "
-            "the same, patch with 'rope', its theta and the scaling."
-        )
-    return far or {0}
+def far_layers(native: SchemeConfig, layer_types: Sequence[str | None]) -> set[int]:
+    """The layers whose rotations meet longer distances in longer texts. The arguments are those of `with_native`."""
+    natives = _by_layer(native, layer_types)
+    return {at for at, kind in enumerate(layer_types) if kind not in _WINDOWED and _rotations(natives[at])}
+
+
+def _by_layer(native: SchemeConfig, layer_types: Sequence[str | None]) -> list[SchemeConfig]:
+    layers = enumerate(layer_types)
+    return [native.for_layer(*place) if isinstance(native, LayeredConfig) else native for place in layers]
 
 
 def _rotations(config: SchemeConfig) -> list[SchemeConfig]:

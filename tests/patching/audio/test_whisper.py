@@ -113,7 +113,7 @@ def test_lengths_of_both_parts(whisper: WhisperForConditionalGeneration, tmp_pat
 
 def test_lengths_of_parts_that_have_none(whisper: WhisperForConditionalGeneration) -> None:
     patch_model(whisper, "rope", part="text")
-    with pytest.raises(UnsupportedError, match="not patched"):
+    with pytest.raises(UnsupportedError, match="change a rotation"):
         extend_context(whisper, length=30, part="audio")
     with pytest.raises(UnknownNameError, match="audio"):
         extend_context(whisper, length=30, part="sound")
