@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnknownNameError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import VISION, Anatomy, find_stacks, unwrapped
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError, run_briefly
+from hf_posenc.patching.anatomy.sites import spans_of
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import is_length
@@ -67,11 +68,12 @@ _FAR_PAIRS: dict[str, Method] = {
     "self_extend": _self_extend,
     # Three quarters and an eighth of the trained length, as in the authors' code.
     "dual_chunk": lambda trained, _: DualChunkConfig(
-        NativeConfig(), chunk_size=max(2, 3 * trained // 4), local_size=max(1, trained // 8)
+        NativeConfig(), chunk_size=max(3, 3 * trained // 4), local_size=max(1, trained // 8)
     ),
 }
-#: What is taken without a `method`: the first that the model accepts, in the order of the study of longer texts.
-_RECOMMENDED = ("rerope", "dual_chunk", "dynamic_yarn")
+#: What is taken without a `method`: the first that the model accepts, in the order of the study of longer texts. Each
+#: with the share of the trained length up to which texts are read as before.
+_RECOMMENDED = {"rerope": "half of ", "dual_chunk": "three quarters of ", "dynamic_yarn": ""}
 _STUDY = f"{REPOSITORY}/blob/main/docs/study/long_context/results.md"
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -151,30 +153,30 @@ def extend_context(
             f"{type(tokenizer).__name__} has no model_max_length; expected a transformers tokenizer, or a processor "
             "that holds one."
         )
-    before, taken = scheme_in_part(current_encoding(target), name), None
+    before, cut_at = scheme_in_part(current_encoding(target), name), getattr(holder, "model_max_length", None)
+    if holder is not None:
+        holder.model_max_length = length
     try:
-        if method is not None or before is None:
+        if method is None and before is not None:
+            _warn_if_extrapolating(cast(PositionEncoding, current_encoding(target)), target, length, part)
+        else:
             taken = _change_rotation(model, method, name, length)
-        encoding = current_encoding(target)
-        assert encoding is not None
-        set_length(encoding, target, length, part)
+            if method is None:
+                warn_user(_reason(taken))
+        set_length(cast(PositionEncoding, current_encoding(target)), target, length, part)
     except BaseException:
+        if holder is not None:
+            holder.model_max_length = cut_at
         if scheme_in_part(current_encoding(target), name) != before:
             (unpatch_model if before is None else partial(patch_model, scheme="native"))(model, part=name)
         raise
-    if holder is not None:
-        holder.model_max_length = length
-    if taken is None:
-        _warn_if_extrapolating(encoding, target, length, part)
-    elif method is None:
-        warn_user(_reason(taken))
     return model
 
 
 def _change_rotation(model: nn.Module, method: str | None, part: str, length: int) -> str:
     """Patches a part by a method, or by the first recommended one that it accepts. Returns its name."""
-    if method is not None and method not in _SCALINGS | _FAR_PAIRS:
-        raise UnknownNameError("method", method, [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
+    if method not in (None, *_SCALINGS, *_FAR_PAIRS):
+        raise UnknownNameError("method", str(method), [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
     target = unwrapped(model)
     native, kind = native_scheme(target, part=part), f"{part} part of this {type(target).__name__}"
     in_force = scheme_in_part(current_encoding(target), part)
@@ -187,9 +189,10 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
     if not rotations:
         parts = Anatomy(target).parts
         raise UnsupportedError(
-            f"The positions of the {kind} are {native.label!r}, and the methods of extend_context change a rotation. "
-            f"Call patch_model(model, scheme, part={part!r}) first, or make a learned table longer: hf_posenc.recipes."
-            f"swap_scheme(model, 'learned', part={part!r}, num_positions=..., table_extension='repeat')."
+            f"The methods of extend_context change a rotation by one position for each token, and the positions of the "
+            f"{kind} are {native.label!r}. Call patch_model(model, scheme, part={part!r}) first, with 'native' if "
+            "they reach this length. To make a learned table longer, use hf_posenc.recipes.swap_scheme(model, "
+            f"'learned', part={part!r}, num_positions=..., table_extension='repeat')."
             + (f" This model has the parts {', '.join(map(repr, parts))}." if len(parts) > 1 else "")
         )
     stacks = [stack for stack in find_stacks(target) if stack.part == part]
@@ -200,26 +203,33 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
             "on. Patch it with a scaling of your own: patch_model(model, NativeConfig(scaling=YarnScaling(factor=..., "
             "original_max_positions=...)))."
         )
-    if length <= stated:
-        raise ValueError(
-            f"The {kind} reads {stated} tokens anyway, and length is {length}. To state at most {stated}, call "
-            f"patch_model(model, 'native', part={part!r}) first, and then extend_context without a method."
-        )
-    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
-    far = far_layers(native, [types.get(layer) for layer in range(max(types) + 1)]) & set(types)
-    if not far:
-        if method is not None:
-            raise ValueError(ONLY_WINDOWS_ROTATE)
+    scalings = [one.scaling for one in rotations if one.scaling is not None]
+    original: list[Any] = [getattr(scaling, "original_max_positions", None) for scaling in scalings]
+    # The config may state the length before the scaling, which then states both.
+    trained = max(stated, *(one.made_for(None) or 0 for one in scalings if hasattr(one, "original_max_positions")), 0)
+    unscaled = stated if not original else None if None in original else min(original)
+    layers = {attention.layer for stack in stacks for attention in stack.attentions}
+    far = far_layers(native, spans_of(stacks)) & layers
+    if (length <= trained or not far) and method is None:
         patch_model(model, "native", part=part)
         return "native"
-    original = [getattr(one.scaling, "original_max_positions", None) for one in rotations]
-    unscaled = min((each for each in original if each is not None), default=stated)
+    if length <= trained:
+        raise ValueError(f"The {kind} reads {trained} tokens anyway, and length is {length}. Leave out the method.")
+    if not far:
+        raise ValueError(ONLY_WINDOWS_ROTATE)
     refusals = []
     for name in _RECOMMENDED if method is None else (method,):
-        scheme = _SCALINGS[name](unscaled, length) if name in _SCALINGS else _FAR_PAIRS[name](stated, length)
         try:
-            # A scaling chooses the layers itself.
-            patch_model(model, scheme, part=part, layers=None if name in _SCALINGS or far == set(types) else far)
+            if name in _FAR_PAIRS:
+                patch_model(model, _FAR_PAIRS[name](trained, length), part=part, layers=None if far == layers else far)
+            elif unscaled is not None:
+                patch_model(model, _SCALINGS[name](unscaled, length), part=part)
+            else:
+                raise UnsupportedError(
+                    f"The rotation of the {kind} has the scaling {scalings[0]}, whose config does not say how long "
+                    f"texts were before it. {name!r} would replace it and count from that length. "
+                    f"{', '.join(map(repr, _FAR_PAIRS))} keep it."
+                )
             with contextlib.suppress(NotRunnableError):
                 run_briefly(Anatomy(target), stacks, 3)  # Some refusals come with the first call.
             return name
@@ -233,15 +243,20 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
 def _reason(taken: str) -> str:
     """Why a method was taken."""
     if taken == "native":
-        return f"extend_context has changed nothing but the length. {ONLY_WINDOWS_ROTATE}"
-    slow = " Past the original length, generate() recomputes the text for every token." * (taken == "dynamic_yarn")
-    refused = " and ".join(map(repr, _RECOMMENDED[: _RECOMMENDED.index(taken)]))
+        return (
+            "extend_context has changed nothing but the length: the model's own rotation reaches it, or acts only in "
+            "layers with a window, where no distance grows with the text."
+        )
+    order = list(_RECOMMENDED)
+    refused = " and ".join(map(repr, order[: order.index(taken)]))
     return (
         f"extend_context chose method={taken!r}, which a study of SmolLM2 recommends for longer texts without training"
-        f"{f', after {refused}, which this model does not accept' if refused else ''} ({_STUDY}). Short texts are read "
-        "as before. In the study, no method read long texts better than their last 4,096 tokens alone, and only some "
-        "facts further back were found. To choose another one, pass method=; a model with method='yarn' also runs "
-        f"without hf_posenc.{slow}"
+        f"{f', after {refused}, which this model does not accept' if refused else ''}: {_STUDY}. Texts of up to "
+        f"{_RECOMMENDED[taken]}the trained length are read as before. In the study, no method read long texts better "
+        "than their last 4,096 tokens alone, and only some facts further back were found. To choose another one, pass "
+        "method=; a model with method='yarn' also runs without hf_posenc."
+        + " Past the original length, generate() recomputes the text for every token."
+        * (taken == "dynamic_yarn")
     )
 
 

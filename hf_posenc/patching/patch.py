@@ -14,7 +14,7 @@ from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.other_names import TABLE_EXTENSION
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes, reads_axes
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.sites import Stack, spans_of
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
@@ -294,8 +294,7 @@ def resolve_native(
     if not names_native(config):
         return config
     native = native_scheme()
-    types = dict(_places(stacks))
-    resolved = with_native(config, native, [types.get(layer) for layer in range(max(types) + 1)])
+    resolved = with_native(config, native, spans_of(stacks))
     asked = asked_scalings(config)
     if asked:
         _refuse_scaled_softmax(stacks, asked)

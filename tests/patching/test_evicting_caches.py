@@ -184,6 +184,23 @@ def test_generation_at_bounded_memory(inner: str) -> None:
 
 
 @torch.no_grad()
+def test_a_full_cache_of_an_interrupted_call_is_not_continued() -> None:
+    """The layers hold as many keys, but of different tokens."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, ids, cache = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH), SinkCache(SINKS, WINDOW)
+    model(ids[:, : LENGTH - 8], past_key_values=cache)
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, LENGTH - 8 : LENGTH - 4], past_key_values=cache)
+    hook.remove()
+    with pytest.raises(UnsupportedError, match="a call did not end"):
+        model(ids[:, LENGTH - 8 :], past_key_values=cache)
+
+
+@torch.no_grad()
 def test_dropped_tokens_cannot_come_back() -> None:
     model, ids = patched("llama_gqa", "alibi"), tokens(1, LENGTH)
     cache = SinkCache(SINKS, WINDOW)

@@ -146,6 +146,42 @@ def test_a_model_in_which_only_layers_with_a_window_rotate_needs_no_method() -> 
     assert model.config.max_position_embeddings == length
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("options", [{"length": 40}, {"length": 200, "rope_parameters": YARN}])
+def test_a_length_that_the_rotation_reaches_needs_no_method(options: dict[str, Any]) -> None:
+    """The config of Qwen states the length before YaRN."""
+    length, model = options.pop("length"), llama(**options)
+    with torch.no_grad():
+        expected = model(ids(length)).logits
+    with pytest.warns(UserWarning, match="nothing but the length"):
+        extend_context(model, length=length)
+    with torch.no_grad():
+        assert torch.equal(model(ids(length)).logits, expected)
+    assert model.config.max_position_embeddings == length
+
+
+def test_windows_are_half_of_the_length_that_a_scaling_reaches() -> None:
+    model = extend_context(llama(rope_parameters=YARN), length=512, method="rerope")
+    assert model.position_encoding.config.window == 128
+
+
+def test_a_factor_reaches_the_length_that_it_was_made_from() -> None:
+    for trained, length in ((1000, 1001), (200_000, 333_333), (1_000_000, 1_000_001)):
+        assert YarnScaling(length / trained, trained).made_for(None) == length
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_changes_nothing() -> None:
+    model, tokenizer = llama(), Tokenizer()
+    for _ in range(2):
+        with pytest.raises(UserWarning):
+            extend_context(model, tokenizer, length=128)
+        assert (model.config.max_position_embeddings, tokenizer.model_max_length) == (64, 64)
+        model = patch_model(llama(), "native")
+
+
 def test_a_model_that_no_method_suits_is_refused_with_the_reasons() -> None:
     model = tiny_model(pair_named("image-text-neomme"))
     with pytest.raises(UnsupportedError, match=r"'rerope': .*'dual_chunk': .*'dynamic_yarn': .*theta"):
@@ -173,11 +209,18 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
         (llama, {"method": "yarm"}, UnknownNameError, "Did you mean 'yarn'"),
         (llama, {"method": "yarn", "length": 64}, ValueError, "reads 64 tokens anyway"),
         (llama, {"method": "yarn", "length": 2.5}, ValueError, "expected an int"),
-        (llama, {"method": None, "length": 64}, ValueError, "call patch_model\\(model, 'native'"),
+        (llama, {"method": ["yarn"]}, UnknownNameError, "yarn"),
+        (
+            lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            {},
+            UnsupportedError,
+            "LinearScaling.*does not say how long.*'rerope'",
+        ),
+        (lambda: tiny("MistralForCausalLM", max_position_embeddings=64, sliding_window=16), {}, ValueError, "window"),
         (lambda: patch_model(llama(), "alibi"), {}, UnsupportedError, "is patched with 'alibi'"),
         (lambda: extend_context(llama(), length=100, method="ntk"), {}, UnsupportedError, "Call unpatch_model first"),
         (lambda: tiny("BertModel"), {}, UnsupportedError, "swap_scheme"),
-        (lambda: tiny("GPT2LMHeadModel"), {"method": None}, UnsupportedError, "Call patch_model.*swap_scheme"),
+        (lambda: tiny("GPT2LMHeadModel"), {"method": None}, UnsupportedError, "patch_model.*swap_scheme"),
         (lambda: tiny("ViTModel"), {"method": None}, UnsupportedError, "reads images"),
     ],
 )

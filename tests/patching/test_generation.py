@@ -156,6 +156,15 @@ def test_a_scheme_that_no_cache_serves_refuses_what_needs_one(asked: dict[str, A
     assert continued(model, ids).shape == (1, 16)
 
 
+@pytest.mark.parametrize("scheme", ["alibi", "rerope"])
+def test_a_chunk_of_a_padded_prompt_may_hold_only_padding(scheme: str) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(2, 24)
+    mask = torch.ones_like(ids)
+    mask[1, :12] = 0
+    options = {"attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options, prefill_chunk_size=8), model.generate(ids, **options))
+
+
 def test_an_assistant_that_no_cache_serves_is_refused_by_its_name() -> None:
     stock, helper, ids = patched("llama_gqa", None), patched("llama_gqa", "normalized_integer"), tokens(1, 8)
     with pytest.raises(UnsupportedError, match=r"This assistant model cannot draft.*the scheme 'normalized_integer'"):

@@ -222,6 +222,23 @@ def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
     )
 
 
+def spans_of(stacks: list[Stack]) -> list[str | None]:
+    """The type of every layer, up to the last one with attention; `None` where no window is known.
+
+    Models such as Mistral have one window for all layers, which counts if it is shorter than the longest text.
+    """
+    types: dict[int, str | None] = {}
+    for stack in stacks:
+        # A config that differs between layers refuses to read an attribute of all.
+        stated = vars(stack.config)
+        window, longest = (stated.get(name) for name in ("sliding_window", "max_position_embeddings"))
+        windowed = isinstance(window, int) and isinstance(longest, int) and 0 < window < longest
+        uniform = windowed and stated.get("use_sliding_window", True)
+        for attention in stack.attentions:
+            types[attention.layer] = attention.layer_type or ("sliding_attention" if uniform else None)
+    return [types.get(layer) for layer in range(max(types) + 1)]
+
+
 def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
     """The number of dimensions of a head that the architecture rotates in this layer; `None` if it rotates none."""
     if not attention.rotary_functions:

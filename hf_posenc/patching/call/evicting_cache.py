@@ -39,7 +39,7 @@ def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
     """
     config = stack.config
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    if {*(types or ())} - {*_SEES_ALL} or (not types and getattr(config, "sliding_window", None)):
+    if {*(types or ())} - {*_SEES_ALL} or (not types and vars(config).get("sliding_window")):
         raise UnsupportedError(
             f"A {type(cache).__name__} drops tokens, but this {type(stack).__name__} has layers whose mask counts "
             "slots (a sliding window, chunks, or states of their own). Use the model's own cache."
@@ -255,6 +255,11 @@ class SinkCache(Cache):
         Args:
             position_ids: `(batch or 1, query_len)`, the positions of the new tokens, negative at padding.
         """
+        if len({layer.seen for layer in self.layers if layer.key_positions is not None}) > 1:
+            raise UnsupportedError(
+                "The layers of this SinkCache have seen different numbers of tokens, because a call did not end. Begin "
+                "with a new cache."
+            )
         if len(position_ids) > 1 and bool((position_ids == position_ids[:1]).all()):
             position_ids = position_ids[:1]
         held = self.layers[0].key_positions if self.layers else None

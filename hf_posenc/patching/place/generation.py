@@ -180,7 +180,9 @@ class CheckedGenerate(CheckedMethod):
         # error or an interrupt in a draft, later calls would run only the first layers.
         config = self.model.base_model.config
         depth = getattr(config, _DEPTH, None)
-        generation = Generation() if self.in_force and self._counts(kwargs) else None
+        # A chunk of a padded prompt may hold only padding of a row, so chunks are read one by one.
+        chunked = self.in_force and call.setting("prefill_chunk_size")
+        generation = Generation() if self.in_force and not chunked and self._counts(kwargs) else None
         token = GENERATION.set(generation)
         try:
             result = self.__wrapped__(*args, **kwargs)

@@ -147,6 +147,11 @@ class OuterScaling(RopeScaling):
         self.inner.check_cache(cached_length, total_length)
 
 
+def floor_length(factor: float, original: int) -> int:
+    """`factor * original`, rounded down. A factor that is the quotient of two lengths gives the longer one."""
+    return math.floor(factor * original + 1e-6)
+
+
 @dataclass(frozen=True)
 class Factor:
     """Mixin with the option `factor`, the first option of most scalings.
@@ -160,7 +165,7 @@ class Factor:
     def made_for(self, native_length: int | None) -> int | None:
         """Returns `s` times the original length, or times the model's own length if the scaling has none."""
         original = getattr(self, "original_max_positions", native_length)
-        return None if original is None else math.floor(self.factor * original)
+        return None if original is None else floor_length(self.factor, original)
 
 
 def check_scaling(config: object, field: str) -> None:

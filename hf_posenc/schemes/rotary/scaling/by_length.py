@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.rotary.scaling.base import RopeScaling, rope_exponents
+from hf_posenc.schemes.rotary.scaling.base import RopeScaling, floor_length, rope_exponents
 from hf_posenc.schemes.rotary.scaling.constant import YarnRamp, divided, ntk_exponent
 from hf_posenc.schemes.validation import SMALLEST_FACTOR, checked, option
 
@@ -96,7 +96,7 @@ class DynamicYarnScaling(YarnRamp):
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Raises if a sequence with cached keys grows past `s * L`."""
-        longest = math.floor(self.factor * self.original_max_positions)
+        longest = floor_length(self.factor, self.original_max_positions)
         _refuse_growth("Dynamic YaRN", longest, cached_length, total_length)
 
     def _factors(self, lengths: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class LongRopeScaling(RopeScaling):
 
     def made_for(self, native_length: int | None) -> int | None:
         """Returns `s * L`, or `None` if `s` is inferred from the model."""
-        return None if self.factor is None else math.floor(self.factor * self.original_max_positions)
+        return None if self.factor is None else floor_length(self.factor, self.original_max_positions)
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
         """Returns `attention_factor`, or the paper's formula.
