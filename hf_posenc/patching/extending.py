@@ -107,7 +107,7 @@ def extend_context(
 
     The new length is written to the model's config (`max_position_embeddings`, `n_positions`, or another name), to
     `generation_config.max_length` if that was the old length, to `model.position_encoding.report`, and to
-    `tokenizer.model_max_length`. It is saved and loaded with the model and written by `export_model`. `unpatch_model`
+    `tokenizer.model_max_length`. It is saved and loaded with the model, and exported with it. `unpatch_model`
     restores the native length in the config; the tokenizer keeps the new one.
 
     If an error is raised, neither the model nor the tokenizer is changed.
@@ -252,8 +252,8 @@ def _reason(taken: str) -> str:
     return (
         f"extend_context chose method={taken!r}, which a study of SmolLM2 recommends for longer texts without training"
         f"{f', after {refused}, which this model does not accept' if refused else ''}: {_STUDY}. Texts of up to "
-        f"{_RECOMMENDED[taken]}the trained length are read as before. In the study, no method read long texts better "
-        "than their last 4,096 tokens alone, and only some facts further back were found. To choose another one, pass "
+        f"{_RECOMMENDED[taken]}the trained length are read as before. In the study, no method was shown to be better "
+        "than reading the last 4,096 tokens alone, and few facts further back were found. To choose another one, pass "
         "method=; a model with method='yarn' also runs without hf_posenc."
         + " Past the original length, generate() recomputes the text for every token."
         * (taken == "dynamic_yarn")

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from docs.study.long_context import material, run
 from docs.study.long_context.figures import draw_all
 from docs.study.long_context.material import BEFORE, METHODS, TARGETS
-from docs.study.long_context.report import tables_of, verdict_table
+from docs.study.long_context.report import PAGES, tables_of, verdict_table
 from docs.study.long_context.verdicts import check_other_parts, losses_of, recommended, verdicts
 from docs.study.significance import holm, p_equivalent, p_less
 from docs.study.table_numbers import filled
 from hf_posenc import patch_model
+from hf_posenc.patching.extending import _RECOMMENDED
 from training.errors import SettingsError
 from training.files import read_json
 
@@ -195,7 +197,7 @@ def recommendation(shifts: dict[str, float], far: dict[str, float], facts: dict[
         row["loss"] += by.get(row["method"], 0.0)
     for method in METHODS:
         rows += facts_and_price(method, *facts.get(method, (0, 60.0)))
-    return recommended(losses_of(rows), rows)
+    return next(iter(recommended(losses_of(rows), rows)), None)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +221,15 @@ def test_the_rule_of_the_recommendation(
     assert recommendation(shifts, far, facts) == expected
 
 
+def test_the_page_and_the_library_say_what_was_measured() -> None:
+    rows = parquet.read_table(run.HERE / "runs.parquet").to_pylist()
+    losses = losses_of(rows)
+    check_other_parts(losses, rows)
+    for page in (file.read_text(encoding="utf-8") for file in PAGES):
+        assert filled(page, tables_of(losses, rows)) == page
+    assert recommended(losses, rows, "AB")[: len(_RECOMMENDED)] == list(_RECOMMENDED)
+
+
 def test_a_run_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     cell = ("losses-a-1-native", {"part": "losses", "text": "a", "before": 1}, "native", torch.arange(5), [])
@@ -233,8 +244,6 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["losses-a-1-native.json"]
     monkeypatch.setattr(run, "HERE", tmp_path)
     assert run.main(["model", "pack", "--output_dir", str(tmp_path)]) == 0
-    from pyarrow import parquet
-
     (row,) = parquet.read_table(tmp_path / "runs.parquet").to_pylist()
     assert (row["loss"], row["method"], row["before"]) == (1.0, "native", 1)
     other = tmp_path / "other"

@@ -63,6 +63,8 @@ def _claim(axes: Axes, claim: str, found: Mapping[tuple[str, str], Verdict]) -> 
     axes.set_yticks(range(len(methods)), list(reversed(methods)))
     axes.set_xlabel(_COMPARED[claim])
     axes.axvline(0, color=shade(0.5), linewidth=1.0, zorder=1)
+    if claim == "C":
+        axes.set_xscale("symlog", linthresh=0.01)  # One method is a hundred times as far away as the others.
     if claim == "A":
         axes.axvspan(-MARGIN, MARGIN, color=shade(0.08), zorder=0, linewidth=0)
 

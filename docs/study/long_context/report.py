@@ -1,4 +1,4 @@
-"""Writes the tables and figures of the study of longer texts into results.md, from `runs.parquet`.
+"""Writes the tables and figures of the study of longer texts into its pages, from `runs.parquet`.
 
     python docs/study/long_context/report.py
 
@@ -15,12 +15,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from docs.study.long_context.figures import draw_all
-from docs.study.long_context.material import BEFORE, METHODS
+from docs.study.long_context.material import BEFORE, METHODS, NEEDLE_LENGTHS, PASSKEY_LENGTH
 from docs.study.long_context.verdicts import Losses, Verdict, check_other_parts, losses_of, recommended, verdicts
 from docs.study.table_numbers import filled
 from training.errors import SettingsError
 
 FOLDER = Path(__file__).resolve().parent
+PAGES = (FOLDER / "results.md", FOLDER.parents[1] / "how_to" / "context_length.md")
 
 
 def loss_table(losses: Losses) -> str:
@@ -34,14 +35,16 @@ def loss_table(losses: Losses) -> str:
 
 def verdict_table(found: Mapping[tuple[str, str], Verdict]) -> str:
     """The difference and the verdict of each claim about each method."""
-    lines = ["| method | A: short texts | B: than nothing | C: than cutting |", "|---|---:|---:|---:|"]
+    lines = ["| method | A: same on short texts | B: beats no change | C: beats cutting |", "|---|---:|---:|---:|"]
     for method in METHODS:
         if method == "native":
             continue
         cells = []
         for claim in "ABC":
             verdict = found[claim, method]
-            word = "the same" if verdict.p_value is None else "yes" if verdict.passed else "undecided"
+            worse = claim != "A" and verdict.difference.low > 0
+            word = "yes" if verdict.passed else "undecided, worse" if worse else "undecided"
+            word = "the same" if verdict.p_value is None else word
             cells.append(word if verdict.p_value is None else f"{verdict.difference} {word}")
         lines.append(f"| `{method}` | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -75,10 +78,32 @@ def price_table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def summary_table(losses: Losses, rows: list[Mapping[str, Any]]) -> str:
+    """What each method costs and brings, in one table."""
+    longest, price = max(NEEDLE_LENGTHS), {row["method"]: row["on_clock"] for row in rows if row["part"] == "price"}
+    lines = [
+        f"| method | loss after {BEFORE[0]:,} tokens | after {BEFORE[-1]:,} | facts in {longest:,} tokens | "
+        f"passkeys in {PASSKEY_LENGTH:,} | time |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for method in METHODS:
+        own = [row for row in rows if row["method"] == method]
+        facts = [right for row in own if (row["before"], row["text"]) == (longest, "0") for right in row["right"]]
+        passkeys = [right for row in own if row["part"] == "passkey" for right in row["right"]]
+        cells = [f"{losses[method, before].mean():.3f}" for before in (BEFORE[0], BEFORE[-1])]
+        cells += [f"{sum(found)} of {len(found)}" for found in (facts, passkeys)]
+        lines.append(f"| `{method}` | {' | '.join(cells)} | {price[method] / price['native']:.2f} |")
+    return "\n".join(lines)
+
+
 def recommendation(losses: Losses, rows: Iterable[Mapping[str, Any]]) -> str:
-    """The method that the protocol's rule chooses."""
-    method = recommended(losses, rows)
-    return "**None**: A, B and C hold for no method." if method is None else f"**`{method}`**"
+    """The methods that the protocol's rule chooses, with all claims and without the one about cutting."""
+    rows = list(rows)
+    lines = ["| claims that have to hold | methods, in the order of the rule |", "|---|---|"]
+    for claims in ("ABC", "AB"):
+        methods = ", ".join(f"`{method}`" for method in recommended(losses, rows, claims))
+        lines.append(f"| {', '.join(claims)} | {methods or 'none'} |")
+    return "\n".join(lines)
 
 
 def tables_of(losses: Losses, rows: list[Mapping[str, Any]]) -> dict[str, Callable[[], str]]:
@@ -89,6 +114,7 @@ def tables_of(losses: Losses, rows: list[Mapping[str, Any]]) -> dict[str, Callab
         "needles": lambda: found_table(rows, "needles"),
         "passkey": lambda: found_table(rows, "passkey"),
         "price": lambda: price_table(rows),
+        "summary": lambda: summary_table(losses, rows),
         "recommendation": lambda: recommendation(losses, rows),
     }
 
@@ -97,7 +123,7 @@ def main() -> int:
     """Writes them. Returns the exit status."""
     from pyarrow import parquet
 
-    runs, page, figures = FOLDER / "runs.parquet", FOLDER / "results.md", FOLDER / "figures"
+    runs, figures = FOLDER / "runs.parquet", FOLDER / "figures"
     rows = parquet.read_table(runs).to_pylist() if runs.exists() else []
     try:
         losses = losses_of(rows)
@@ -105,7 +131,8 @@ def main() -> int:
     except SettingsError as error:
         print(f"long_context: {error}", file=sys.stderr)
         return 2
-    page.write_text(filled(page.read_text(encoding="utf-8"), tables_of(losses, rows)), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8"), tables_of(losses, rows)), encoding="utf-8")
     figures.mkdir(exist_ok=True)
     for name, png in draw_all(losses, rows).items():
         (figures / name).write_bytes(png)

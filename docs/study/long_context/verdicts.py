@@ -125,26 +125,24 @@ def check_other_parts(losses: Losses, rows: Iterable[Mapping[str, Any]]) -> None
         )
 
 
-def recommended(losses: Losses, rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """The method that the protocol recommends; `None` if A, B and C hold for none."""
+def recommended(losses: Losses, rows: Iterable[Mapping[str, Any]], claims: str = "ABC") -> list[str]:
+    """The methods for which some claims hold, in the order of the protocol's rule: it chooses one, then of the rest."""
     found, rows = verdicts(losses), list(rows)
-    left = [
-        method
-        for method in METHODS
-        if method not in _NOT_OFFERED and all(found[claim, method].passed for claim in "ABC")
-    ]
-    if not left:
-        return None
-    best = min(left, key=lambda method: losses[method, _LONG].mean())
-    left = [
-        method
-        for method in left
-        if method == best or mean_difference(losses[method, _LONG] - losses[best, _LONG]).low <= 0
-    ]
     facts = {
         row["method"]: sum(row["right"])
         for row in rows
         if (row["part"], row["before"], row["text"]) == ("needles", max(NEEDLE_LENGTHS), "0")
     }
     seconds = {row["method"]: row["on_clock"] for row in rows if row["part"] == "price"}
-    return max(left, key=lambda method: (facts[method], -seconds[method]))
+    left = {
+        method: losses[method, _LONG]
+        for method in METHODS
+        if method not in _NOT_OFFERED and all(found[claim, method].passed for claim in claims)
+    }
+    ranked = []
+    while left:
+        lowest = min(left, key=lambda method: left[method].mean())
+        close = [name for name in left if name == lowest or mean_difference(left[name] - left[lowest]).low <= 0]
+        ranked.append(max(close, key=lambda method: (facts[method], -seconds[method])))
+        del left[ranked[-1]]
+    return ranked
