@@ -250,8 +250,8 @@ def _reason(taken: str) -> str:
     order = list(_RECOMMENDED)
     refused = " and ".join(map(repr, order[: order.index(taken)]))
     return (
-        f"extend_context chose method={taken!r}, which a study of SmolLM2 recommends for longer texts without training"
-        f"{f', after {refused}, which this model does not accept' if refused else ''}: {_STUDY}. Texts of up to "
+        f"extend_context chose method={taken!r}, the first in the order of a study of SmolLM2 that this model accepts"
+        f"{f' (it does not accept {refused})' if refused else ''}: {_STUDY}. Texts of up to "
         f"{_RECOMMENDED[taken]}the trained length are read as before. In the study, no method was shown to be better "
         "than reading the last 4,096 tokens alone, and few facts further back were found. To choose another one, pass "
         "method=; a model with method='yarn' also runs without hf_posenc."
