@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.short_runs import NotRunnableError, run_briefly
 from hf_posenc.patching.anatomy.sites import spans_of
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
-from hf_posenc.patching.place.config_entry import is_length
+from hf_posenc.patching.place.config_entry import at_native_lengths, is_length
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, scheme_in_part
 from hf_posenc.patching.place.lengths import lengths_of, native_length, set_length
 from hf_posenc.schemes import (
@@ -160,9 +160,9 @@ def extend_context(
         if method is None and before is not None:
             _warn_if_extrapolating(cast(PositionEncoding, current_encoding(target)), target, length, part)
         else:
-            taken = _change_rotation(model, method, name, length)
+            reason = _change_rotation(model, method, name, length)
             if method is None:
-                warn_user(_reason(taken))
+                warn_user(reason)
         set_length(cast(PositionEncoding, current_encoding(target)), target, length, part)
     except BaseException:
         if holder is not None:
@@ -174,7 +174,7 @@ def extend_context(
 
 
 def _change_rotation(model: nn.Module, method: str | None, part: str, length: int) -> str:
-    """Patches a part by a method, or by the first recommended one that it accepts. Returns its name."""
+    """Patches a part by a method, or by the first recommended one that it accepts. Returns why it took this one."""
     if method not in (None, *_SCALINGS, *_FAR_PAIRS):
         raise UnknownNameError("method", str(method), [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
     target = unwrapped(model)
@@ -196,7 +196,8 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
             + (f" This model has the parts {', '.join(map(repr, parts))}." if len(parts) > 1 else "")
         )
     stacks = [stack for stack in find_stacks(target) if stack.part == part]
-    stated = native_length(target, stacks)
+    with at_native_lengths(target.config):
+        stated, spans = native_length(target, stacks), spans_of(stacks)
     if stated is None:
         raise UnsupportedError(
             f"The config of the {kind} states no length, so it is unknown how long the texts were that it was trained "
@@ -206,17 +207,17 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
     scalings = [one.scaling for one in rotations if one.scaling is not None]
     original: list[Any] = [getattr(scaling, "original_max_positions", None) for scaling in scalings]
     # The config may state the length before the scaling, which then states both.
-    trained = max(stated, *(one.made_for(None) or 0 for one in scalings if hasattr(one, "original_max_positions")), 0)
+    trained = max([stated, *(one.made_for(None) or 0 for one in scalings if hasattr(one, "original_max_positions"))])
     unscaled = stated if not original else None if None in original else min(original)
     layers = {attention.layer for stack in stacks for attention in stack.attentions}
-    far = far_layers(native, spans_of(stacks)) & layers
-    if (length <= trained or not far) and method is None:
+    far = far_layers(native, spans) & layers
+    if length <= trained or not far:
+        enough = f"The rotation of the {kind} reaches {trained} tokens. extend_context(model, length=...) is enough."
+        enough = enough if length <= trained else ONLY_WINDOWS_ROTATE
+        if method is not None:
+            raise ValueError(enough)
         patch_model(model, "native", part=part)
-        return "native"
-    if length <= trained:
-        raise ValueError(f"The {kind} reads {trained} tokens anyway, and length is {length}. Leave out the method.")
-    if not far:
-        raise ValueError(ONLY_WINDOWS_ROTATE)
+        return f"extend_context has changed nothing but the length. {enough}"
     refusals = []
     for name in _RECOMMENDED if method is None else (method,):
         try:
@@ -232,7 +233,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
                 )
             with contextlib.suppress(NotRunnableError):
                 run_briefly(Anatomy(target), stacks, 3)  # Some refusals come with the first call.
-            return name
+            return _reason(name) if method is None else ""
         except (UnsupportedError, ValueError) as error:
             if method is not None:
                 raise
@@ -241,12 +242,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
 
 
 def _reason(taken: str) -> str:
-    """Why a method was taken."""
-    if taken == "native":
-        return (
-            "extend_context has changed nothing but the length: the model's own rotation reaches it, or acts only in "
-            "layers with a window, where no distance grows with the text."
-        )
+    """Why a recommended method was taken."""
     order = list(_RECOMMENDED)
     refused = " and ".join(map(repr, order[: order.index(taken)]))
     return (

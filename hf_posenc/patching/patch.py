@@ -190,8 +190,8 @@ def _resolve(
     native = partial(native_scheme_of, transaction, part)
     # The native scheme may be a schedule. Only the chosen layers are taken from it.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
-    config = resolve_native(config, stacks, native)
-    other = other if layers is None else resolve_native(other, stacks, native)
+    config = resolve_native(transaction, part, config, stacks)
+    other = other if layers is None else resolve_native(transaction, part, other, stacks)
     config = with_native_options(config, stacks, native)
     config = schedule(config, stacks, layers, other, merged=merged)
     warn_if_invisible(config, stacks)
@@ -275,17 +275,16 @@ _SPECTRUM = ("theta", "inverse_frequencies", "rotary_dim", "layout")
 _ASSIGNMENT = ("sections", "interleaved", "axes")
 
 
-def resolve_native(
-    config: SchemeConfig, stacks: list[Stack], native_scheme: Callable[[], SchemeConfig]
-) -> SchemeConfig:
+def resolve_native(transaction: Transaction, part: str, config: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
     """Returns `config` with every `NativeConfig` replaced by the native scheme.
 
     Warns if a scaling that the model has is replaced.
 
     Args:
+        transaction: that of the model.
+        part: the part that gets the scheme.
         config: the scheme that the caller asks for.
-        stacks: the stacks that get it.
-        native_scheme: determines the native scheme of these stacks.
+        stacks: the stacks of the part.
 
     Raises:
         UnsupportedError: if the native scheme is unknown; for a scaling of a model whose attention reads it elsewhere.
@@ -293,8 +292,9 @@ def resolve_native(
     """
     if not names_native(config):
         return config
-    native = native_scheme()
-    resolved = with_native(config, native, spans_of(stacks))
+    native = native_scheme_of(transaction, part)
+    with at_native_lengths(transaction.model.config):
+        resolved = with_native(config, native, spans_of(stacks))
     asked = asked_scalings(config)
     if asked:
         _refuse_scaled_softmax(stacks, asked)
@@ -332,8 +332,8 @@ def with_native_options(
     """`config` with the native options of a model that has the same scheme.
 
     Without options, "mrope" in a model with M-RoPE is what the model was trained with. The base and the assignment of
-    pairs to axes are taken over together or not at all. Other schemes are returned unchanged. The arguments are those
-    of `resolve_native`.
+    pairs to axes are taken over together or not at all. Other schemes are returned unchanged. `native_scheme`
+    determines the native scheme of the stacks.
     """
     if not isinstance(config, MRopeConfig) or AXES not in {
         number_of_axes(one.module, None) for stack in stacks for one in stack.rotaries

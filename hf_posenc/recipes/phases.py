@@ -73,7 +73,7 @@ class SchemePhases:
             return True
         stacks = transaction.anatomy.stacks([part])
         native = partial(native_scheme_of, transaction, part)
-        config = resolve_native(as_scheme(scheme), stacks, native)
+        config = resolve_native(transaction, part, as_scheme(scheme), stacks)
         if in_force is not None and config.name == in_force.name:
             config = with_native_options(config, stacks, native)
         if in_force == config:

@@ -162,6 +162,24 @@ def test_a_length_that_the_rotation_reaches_needs_no_method(options: dict[str, A
     assert model.config.max_position_embeddings == length
 
 
+def test_methods_count_from_the_trained_length_after_another_was_stated() -> None:
+    for window in (None, 100, 64, 16):
+        model = tiny("MistralForCausalLM", max_position_embeddings=64, sliding_window=window)
+        extend_context(patch_model(model, "native"), length=128)
+        if window in (64, 16):
+            for change in (lambda m: extend_context(m, length=256, method="yarn"), patch_with_yarn):
+                with pytest.raises(ValueError, match="only layers with a window rotate"):
+                    change(model)
+        else:
+            extend_context(model, length=256, method="yarn")
+            assert model.position_encoding.config.scaling == YarnScaling(4.0, 64)
+            assert patch_with_yarn(model).position_encoding.config.scaling == YarnScaling(8.0, 64)
+
+
+def patch_with_yarn(model: PreTrainedModel) -> PreTrainedModel:
+    return patch_model(model, NativeConfig(scaling=YarnScaling(8.0, 64)))
+
+
 def test_windows_are_half_of_the_length_that_a_scaling_reaches() -> None:
     model = extend_context(llama(rope_parameters=YARN), length=512, method="rerope")
     assert model.position_encoding.config.window == 128
@@ -207,7 +225,7 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
     ("make", "options", "error", "message"),
     [
         (llama, {"method": "yarm"}, UnknownNameError, "Did you mean 'yarn'"),
-        (llama, {"method": "yarn", "length": 64}, ValueError, "reads 64 tokens anyway"),
+        (llama, {"method": "yarn", "length": 64}, ValueError, "reaches 64 tokens"),
         (llama, {"method": "yarn", "length": 2.5}, ValueError, "expected an int"),
         (llama, {"method": ["yarn"]}, UnknownNameError, "yarn"),
         (

@@ -42,10 +42,11 @@ def verdict_table(found: Mapping[tuple[str, str], Verdict]) -> str:
         cells = []
         for claim in "ABC":
             verdict = found[claim, method]
-            worse = claim != "A" and verdict.difference.low > 0
-            word = "yes" if verdict.passed else "undecided, worse" if worse else "undecided"
-            word = "the same" if verdict.p_value is None else word
-            cells.append(word if verdict.p_value is None else f"{verdict.difference} {word}")
+            if verdict.p_value is None:
+                cells.append("the same")
+                continue
+            worse = ", worse" if claim != "A" and verdict.difference.low > 0 else ""
+            cells.append(f"{verdict.difference} {'yes' if verdict.passed else f'undecided{worse}'}")
         lines.append(f"| `{method}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

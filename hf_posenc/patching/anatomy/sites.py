@@ -225,17 +225,18 @@ def build_context(stack: Stack, attention: AttentionLayer) -> BuildContext:
 def spans_of(stacks: list[Stack]) -> list[str | None]:
     """The type of every layer, up to the last one with attention; `None` where no window is known.
 
-    Models such as Mistral have one window for all layers, which counts if it is shorter than the longest text.
+    Models such as Mistral have one window for all layers. It limits distances if it is no longer than the trained
+    length, so the config must have its native lengths.
     """
     types: dict[int, str | None] = {}
     for stack in stacks:
+        config = stack.config
         # A config that differs between layers refuses to read an attribute of all.
-        stated = vars(stack.config)
-        window, longest = (stated.get(name) for name in ("sliding_window", "max_position_embeddings"))
-        windowed = isinstance(window, int) and isinstance(longest, int) and 0 < window < longest
-        uniform = windowed and stated.get("use_sliding_window", True)
+        window = None if getattr(config, "is_heterogeneous", False) else getattr(config, "sliding_window", None)
+        longest = getattr(config, "max_position_embeddings", None) or 0
+        windowed = isinstance(window, int) and 0 < window <= longest and getattr(config, "use_sliding_window", True)
         for attention in stack.attentions:
-            types[attention.layer] = attention.layer_type or ("sliding_attention" if uniform else None)
+            types[attention.layer] = attention.layer_type or ("sliding_attention" if windowed else None)
     return [types.get(layer) for layer in range(max(types) + 1)]
 
 

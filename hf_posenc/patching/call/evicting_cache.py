@@ -39,7 +39,7 @@ def held_positions(cache: Any, stack: nn.Module) -> dict[int, Tensor]:
     """
     config = stack.config
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    if {*(types or ())} - {*_SEES_ALL} or (not types and vars(config).get("sliding_window")):
+    if {*(types or ())} - {*_SEES_ALL} or (not types and getattr(config, "sliding_window", None)):
         raise UnsupportedError(
             f"A {type(cache).__name__} drops tokens, but this {type(stack).__name__} has layers whose mask counts "
             "slots (a sliding window, chunks, or states of their own). Use the model's own cache."
