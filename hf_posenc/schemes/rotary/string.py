@@ -12,6 +12,7 @@ from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
 
@@ -36,28 +37,37 @@ class RotationInBasis(QueryKeyMap):
         raise NotImplementedError
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
-        """Returns cosine and sine of the rotation, and the basis."""
-        return *self.rotation.phases(positions), positions.kept(self, "basis", self.basis)
+        """Returns the angle of each pair, `(batch or 1, key_value_heads or 1, query_len, rotary_dim / 2)` in radians,
+        and the transposed basis.
+        """
+
+        def of_weights() -> tuple[Tensor, Tensor]:
+            frequencies = self.rotation.inverse_frequencies(positions.lengths)
+            return frequencies.reshape(-1, 1, frequencies.shape[-1]), self.basis().transpose(-1, -2)
+
+        frequencies, columns = positions.kept(self, "basis", of_weights)
+        ids = positions.remembered("ids of pairs", lambda: positions.ids[:, None, :, None].float(), positions.ids)
+        return ids * frequencies, columns
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """Returns the factors of the rotation, and the basis, in the dtype of the heads."""
-        *phases_in_basis, basis = phases
-        return *self.rotation.prepared(tuple(phases_in_basis), dtype), basis.to(dtype)
+        """Returns the factors of the rotation, and the transposed basis, in the dtype of the heads."""
+        angles, columns = phases
+        return factors_of_angles(angles, self.rotation.layout, dtype), columns.to(dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        *phases_in_basis, basis = phases
-        basis = basis.to(query.dtype)
-        if basis.shape[0] not in (1, query.shape[1]):
+        prepared = phases if isinstance(phases[0], RotationFactors) else self.prepared(phases, query.dtype)
+        factors, columns = prepared
+        if columns.shape[0] not in (1, query.shape[1]):
             if query.shape[-2] == 1 and not traced():  # As in `apply_rotation`.
-                grouped = query.reshape(query.shape[0], basis.shape[0], -1, query.shape[-1])
-                return self.map_query(grouped, phases).view(query.shape)
-            basis = basis.repeat_interleave(query.shape[1] // basis.shape[0], dim=0)
+                grouped = query.reshape(query.shape[0], columns.shape[0], -1, query.shape[-1])
+                return self.map_query(grouped, prepared).view(query.shape)
+            columns = columns.repeat_interleave(query.shape[1] // columns.shape[0], dim=0)
         whole = self.rotary_dim == query.shape[-1]
-        changed = (query if whole else query[..., : self.rotary_dim]) @ basis.transpose(-1, -2)
+        changed = (query if whole else query[..., : self.rotary_dim]) @ columns
         if not whole:
             changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
-        return self.rotation.map_query(changed.to(query.dtype), tuple(phases_in_basis))
+        return apply_rotation(changed.to(query.dtype), factors, self.rotation.layout)
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
