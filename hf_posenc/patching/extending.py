@@ -33,7 +33,9 @@ from hf_posenc.schemes import (
     YarnScaling,
 )
 from hf_posenc.schemes.arrangement.native import ONLY_WINDOWS_ROTATE, far_layers
+from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling
 from hf_posenc.version import REPOSITORY
@@ -158,7 +160,7 @@ def extend_context(
         holder.model_max_length = length
     try:
         if method is None and before is not None:
-            _warn_if_extrapolating(cast(PositionEncoding, current_encoding(target)), target, length, part)
+            _warn_if_extrapolating(cast(PositionEncoding, current_encoding(target)), before, target, length, name)
         else:
             reason = _change_rotation(model, method, name, length)
             if method is None:
@@ -256,19 +258,42 @@ def _reason(taken: str) -> str:
     )
 
 
-def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, length: int, part: str | None) -> None:
-    """Warns if a plain rotation is used beyond the length that it was trained or scaled for."""
-    lengths, _ = lengths_of(encoding, model, part)
-    native = lengths.native
-    # Other maps, and maps with a bias that corrects distant pairs, extrapolate differently.
-    stacks = [name for name, stack in encoding.stacks.items() if part in (None, stack.part)]
-    plain = [part for part in encoding.parts(stacks) if type(part) is RotaryMap and not part.mapped_again]
-    known = max((part.length_reach.made_for or native or length for part in plain), default=length)
-    if known < length:
-        warn_user(
-            f"The rotation of {encoding.config.label!r} was made for {known} tokens. With {length} tokens, the "
-            "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
-            "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
-            f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})). "
-            "For a model with its own rotation, extend_context(model, length=..., method='yarn') sets one."
-        )
+def _warn_if_extrapolating(
+    encoding: PositionEncoding, config: SchemeConfig, model: PreTrainedModel, length: int, part: str
+) -> None:
+    """Warns if a rotation meets distances in the new length that it was neither trained nor scaled for."""
+    native = lengths_of(encoding, model, part)[0].native
+    stacks = [stack for stack in find_stacks(model) if stack.part == part]
+    with at_native_lengths(model.config):
+        growing = far_layers(config, spans_of(stacks))
+    for stack in stacks:
+        for attention, layer in zip(stack.attentions, encoding.stacks[stack.name].layers, strict=True):
+            rotation = layer.query_key_map
+            # Other maps extrapolate differently.
+            if attention.layer not in growing or type(rotation) is not RotaryMap:
+                continue
+            made_for = rotation.length_reach.made_for or native or length
+            scheme = config
+            if isinstance(config, LayeredConfig):
+                scheme = config.for_layer(attention.layer, attention.layer_type)
+            far = [one for one in walk(scheme) if isinstance(one, FarPositionsConfig)]
+            if min([length, *(1 + one.greatest_distance(length) for one in far)]) <= made_for:
+                continue
+            if far:
+                remedy = (
+                    f"The options of {far[0].name!r} are those of a shorter text. Call unpatch_model, and then "
+                    "extend_context(model, length=..., method=...) for options that follow from the length."
+                )
+            else:
+                trained = native or made_for
+                remedy = (
+                    "Scalings for longer sequences are YarnScaling, NtkScaling, LinearScaling, DynamicScaling and "
+                    "LongRopeScaling, for example RopeConfig(theta=..., scaling=YarnScaling(factor="
+                    f"{length / trained:g}, original_max_positions={trained})). For a model with its own rotation, "
+                    "extend_context(model, length=..., method='yarn') sets one."
+                )
+            warn_user(
+                f"The rotation of {scheme.label!r} was made for {made_for} tokens. With {length} tokens, the model "
+                f"encounters angles that it was not trained on. {remedy}"
+            )
+            return

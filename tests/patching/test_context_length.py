@@ -254,6 +254,31 @@ def test_a_rotation_past_its_lengths_is_warned_of_and_others_are_not(recwarn: py
     assert not [warning for warning in recwarn if "was not trained on" in str(warning.message)]
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize(
+    ("method", "is_too_short"), [("self_extend", True), ("yarn", True), ("rerope", False), ("dual_chunk", False)]
+)
+def test_options_of_a_shorter_text_are_warned_of(
+    name: str, method: str, is_too_short: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Windows do not count: the layers of Gemma with one keep a rotation without any method."""
+    windows = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]} if "Gemma" in name else {}
+    model = tiny(name, max_position_embeddings=64, **windows)
+    extend_context(model, length=256, method=method)
+    assert not [warning for warning in recwarn if "was not trained on" in str(warning.message)]
+    extend_context(model, length=4096)
+    warned = [str(warning.message) for warning in recwarn if "was not trained on" in str(warning.message)]
+    assert [
+        message.startswith(f"The rotation of '{'rope' if method == 'yarn' else method}(") for message in warned
+    ] == [True] * is_too_short
+
+
+def test_a_rotation_in_windows_reaches_any_length(recwarn: pytest.WarningsRecorder) -> None:
+    model = patch_model(tiny("MistralForCausalLM", max_position_embeddings=64, sliding_window=16), "native")
+    extend_context(model, length=4096)
+    assert not [warning for warning in recwarn if "was not trained on" in str(warning.message)]
+
+
 @pytest.mark.parametrize(("name", "field"), [
     ("GPTJForCausalLM", "max_position_embeddings"),
     ("CodeGenForCausalLM", "max_position_embeddings"),

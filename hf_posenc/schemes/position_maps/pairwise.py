@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar, cast
 
 import torch
@@ -139,6 +140,12 @@ class FarPositionsConfig(PositionMapConfig):
         """Returns key position minus query position, `(batch or 1, query_len, key_len)`, by far positions if far."""
         far = self.key(key_ids).unsqueeze(-2) - self.query(query_ids).unsqueeze(-1)
         return far.where(self.are_far(query_ids, key_ids), key_ids.unsqueeze(-2) - query_ids.unsqueeze(-1))
+
+    def greatest_distance(self, length: int) -> int:
+        """Returns the greatest distance in a text of `length` tokens: that of its last token to the first."""
+        last = torch.tensor([length - 1])
+        far = math.ceil(self.query(last).item() - self.key(torch.zeros_like(last)).item())
+        return min(length - 1, max(self.first_query - 1, far))
 
     def mask(self) -> PairwiseBias | None:
         """Returns a bias that hides some pairs, if this scheme does."""
