@@ -37,20 +37,21 @@ def pose_positions(
         positions: `(batch, length)` int64, the standard positions.
         target_length: the number of positions to train for.
         chunks: the number of chunks. The paper recommends 2.
-        real: `(batch, length)` bool, false for padding, which keeps its positions. All by default.
+        real: `(batch, length)`, false or 0 for padding, which keeps its positions. All by default.
         generator: for the draws, on the CPU. By default the global one, whose state a checkpoint of `Trainer` contains.
 
     Returns:
         `(batch, length)` int64.
 
     Raises:
-        ValueError: for positions of another shape, fewer than two chunks, or a document longer than `target_length`.
+        ValueError: for positions or a mask of another shape, fewer than two chunks, or a document longer than
+            `target_length`.
     """
     if chunks < 2:
         raise ValueError(f"chunks is {chunks!r}; expected 2 or more: the first chunk stays where it is.")
-    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
+    real = _real_tokens(positions, real)
     inner, size, drawn = _documents(positions, real, 2 * (chunks - 1), generator)
-    longest = int(size.where(real, 0).max())
+    longest = int(size.where(real, 0).amax()) if size.numel() else 0
     if longest > target_length:
         raise ValueError(
             f"target_length is {target_length}, and a document has {longest} tokens; expected at least as many "
@@ -91,19 +92,19 @@ def perturbed_positions(
         shift: "skip" (the paper's main variant) or "cyclic".
         largest_skip: `Y` in positions, for "skip".
         limit: the number of positions of the model. All positions returned are below it, if all given are.
-        real: `(batch, length)` bool, false for padding, which keeps its positions. All by default.
+        real: `(batch, length)`, false or 0 for padding, which keeps its positions. All by default.
         generator: for the draws, on the CPU. By default the global one, whose state a checkpoint of `Trainer` contains.
 
     Returns:
         `(batch, length)` int64.
 
     Raises:
-        ValueError: for positions of another shape, or a `largest_skip` below 1.
+        ValueError: for positions or a mask of another shape, or a `largest_skip` below 1.
         SequenceLengthError: for documents that leave no room for a skip below `limit`.
         UnknownNameError: for an unknown shift.
     """
     check_shift(shift, largest_skip)
-    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
+    real = _real_tokens(positions, real)
     inner, size, (boundary, amount) = _documents(positions, real, 2, generator)
     if shift == "cyclic":
         turn = torch.where(size > 1, 1 + (amount * (size - 1)).long(), 0)
@@ -137,6 +138,22 @@ def _refuse_full(positions: Tensor, room: Tensor, real: Tensor, limit: int) -> N
         )
 
 
+def _real_tokens(positions: Tensor, real: Tensor | None) -> Tensor:
+    """`(batch, length)` bool. Raises for positions and masks of another dtype or shape."""
+    if positions.dim() != 2 or positions.is_floating_point():
+        raise ValueError(
+            f"positions are {positions.dtype} of shape {tuple(positions.shape)}; expected integers, (batch, length)."
+        )
+    if real is None:
+        return torch.ones_like(positions, dtype=torch.bool)
+    if real.shape != positions.shape:
+        raise ValueError(
+            f"real has the shape {tuple(real.shape)}, and positions have {tuple(positions.shape)}; expected the same "
+            "shape, 1 at real tokens and 0 at padding, such as an attention mask."
+        )
+    return real.bool()
+
+
 def _documents(
     positions: Tensor, real: Tensor, numbers: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,10 +163,6 @@ def _documents(
         Of each token, `(batch, length)`: how far it stands behind the first of its document, and the number of tokens
         in the document; and `numbers` random numbers below 1 of each document, `(numbers, batch, length)` float64.
     """
-    if positions.dim() != 2 or positions.is_floating_point():
-        raise ValueError(
-            f"positions are {positions.dtype} of shape {tuple(positions.shape)}; expected integers, (batch, length)."
-        )
     batch, length = positions.shape
     slots = torch.arange(length, device=positions.device).expand_as(positions)
     starts = document_starts(positions, real)

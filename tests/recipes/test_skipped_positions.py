@@ -80,8 +80,16 @@ def test_the_global_generator_is_the_default():
         ({"target_length": 7}, "target_length is 7, and a document has 8 tokens"),
         ({"positions": torch.arange(8)}, "expected integers"),
         ({"positions": torch.rand(1, 8)}, "expected integers"),
+        ({"real": torch.ones(1, 7)}, r"real has the shape \(1, 7\), and positions have \(1, 8\)"),
     ],
 )
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         pose_positions(**({"positions": torch.arange(8).unsqueeze(0), "target_length": 16} | options))
+
+
+def test_an_attention_mask_shows_real_tokens():
+    positions, mask = torch.arange(8).expand(2, 8), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    masked = pose_positions(positions, 40, real=mask, generator=_generator())
+    assert torch.equal(masked, pose_positions(positions, 40, real=mask.bool(), generator=_generator()))
+    assert pose_positions(torch.zeros(0, 8, dtype=torch.int64), 40).shape == (0, 8)
