@@ -59,6 +59,10 @@ class LayerCall:
     rotation: RotationFactors | None = None
     next_token: int = 0
 
+    def of_tokens(self, state: ForwardState, hidden_states: Tensor) -> LayerCall:
+        """A call of some of the tokens, whose attention is computed by itself."""
+        return LayerCall(state, hidden_states)
+
     def of_next(self, length: int) -> LayerCall:
         """The call for the next `length` tokens, if the layer computes attention for one part of its tokens at a time.
 
@@ -75,6 +79,20 @@ class LayerCall:
         part = state.shared(("part", start), lambda: state.part(start, length), length)
         hidden_states = self.hidden_states[:, start : self.next_token]
         return dataclasses.replace(self, state=part, hidden_states=hidden_states)
+
+
+@dataclass
+class KernelCall:
+    """A call of the attention function `function` of a back-end, with mapped queries and keys."""
+
+    implementation: str | None
+    function: Callable[..., Any]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 #: In older versions, compiled code deletes the attribute although it has never set it.

@@ -7,42 +7,33 @@ unaffected. `set_attn_implementation` keeps working because the backend is still
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.backends import (
-    Attention,
-    attend_with_bias,
-    attention_with,
-    attention_without_mask,
-)
+from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with
 from hf_posenc.attention.folding import attend_with_wide_values
-from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
-from hf_posenc.patching.call.attention_site import AttentionSite, CacheUpdateHook, LayerCall, with_batch, without_batch
+from hf_posenc.patching.call.attention_site import (
+    AttentionSite,
+    CacheUpdateHook,
+    KernelCall,
+    LayerCall,
+    with_batch,
+    without_batch,
+)
 from hf_posenc.patching.call.cache import cache_of_call, first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.key_positions import all_positions_below
-from hf_posenc.patching.call.paged_requests import (
-    PAGES,
-    PREFIX,
-    cut,
-    cut_heads,
-    put,
-    read_pages,
-    requests_of,
-    without_requests,
-)
+from hf_posenc.patching.call.paged_requests import EAGER, PAGES, PREFIX, attend_pages, read_pages
 from hf_posenc.patching.call.runtime import PerThread, StackRuntime
+from hf_posenc.patching.call.split_sequence import attend_split
 from hf_posenc.patching.forwards import (
     INTERFACE,
     PlacedForward,
@@ -60,7 +51,6 @@ if TYPE_CHECKING:
 
 #: The argument through which models pass their own relative bias to the attention function.
 POSITION_BIAS = "position_bias"
-_EAGER = "eager"
 
 
 class Rebound(PlacedForward):
@@ -90,20 +80,6 @@ class Rebound(PlacedForward):
 
     def _with_globals(self, replaced: dict[str, Any]) -> types.FunctionType:
         return in_decorators(self._decorated, rebind(inspect.unwrap(self._decorated), replaced))
-
-
-@dataclass
-class KernelCall:
-    """A call of the attention function `function` of a back-end, with mapped queries and keys."""
-
-    implementation: str | None
-    function: Callable[..., Any]
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class InterfaceAttention(Rebound, AttentionSite):
@@ -265,8 +241,10 @@ class InterfaceAttention(Rebound, AttentionSite):
             attention_mask = self._complete(query, attention_mask, kwargs)
         kernel = KernelCall(implementation, function, query, key, value, attention_mask, args, kwargs)
         if split:
-            return self._attend_split(call, kernel)
-        return (self._attend_pages if paged and self.encoding.reads_pages else self._attend)(call, kernel)
+            return attend_split(self, call, kernel)
+        if paged and self.encoding.reads_pages:
+            return attend_pages(self._attend, call, kernel)
+        return self._attend(call, kernel)
 
     def _shared_attention(
         self,
@@ -299,7 +277,7 @@ class InterfaceAttention(Rebound, AttentionSite):
             return cast(Attention, attention)
         self._check(query, mask, kwargs)
         mask = self._complete(query, mask, kwargs)
-        form = self.bias(call, query, key, self._scaling, mask=mask, folds="flash" in (implementation or ""))
+        form = self.bias(call, query, key, self.default_scaling, mask=mask, folds="flash" in (implementation or ""))
         attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
         weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
@@ -311,7 +289,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         """Adds the default scaling to the options of a call. Returns the mask, with a bias of the model that stays."""
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel derives its default scaling from their width.
-            kwargs["scaling"] = self._scaling
+            kwargs["scaling"] = self.default_scaling
         bias: Tensor | None = kwargs.pop(POSITION_BIAS, None)
         if bias is None or self.native_bias == "dropped":
             return mask
@@ -335,12 +313,12 @@ class InterfaceAttention(Rebound, AttentionSite):
             self.near_backend = kernel.implementation
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
-            factor = self._scaling if scaling is None else scaling
+            factor = self.default_scaling if scaling is None else scaling
             heads = (query, key)
             if self.encoding.rotates_by_input:
                 query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
-                factors = (factor, *self._factors_before(factor))
+                factors = (factor, *self.factors_before(factor))
                 bias = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
                 attend = functools.partial(attend_with_bias, kernel.implementation, attend, bias)
         if self.encoding.logit_scale is not None:
@@ -349,53 +327,6 @@ class InterfaceAttention(Rebound, AttentionSite):
         if self.encoding.widens_heads and kernel.implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)
-
-    def _attend_pages(self, call: LayerCall, kernel: KernelCall) -> Any:
-        """Same as `_attend` for continuous batching: many requests in one row, with their keys in pages."""
-        features, (query, key, value) = call.key_features, (kernel.query, kernel.key, kernel.value)
-        output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-        for requests in requests_of(call.state, key.shape[2], kernel.mask, kernel.kwargs):
-            own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
-            own.key_features = None if features is None else cut_heads(features, requests.keys)
-            if call.rotation is not None:
-                own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
-            own_kernel = dataclasses.replace(
-                kernel,
-                query=cut_heads(query, requests.queries),
-                key=cut_heads(key, requests.keys),
-                value=cut_heads(value, requests.keys),
-                mask=requests.mask(kernel.implementation or _EAGER, kernel.mask, query.dtype),
-                kwargs=without_requests(kernel.kwargs),
-            )
-            put(output, requests.queries, self._attend(own, own_kernel)[0])
-        return output, None
-
-    def _attend_split(self, call: LayerCall, kernel: KernelCall) -> Any:
-        """Same as `_attend` for context parallelism: the queries of this process, with the keys of all."""
-        sequence, encoding = call.state.sequence, self.encoding
-        assert sequence is not None
-        sequence.check(call.state, kernel.mask, encoding.causal)
-        features = None
-        if encoding.num_features:
-            features = sequence.of_all(self.new_features(call) if call.key_features is None else call.key_features)
-        key, value = sequence.of_all(kernel.key), sequence.of_all(kernel.value)
-        scaling = kernel.kwargs.get("scaling")
-        factor = self._scaling if scaling is None else scaling
-        outputs = []
-        for run in sequence.runs:
-            seen = run.stop if encoding.causal else key.shape[2]
-            own = LayerCall(run.state, call.hidden_states[:, run.queries])
-            own.key_features = None if features is None else features[:, :, :seen]
-            heads = kernel.query[:, :, run.queries], key[:, :, :seen]
-            form = self.bias(own, *heads, factor, *self._factors_before(factor))
-            if encoding.causal:
-                form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
-            scaled = heads[0] if encoding.logit_scale is None else self.scaled(run.state, heads[0])
-            attend = attention_without_mask(
-                kernel.function, form, self.module, scaled, heads[1], kernel.args, kernel.kwargs
-            )
-            outputs.append(attend(self.module, scaled, heads[1], value[:, :, :seen])[0])
-        return torch.cat(outputs, 1), None
 
     def _check(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Refuses another number of heads, and a call of a causal layer whose queries would see later keys.
@@ -416,8 +347,8 @@ class InterfaceAttention(Rebound, AttentionSite):
                 "model with attn_implementation='eager', or use another version of transformers."
             )
 
-    def _factors_before(self, scaling: float | Tensor) -> tuple[float, float]:
-        """What the module has multiplied its queries and its keys with."""
+    def factors_before(self, scaling: float | Tensor) -> tuple[float, float]:
+        """What the module has multiplied its queries and its keys with, if its kernel multiplies by `scaling`."""
         if self.operand_factors is not None:
             return self.operand_factors
         # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
@@ -425,7 +356,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         return own if isinstance(own, float) and isinstance(scaling, float | int) and scaling == 1 else 1.0, 1.0
 
     @property
-    def _scaling(self) -> float:
+    def default_scaling(self) -> float:
+        """The factor of `query . key` in a kernel that is given none."""
         return self.encoding.head_dim**-0.5
 
 
@@ -446,7 +378,7 @@ class InterfaceReplacement:
         def attention(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get(PAGES) is not None:
                 # `site.attend` reads the keys from their pages itself, so the plain attention function applies.
-                plain = (implementation or _EAGER).removeprefix(PREFIX)
+                plain = (implementation or EAGER).removeprefix(PREFIX)
                 return site.attend(plain, self.interface.get_interface(plain, default), *args, **kwargs)
             return site.attend(implementation, function, *args, **kwargs)
 

@@ -8,10 +8,12 @@ the keys of another request.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,11 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.forwards import parameters_of
 
+if TYPE_CHECKING:
+    from hf_posenc.patching.call.attention_site import KernelCall, LayerCall
+
 PREFIX = "paged|"
+EAGER = "eager"
 #: The argument by which the calls of continuous batching are told.
 PAGES = "read_index"
 #: Arguments in which continuous batching describes the requests to an attention function.
@@ -204,3 +210,30 @@ def put(packed: Tensor, rows: slice | Tensor, values: Tensor) -> None:
         packed[:, rows] = values
     else:
         packed[0, rows] = values
+
+
+def attend_pages(attend: Callable[[LayerCall, KernelCall], Any], call: LayerCall, kernel: KernelCall) -> Any:
+    """Computes the attention of all requests in one row, whose keys were read from their pages.
+
+    Args:
+        attend: computes the attention of one or more requests as of a call of their own.
+        call: the call of the layer.
+        kernel: the call of the attention function, with the tokens of all requests.
+    """
+    features, (query, key, value) = call.key_features, (kernel.query, kernel.key, kernel.value)
+    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+    for requests in requests_of(call.state, key.shape[2], kernel.mask, kernel.kwargs):
+        own = call.of_tokens(requests.state, cut(call.hidden_states, requests.queries))
+        own.key_features = None if features is None else cut_heads(features, requests.keys)
+        if call.rotation is not None:
+            own.rotation = call.rotation.each(functools.partial(cut_heads, rows=requests.queries))
+        own_kernel = dataclasses.replace(
+            kernel,
+            query=cut_heads(query, requests.queries),
+            key=cut_heads(key, requests.keys),
+            value=cut_heads(value, requests.keys),
+            mask=requests.mask(kernel.implementation or EAGER, kernel.mask, query.dtype),
+            kwargs=without_requests(kernel.kwargs),
+        )
+        put(output, requests.queries, attend(own, own_kernel)[0])
+    return output, None
