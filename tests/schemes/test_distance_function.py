@@ -132,6 +132,10 @@ def a_number(distance: Tensor) -> float:
     return 1.0
 
 
+def the_same_everywhere(distance: Tensor) -> Tensor:
+    return distance.mean()
+
+
 def test_a_result_of_another_shape_or_type_is_refused() -> None:
     message = (
         r"by_the_wrong_axis returned the shape \(3, 4\) for distances of the shape \(3,\); expected \(4, 3\), one "
@@ -139,6 +143,8 @@ def test_a_result_of_another_shape_or_type_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=message):
         patch_model(tiny("LlamaForCausalLM"), config_of_function(by_the_wrong_axis)())
+    with pytest.raises(ValueError, match=r"the_same_everywhere returned the shape \(\) for"):
+        patch_model(tiny("LlamaForCausalLM"), config_of_function(the_same_everywhere)())
     with pytest.raises(TypeError, match="a_number returned float; expected a tensor"):
         patch_model(tiny("LlamaForCausalLM"), config_of_function(a_number)())
 
@@ -147,9 +153,20 @@ def hidden_by_a_product(distance: Tensor) -> Tensor:
     return -torch.inf * distance.abs()
 
 
-def test_a_bias_that_is_nan_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"returned NaN for the distances \[0\]"):
-        patch_model(tiny("LlamaForCausalLM"), config_of_function(hidden_by_a_product)())
+def without_the_one(distance: Tensor) -> Tensor:
+    return -distance.abs().log()
+
+
+def without_the_token_itself(distance: Tensor) -> Tensor:
+    return torch.where(distance == 0, -torch.inf, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"), [(hidden_by_a_product, "nan"), (without_the_one, "inf"), (without_the_token_itself, "-inf")]
+)
+def test_a_bias_that_makes_nan_is_refused(function: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"returned \[{found}, .*\] for the distance 0, so"):
+        patch_model(tiny("LlamaForCausalLM"), config_of_function(function)())
 
 
 MODULE = """

@@ -77,8 +77,8 @@ class FunctionOfDistance(DistanceBias):
         bias = type(config).function(distance.float(), **given)
         if not isinstance(bias, Tensor):
             raise TypeError(f"{config.name} returned {type(bias).__name__}; expected a tensor.")
-        sizes = zip(reversed(bias.shape), reversed(shape), strict=False)
-        if bias.ndim > len(shape) or any(size not in (1, wanted) for size, wanted in sizes):
+        of_distances = bias.shape[max(0, bias.ndim - distance.ndim) :]
+        if of_distances != distance.shape or bias.shape[: -distance.ndim] not in ((), (1,), (self.num_heads,)):
             raise ValueError(
                 f"{config.name} returned the shape {tuple(bias.shape)} for distances of the shape "
                 f"{tuple(distance.shape)}; expected {shape}, one value per head and distance, or "
