@@ -129,16 +129,6 @@ def native_table(positions: int, offset: int) -> torch.Tensor:
     return torch.randn(positions + offset, HIDDEN, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("offset", [0, 2])
-@pytest.mark.parametrize("extension", ["error", "interpolate"])
-def test_adopting_a_table_of_the_same_length_gives_its_rows(offset: int, extension: str) -> None:
-    part = part_of(LearnedConfig(16, offset, extension))
-    native = native_table(16, offset)
-    assert part.adopt(native)
-    assert torch.equal(part(counted(16))[0], native[offset:])
-    assert part.weight.requires_grad
-
-
 def test_adopting_into_shorter_and_longer_tables() -> None:
     native = native_table(16, 2)
     shorter, longer = part_of(LearnedConfig(8, 2)), part_of(LearnedConfig(31, 2))

@@ -16,7 +16,6 @@ from hf_posenc.schemes import (
     AttentionPairs,
     CopeConfig,
     DisentangledConfig,
-    DistanceBias,
     FireConfig,
     ForgetGateConfig,
     GrapeConfig,
@@ -193,11 +192,6 @@ def test_tables_refuse_real_positions(config: SchemeConfig) -> None:
     assert bias.whole_positions
     with pytest.raises(ValueError, match="floating-point"):
         bias(pairs)
-
-
-@pytest.mark.parametrize("config", [ForgetGateConfig(gate="bias_only"), CopeConfig(), ForgetGateConfig()], ids=repr)
-def test_a_bias_says_whether_it_is_a_function_of_distance_alone(config: SchemeConfig) -> None:
-    assert isinstance(part_of(config), DistanceBias) == (config == ForgetGateConfig(gate="bias_only"))
 
 
 @pytest.mark.parametrize(("config", "message"), [(ForgetGateConfig(), "bias_only"), (LowRankRelativeConfig(), "shaw")])

@@ -16,13 +16,11 @@ from hf_posenc.schemes import (
     DualChunkConfig,
     NoneConfig,
     Positions,
-    PositionScaleConfig,
     PRopeConfig,
     ReRopeConfig,
     RopeConfig,
     SchemeConfig,
     SelfExtendConfig,
-    SinusoidalConfig,
     T5Config,
     YarnScaling,
 )
@@ -30,7 +28,6 @@ from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 
 from .building import build, counted, logits_of, random_heads
-from .test_position_maps import NewestFirstConfig
 
 LENGTH = 14
 TOKENS = counted(LENGTH)
@@ -152,23 +149,6 @@ def test_near_pairs_keep_their_logits(far: Any) -> None:
     assert build(far).logit_bias.zero_below == far.first_query
 
 
-def test_near_keys_of_dual_chunks_are_at_least_those_of_the_local_window() -> None:
-    far, ids = DualChunkConfig(chunk_size=11, local_size=4), torch.arange(60).unsqueeze(0)
-    distance, own = -far.distance(ids, ids)[0], (ids.T - ids)
-    assert torch.equal(distance[(own >= 0) & (own <= 5)], own[(own >= 0) & (own <= 5)])
-    assert distance[own >= 0].max() == 11
-    # In every chunk but the first, a query has far keys from its local window on.
-    assert [int((distance[i] != own[i])[: i + 1].sum()) for i in (11, 12, 13, 14, 18, 19, 20)] == [
-        0,
-        7,
-        7,
-        7,
-        7,
-        14,
-        14,
-    ]
-
-
 def test_far_pairs_of_16_bit_heads_are_as_precise_as_near_ones() -> None:
     parts = build(SelfExtendConfig(group=2, window=4))
     query, key = random_heads(LENGTH)
@@ -184,17 +164,3 @@ def test_both_a_rotation_and_a_distance_bias_follow() -> None:
     bias = logits(SelfExtendConfig(both, group=2, window=4)) - logits(SelfExtendConfig(group=2, window=4))
     alone = logits(SelfExtendConfig(AlibiConfig(), group=2, window=4)) - logits(NoneConfig())
     torch.testing.assert_close(bias.tril(), alone.tril(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [SelfExtendConfig, ReRopeConfig, DualChunkConfig])
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        (SinusoidalConfig(), "'sinusoidal', which encodes no distances"),
-        (PositionScaleConfig(), "cannot be changed to other positions"),
-        (NewestFirstConfig(), "depends on more than the distance"),
-    ],
-)
-def test_schemes_that_would_not_follow_are_refused(config: Any, inner: SchemeConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(config(inner))

@@ -162,6 +162,7 @@ def test_the_constructors_have_the_same_limit() -> None:
         ({"scheme": "rope", "inverse_frequencies": [0.5] * 10_000_000}, "more than 131072 values"),
         ({"scheme": "composed", "parts": [["alibi"]]}, "another ComposedConfig"),
         ({"scheme": 5}, "a name under 'scheme'"),
+        ({"theta": 1.0}, "a name under 'scheme' is expected"),
         ({"scheme": "x" * 100_000}, r"Unknown scheme 'x{97}\.\.\.'"),
     ],
 )

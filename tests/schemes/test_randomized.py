@@ -131,21 +131,6 @@ def test_segments_are_drawn_for_as_many_as_there_are():
     assert len(seen) > 10
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        RandomizedConfig(),
-        PositionShiftConfig(RandomizedConfig()),
-        HierarchicalConfig(segment=RandomizedConfig()),
-        ComposedConfig((SinusoidalConfig(), RandomizedConfig(AlibiConfig()))),
-    ],
-    ids=str,
-)
-def test_a_draw_of_a_draw_is_refused(inner):
-    with pytest.raises(ValueError, match=f"'{inner.name}', which draws positions itself"):
-        build(RandomizedConfig(inner))
-
-
 def test_tables_with_fewer_rows_than_can_be_drawn_are_refused():
     for inner in (LearnedConfig(num_positions=63), ComposedConfig((LearnedConfig(num_positions=63), RopeConfig()))):
         with pytest.raises(ValueError, match=r"positions only.*Give LearnedConfig\.num_positions=64"):

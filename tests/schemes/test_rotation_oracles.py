@@ -203,9 +203,3 @@ def test_rope_pp_equals_the_authors_code(key_heads: int) -> None:
     torch.testing.assert_close(part.map_query(query, phases)[0], torch.tensor(ROPE_PP_QUERIES), rtol=0, atol=1e-6)
     expected = torch.tensor(ROPE_PP_KEY).expand(key_heads, -1, -1)
     torch.testing.assert_close(part.map_key(key, phases)[0], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("heads", "key_heads"), [(6, 2), (3, 3), (3, 1)])
-def test_rope_pp_refuses_heads_without_a_partner(heads: int, key_heads: int) -> None:
-    with pytest.raises(ValueError, match=f"{heads} query heads and {key_heads} key heads.*even number.*'rope'"):
-        part_of(RopePpConfig(), num_heads=heads, num_key_value_heads=key_heads)

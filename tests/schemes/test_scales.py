@@ -113,8 +113,3 @@ def test_the_bias_of_another_scheme_is_scaled_too(config):
     factor = part_of(config)(positions).unsqueeze(-1)
     torch.testing.assert_close(together, logits_of(AlibiConfig(), positions) * factor, rtol=0, atol=0)
     assert (factor[..., -1, :] != 1).all()
-
-
-def test_log_n_takes_the_training_length_of_the_model():
-    factor = scale_of(LogNScaleConfig(), max_positions=32)(at([0, 30, 31, 1023]))[0, 0]
-    torch.testing.assert_close(factor, torch.tensor([1.0, 1.0, 1.0, 2.0]), rtol=1e-6, atol=0)
