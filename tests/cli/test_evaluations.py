@@ -351,7 +351,6 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         ("loss {llama} --text {text} --lengths 5000", "Use more text"),
         ("loss {llama} --text {empty} --lengths 16", "nothing to predict"),
         (LOSS + "--stride 4", "sliding_window too"),
-        (LOSS + "--sliding-window 8 --stride 9", "leaves tokens out"),
         (LOSS + "--plot nowhere/x.png", "does not exist"),
         (LOSS + "--plot x.xyz", "the extension must be one of"),
         (LOSS + "--dark", "Give its file with --plot"),
@@ -362,15 +361,9 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         ("loss {bert} --text {text} --lengths 16 --tokenizer {llama}", "has no mask token"),
         ("sensitivity {bert} --text {short} --gaps 2 --schemes none", "3 tokens, but one window needs 50"),
         ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
-        ("generalization {bytes} --task party", "Did you mean 'parity'"),
-        ("generalization {bytes} --task copy --lengths 0", "whole number above 0"),
         ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer"),
         ("minimal-pairs {llama} --task {folder}/missing.json", "pip download"),
-        ("minimal-pairs {llama} --task {pairs} --samples -1", "samples is -1"),
-        ("minimal-pairs {bert} --tokenizer {llama} --task {pairs}", "no mask token"),
-        ("resolution {vit} --resolutions 30", "not a whole number of patches"),
         ("resolution {vit} --resolutions 32 --dataset {folder}/none", "Cannot load the pictures"),
-        ("picture-dog {vit} --first 1 1 --second 1 2", "overlap"),
         *((words, f"reads 'pixel_values'.*{instead}")
           for words in ("dog {vit}", "loss {vit} --text {text}")
           for instead in ("picture-dog", "image-sensitivity", "resolution")),

@@ -44,7 +44,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "packing and length": (
         {"scheme": "normalized_integer", "scheme_options": '{"direction": "random"}'}, "--packing concatenate",
     ),
-    "unknown flag": ({"learning_rte": 1}, "Unknown option --learning_rte in the command line. Did you mean --learning"),
     "skipping no data": ({"ignore_data_skip": "true"}, "--ignore_data_skip can only be False here"),
     "wandb": ({"report_to": "wandb"}, "requires wandb to be installed"),
     "bitsandbytes": ({"optim": "adamw_bnb_8bit"}, "bitsandbytes"),
