@@ -235,12 +235,6 @@ def test_the_argument_of_another_project_stays_theirs(tmp_path: Path) -> None:
     assert OwnModel.from_pretrained(tmp_path, position_encoding="special").config.position_encoding == "special"
 
 
-def test_a_model_with_a_request_is_saved_and_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding="alibi")
-    model.save_pretrained(tmp_path)
-    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path), model)
-
-
 def test_a_warning_points_at_the_line_that_asked() -> None:
     """Both ways to ask are of different depth in this library and in transformers."""
     config = LlamaConfig(

@@ -164,19 +164,6 @@ def test_all_schemes(result, third_party):
     assert set(hf_posenc.list_schemes()) - set(names) == {"third_party"}
 
 
-def test_loss_by_length_of_a_causal_model(result):
-    words = "loss {llama} --text {text} --lengths 16 32 --max-windows 4 --sliding-window 16 --schemes native,none alibi"
-    measured = result(words)
-    assert [subject.scheme for subject in measured.subjects] == ["native", "none", "alibi"]
-    assert (measured.settings["causal"], measured.settings["special_tokens"]) == (True, 0)
-    for label in measured.labels:
-        # 4 windows of 32 tokens: the first of each piece has no context.
-        counts = {record.at["length"]: record.count for record in measured.of(label, "loss")}
-        assert counts == {16: 4 * 2 * 15, 32: 4 * 31}
-        assert measured.value(label, "sliding_loss", window=16) is not None
-    assert measured.value("native", "loss", length=32) != measured.value("none", "loss", length=32)
-
-
 def test_an_option_may_be_none(result):
     words = "loss {llama} --text {text} --lengths 32 --max-windows "
     some, whole = (result(words + count).settings["windows"] for count in ("4", "none"))

@@ -61,7 +61,7 @@ class TestProcess:
             (["plot", "ssmax", "pope"], ["usage: hf-posenc plot ", "unrecognized arguments: pope"]),
             (["run"], ["hf-posenc run -- COMMAND"]),
             (["patch", "MODEL", "alibi", "--output", "x", "--layrs", "0"],
-             ["unrecognized arguments: --layrs 0. Did you mean '--layers'", "hf-posenc patch --help lists the options."]),
+             ["arguments: --layrs 0. Did you mean '--layers'", "hf-posenc patch --help lists the options."]),
             (["schemes", "--jsno"], ["usage: hf-posenc schemes ", "arguments: --jsno. Did you mean '--json'?"]),
             (["eval", "properties", "--scheme", "rope", "--nonsense"],
              ["usage: hf-posenc eval properties ", "unrecognized arguments: --nonsense"]),

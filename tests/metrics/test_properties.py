@@ -58,13 +58,6 @@ def test_specimens_draw_small_weights_anew_and_leave_the_random_state_alone():
     assert build_specimen("rope").redrawn == ()
 
 
-def test_a_causal_scheme_is_compared_on_what_it_sees():
-    specimen = build_specimen("forget_gate")
-    assert specimen.causal
-    assert specimen.visible(3).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
-    assert build_specimen("rope").visible(2).all()
-
-
 def test_a_causal_model_is_measured_by_itself_where_it_has_another_function():
     causal, bidirectional = specimen_forms("fire")
     assert (causal.causal, bidirectional.causal) == (True, False)
@@ -103,10 +96,3 @@ def test_a_table_too_short_for_any_property_has_a_row_of_refusals():
     assert set(refused) == set(PROPERTIES) - {"extensibility", "norm_preservation"}
     assert all(record.passed is None for record in refused.values())
     assert all("8 positions of the learned table" in record.details["refused"][0] for record in refused.values())
-
-
-def test_schemes_that_cannot_be_named_are_refused():
-    with pytest.raises(ValueError, match="needs the option parts"):
-        build_specimen("composed")
-    with pytest.raises(MeasurementError, match="would rotate 128"):
-        build_specimen(RopeConfig(rotary_dim=128))

@@ -23,7 +23,7 @@ from hf_posenc.metrics.properties import (
     sinusoidal_shift,
     uniqueness,
 )
-from hf_posenc.metrics.properties.encodings import unique_rows
+from hf_posenc.metrics.properties.encodings import nearest_rows, unique_rows
 from hf_posenc.schemes import (
     AdditiveEncoding,
     BinaryConfig,
@@ -168,6 +168,17 @@ def test_details_of_a_measurement():
     assert float(decay_curve(PRopeConfig(fraction=0.25)).min()) >= 0.5
     assert long_term_decay(PRopeConfig(fraction=0.25)).details["half"] is None
     assert "envelope" not in long_term_decay("alibi").details
+
+
+@pytest.mark.parametrize("count", [2, 3, 200])
+def test_nearest_rows_against_all_pairs(count):
+    rows = torch.randn(count, 5, generator=torch.Generator().manual_seed(count)) + 100
+    rows[-1] = rows[0] + 1e-3
+    distance, pair, distinct = nearest_rows(rows)
+    pairs = {(a, b): float((rows[a].double() - rows[b].double()).norm()) for a in range(count) for b in range(a)}
+    assert distance == pytest.approx(min(pairs.values()), rel=1e-9)
+    assert tuple(sorted(pair, reverse=True)) == min(pairs, key=pairs.get)
+    assert distinct == count
 
 
 @pytest.mark.parametrize("frequencies", ["vaswani", "tensor2tensor"])

@@ -157,25 +157,6 @@ def test_rows_as_in_long_clip():
 # Biases
 
 
-def _mean_by_hand(logits: Tensor, distance: int) -> Tensor:
-    length = logits.shape[-1]
-    pairs = [logits[:, :, i, i + distance] for i in range(length) if 0 <= i + distance < length]
-    return torch.stack(pairs, -1).mean(dim=(0, 2))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_mean_logits_by_distance(causal):
-    model = patched("llama_gqa", "rope").eval()
-    encoding = current_encoding(model)
-    heads = recorded_heads(Anatomy(model), encoding, _sample())[1]
-    means = mean_logits(SchemeParts(), heads, causal)
-    key = heads.key.repeat_interleave(heads.query.shape[1] // heads.key.shape[1], dim=1)
-    logits = heads.query @ key.transpose(-1, -2) * heads.scaling
-    assert means.shape[-1] == (SAMPLE_LENGTH if causal else 2 * SAMPLE_LENGTH - 1)
-    for index, distance_ in enumerate(range(1 - SAMPLE_LENGTH, 1 if causal else SAMPLE_LENGTH)):
-        assert torch.allclose(means[:, index], _mean_by_hand(logits, distance_), atol=1e-5)
-
-
 def test_a_fitted_bias_takes_the_place_of_one_in_scaled_keys():
     """DeBERTa-v2 multiplies keys with the factor of its logits. With equal queries, its bias depends on distance."""
     torch.manual_seed(0)

@@ -16,13 +16,10 @@ from hf_posenc.schemes import (
     DualChunkConfig,
     NoneConfig,
     Positions,
-    PRopeConfig,
     ReRopeConfig,
     RopeConfig,
     SchemeConfig,
     SelfExtendConfig,
-    T5Config,
-    YarnScaling,
 )
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
@@ -96,33 +93,6 @@ OFFICIAL = [
 @pytest.mark.parametrize(("config", "expected"), OFFICIAL, ids=lambda value: str(value)[:40])
 def test_attention_equals_the_official_code(config: SchemeConfig, expected: list[list[float]]) -> None:
     torch.testing.assert_close(attended(config), torch.tensor(expected), rtol=0, atol=3e-6)
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        RopeConfig(),
-        RopeConfig(layout="interleaved", rotary_dim=4),
-        RopeConfig(layout="half_reversed"),
-        RopeConfig(scaling=YarnScaling(4.0, 16, beta_fast=4.0)),
-        RopeConfig(attention_scaling=1.5),
-        PRopeConfig(fraction=0.5),
-        AlibiConfig(),
-        T5Config(),
-    ],
-    ids=str,
-)
-def test_reductions_to_the_scheme_itself(inner: SchemeConfig) -> None:
-    for same in (
-        SelfExtendConfig(inner, group=1, window=3),
-        SelfExtendConfig(inner, group=4, window=LENGTH),
-        ReRopeConfig(inner, window=LENGTH),
-        ReRopeConfig(inner, window=3, factor=1),
-        ReRopeConfig(inner, window=3, factor=1.0),
-        DualChunkConfig(inner, chunk_size=LENGTH - 1, local_size=1),
-        AttentionSinksConfig(inner, sinks=3, window=LENGTH - 3),
-    ):
-        assert torch.equal(logits(same).tril(), logits(inner).tril())
 
 
 @pytest.mark.parametrize(
