@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, ViTConfig, ViTForImageClassification
+from transformers import ByT5Tokenizer
 
 import hf_posenc
 from hf_posenc import patch_model
@@ -27,11 +27,6 @@ from .running import refused
 WORDS = [*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today", "chased"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Models, each with its tokenizer; "bytes" is patched and reads bytes, and "words" is a tokenizer alone."""
@@ -46,9 +41,8 @@ def folders(tmp_path_factory):
     byte_level = {"vocab_size": 384, "num_hidden_layers": 1, "eos_token_id": 1, "initializer_range": 0.2}
     patch_model(tiny("LlamaForCausalLM", **byte_level), "alibi").save_pretrained(paths["bytes"])
     ByT5Tokenizer().save_pretrained(paths["bytes"])
-    images = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = ViTConfig(**images, image_size=32, patch_size=4, num_labels=10, initializer_range=0.2)
-    ViTForImageClassification(config).save_pretrained(paths["vit"])
+    images = {"image_size": 32, "patch_size": 4, "num_labels": 10, "initializer_range": 0.2}
+    tiny("ViTForImageClassification", **images).save_pretrained(paths["vit"])
     return {name: str(path) for name, path in paths.items()}
 
 

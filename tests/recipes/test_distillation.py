@@ -21,8 +21,6 @@ from hf_posenc.recipes import (
 )
 from tests.matrix.running import patched, tokens
 
-torch.set_num_threads(1)
-
 
 def test_soft_targets_by_hand():
     student, teacher = torch.tensor([[[0.0, 2.0]]]), torch.tensor([[[1.0, 0.0]]])

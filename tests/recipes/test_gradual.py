@@ -37,8 +37,6 @@ from tests.thinning import in_turn, mostly_slow
 
 from .test_phases import Copying, arguments_of
 
-torch.set_num_threads(1)
-
 #: float32 in two tiny layers. At the ends the share of the other scheme is an exact zero, except that the normalised
 #: shares of FoPE add up to 1 only up to rounding.
 CLOSE = 5e-6

@@ -15,8 +15,6 @@ from tests.documentation.pages import page_text
 from tests.matrix.running import patched, tokens
 from tests.thinning import in_turn
 
-torch.set_num_threads(1)
-
 
 def _generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

@@ -13,8 +13,6 @@ from hf_posenc import UnsupportedError
 from hf_posenc.recipes import SchemePhases, SchemePhasesCallback, drope, parameter_groups
 from tests.matrix.running import patched
 
-torch.set_num_threads(1)
-
 
 class Copying(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences that repeat their first half."""

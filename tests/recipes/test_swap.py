@@ -34,8 +34,6 @@ from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
 
-torch.set_num_threads(1)
-
 SAMPLE_LENGTH = 24
 
 

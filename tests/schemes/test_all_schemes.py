@@ -45,8 +45,6 @@ from .table import (
     variants_of,
 )
 
-torch.set_num_threads(1)
-
 #: Also functions of the distance that somebody has registered.
 ROWS = TABLE | own_schemes.ROWS
 VARIANTS = variants_of(ROWS)

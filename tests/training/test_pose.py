@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.training.run_cases import SIZES, curve, run, words
+from tests.training.run_cases import SIZES, losses, recorded_calls, run, words
 from training.data.text import RowSkips
 
 #: Large enough for positions to matter at the first step, and without dropout.
@@ -19,23 +18,9 @@ LARGE = json.dumps(SIZES | {"initializer_range": 0.3})
 POSE: dict[str, Any] = {"pose_length": 200, "config_overrides": LARGE, "max_steps": 3}
 
 
-def losses(folder: Path) -> list[float]:
-    return [entry["loss"] for entry in curve(folder) if "loss" in entry]
-
-
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any, Any]]:
-    """Whether each forward trained, and its positions and mask."""
-    found: list[tuple[bool, Any, Any]] = []
-    forward = LlamaForCausalLM.forward
-
-    @functools.wraps(forward)
-    def recording(model: Any, *args: Any, **given: Any) -> Any:
-        found.append((model.training, given.get("position_ids"), given.get("attention_mask")))
-        return forward(model, *args, **given)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", recording)
-    return found
+    return recorded_calls(monkeypatch, LlamaForCausalLM)
 
 
 @pytest.mark.parametrize(

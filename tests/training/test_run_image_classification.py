@@ -16,7 +16,7 @@ import hf_posenc
 from hf_posenc.metrics import accuracy_by_resolution
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.report import Result
-from tests.training.run_cases import curve, results
+from tests.training.run_cases import curve, losses, results
 from training import run_image_classification
 from training.data.loading import split_rows
 from training.data.pictures import Augmentation, PictureRows
@@ -60,9 +60,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_learns_and_reads_other_resolutions(mixed: Path) -> None:
-    losses = [entry["loss"] for entry in curve(mixed) if "loss" in entry]
-    assert len(losses) == 12
-    assert sum(losses[-4:]) < sum(losses[:4])
+    logged = losses(mixed)
+    assert len(logged) == 12
+    assert sum(logged[-4:]) < sum(logged[:4])
     figures = results(mixed)
     assert figures["train_rows"] == 96
     assert figures["eval_accuracy"] == figures["accuracy_at_16"]
