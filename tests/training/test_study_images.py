@@ -14,7 +14,6 @@ from transformers import AutoModelForImageClassification
 from tests.training.run_cases import REPOSITORY, study_words
 from training import compare
 from training.errors import SettingsError
-from training.report import outputs
 from training.study.cells import study_cells
 from training.study.rates import rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study, validated
@@ -89,13 +88,6 @@ def test_tables_figures_and_cards_speak_of_resolutions(finished: Path) -> None:
     assert "| trained resolutions | 16 |" in card
     model = AutoModelForImageClassification.from_pretrained(finished / "models/images-rope_nd-seed0")
     assert model.position_encoding.config.name == "rope_nd"
-
-
-def test_the_same_command_trains_nothing_again(finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    before = json.loads((finished / "results.json").read_text())["runs"]
-    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
-    assert compare.main(arguments(finished)) == 0
-    assert json.loads((finished / "results.json").read_text())["runs"] == before
 
 
 def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
