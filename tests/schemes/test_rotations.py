@@ -108,27 +108,6 @@ def test_phases_of_pope_outside_of_their_range_come_back(outside):
     assert ((down != 0) ^ (up != 0)).all()
 
 
-def test_phases_of_pope_train_past_their_first_step():
-    part = part_of(PopeConfig())
-    optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
-    query, key = random_heads(6)
-    goal = torch.randn(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(2))
-
-    def step(goal: Tensor) -> None:
-        phases = part.phases(counted(6))
-        keys = part.map_key(key, phases).repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
-        optimizer.zero_grad()
-        (goal * (part.map_query(query, phases) @ keys.transpose(-1, -2))).sum().backward()
-        optimizer.step()
-
-    step(goal)
-    left = part.delta > 0
-    assert left.float().mean() > 0.3
-    before = part.delta.detach().clone()
-    step(-goal)
-    assert (part.delta < before)[left].all()
-
-
 @pytest.mark.parametrize(
     ("config", "rotary_dim", "symmetric", "whole_heads", "width_factor", "per_layer"),
     [
