@@ -13,7 +13,7 @@ from hf_posenc.metrics.properties import (
     uniqueness,
 )
 from hf_posenc.metrics.properties.table import PROPERTIES
-from hf_posenc.schemes import AlibiConfig, FireConfig, LearnedConfig, RopeConfig, get_scheme, list_schemes
+from hf_posenc.schemes import AlibiConfig, FireConfig, LearnedConfig, get_scheme, list_schemes
 from tests.schemes.table import TABLE
 from tests.thinning import mostly_slow
 
@@ -71,23 +71,6 @@ def test_a_causal_model_is_measured_by_itself_where_it_has_another_function():
     assert long_term_decay(build_specimen("t5", causal=True)).value != long_term_decay("t5").value
     with pytest.raises(MeasurementError, match="bidirectional"):
         build_specimen("forget_gate", causal=False)
-
-
-def test_the_table_in_all_forms():
-    too_wide = RopeConfig(rotary_dim=128)
-    result = properties_table(["none", "learned", too_wide])
-    assert [subject.scheme for subject in result.subjects] == ["none", "learned", "rope"]
-    assert "would rotate 128 of 64 dimensions" in result.subjects[2].error
-    refused = result.record("learned", "relativity").details["refused"]
-    assert any("moved by 30000" in reason for reason in refused)
-    assert result.record("none", "relativity").passed is True
-    for text in (result.table(), result.table(markdown=True)):
-        assert "defined past training length" in text
-        assert "rope(rotary_dim=128)" in text
-        assert "longer than the 1024 positions" in text
-    lines = result.table(markdown=True).splitlines()
-    assert sum(line.startswith("| learned ") for line in lines) == 1
-    assert len({line.count("|") for line in lines if line.startswith("| ")}) == 1
 
 
 def test_a_table_too_short_for_any_property_has_a_row_of_refusals():

@@ -20,7 +20,6 @@ from tests.training.run_cases import curve, losses, results
 from training import run_image_classification
 from training.data.loading import split_rows
 from training.data.pictures import Augmentation, PictureRows
-from training.run_image_classification import ImageArguments
 from training.trainer import SettingsError
 
 SIZES = {
@@ -145,6 +144,10 @@ def test_without_a_model_a_small_vit_is_trained(tmp_path: Path) -> None:
         ({"eval_resolutions": [16, 30]}, "A picture of 30 pixels"),
         ({"random_crop": 0}, "--random_crop is 0"),
         ({"dataset_name": "no/such/folder"}, "--dataset_name: Cannot load the pictures"),
+        *(
+            ({option: "x"}, "is for a folder or a hub dataset")
+            for option in ("dataset_split", "image_column", "label_column", "validation_split")
+        ),
         ({"max_train_samples": 8}, "one update needs 16"),
         ({"scheme": "rope_nd", "scheme_options": '{"assignment": "mixd"}'}, "--scheme rope_nd"),
         ({"model_type": "llama", "config_overrides": None}, "AutoModelForImageClassification cannot build 'llama'"),
@@ -180,12 +183,3 @@ def test_parts_of_the_pictures_are_disjoint() -> None:
     assert sorted(seen) == list(range(1797))
     with pytest.raises(SettingsError, match="none is left"):
         split_rows(digits.select(range(2)), [1, 0], 0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"dataset_split": "test"}, {"image_column": "picture"}, {"label_column": "digit"}, {"validation_split": "x"}],
-)
-def test_options_of_other_datasets_are_refused_for_the_digits(options: dict[str, str]) -> None:
-    with pytest.raises(SettingsError, match="is for a folder or a hub dataset"):
-        ImageArguments(**options)

@@ -102,6 +102,8 @@ def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
         ({"model_name_or_path": "some/model"}, "run_image_classification.py"),
         ({"task_options": {"images": {"train_length": 8}}}, "has train_length, which its trainings do not use"),
         ({"length_factor": 2}, "--length_factor is given, but no task of this study"),
+        ({"tasks": "causal", "task_options": {"causal": {"patch_size": 8}}}, "patch_size"),
+        ({"tasks": "copy", "task_options": {"copy": {"train_resolution": 8}}}, "train_resolution"),
         ({"mlm_probability": 0.3}, "--mlm_probability is given"),
         ({"task_options": {"images": {"model_type": "vitt"}}}, "Did you mean 'vit'"),
         (
@@ -115,13 +117,6 @@ def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> Non
     study = validated(StudySettings, {"tasks": "images"} | options, "The study")
     with pytest.raises(ValueError, match=message):
         compare._prepare(study, study_cells(study), None, SimpleNamespace(is_main_process=False))
-
-
-def test_text_ignores_no_settings_of_pictures() -> None:
-    for task, unused in (("causal", "patch_size"), ("copy", "train_resolution")):
-        study = validated(StudySettings, {"tasks": task, "task_options": {task: {unused: 8}}}, "The study")
-        with pytest.raises(SettingsError, match=unused):
-            study_cells(study)
 
 
 def test_schemes_with_a_rate_of_their_own_are_left_alone() -> None:

@@ -59,6 +59,15 @@ def settings(**options):
             {"tasks": "causal", "schemes": "none", "scheme_options": {"none": {"training": {"train_lengths": "3"}}}},
             "train_lengths, which a single scheme of this task",
         ),
+        (
+            {"tasks": "causal", "schemes": "rope",
+             "scheme_options": {"rope": {"training": {"config_overrides": {"attention_bias": True}}}}},
+            "training has config_overrides",
+        ),
+        (
+            {"tasks": "causal", "config_overrides": {"attention_bias": True}, "model_name_or_path": "x"},
+            "has config_overrides, but the models are that of --model_name_or_path",
+        ),
         ({"tasks": "causal", "train_lengths": "16,24"}, "is for synthetic tasks"),
         ({"tasks": "causal", "pose_length": 64}, "--pose_length is given, but no task"),
         ({"tasks": "copy", "task_options": {"copy": {"train_length": 8}}}, "train_length, which its trainings"),
