@@ -146,9 +146,6 @@ class TestImport:
         message = refused(capsys, "--import", module, "schemes", "none")
         assert "there is no module 'far_schemes' on the import path. The working folder no longer exists." in message
 
-    def test_a_module_that_does_not_exist(self, capsys):
-        assert "no module 'nowhere_to_be_found'" in refused(capsys, "--import", "nowhere_to_be_found", "schemes")
-
     def test_what_a_module_itself_lacks_keeps_its_traceback(self, module):
         Path(f"{module}.py").write_text("import nowhere_to_be_found")
         with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
