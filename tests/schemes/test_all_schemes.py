@@ -300,10 +300,6 @@ def test_parts_trace_without_a_graph_break(name, config, lengths):
             torch.testing.assert_close(value, other, rtol=5e-6, atol=1e-6)
 
 
-def learns(config: SchemeConfig) -> bool:
-    return any(True for part in parts_for(config) for _ in part.parameters())
-
-
 def kind(*kinds: str) -> Any:
     """The variants of these kinds with new weights, and with trained ones where a reference reads them."""
     cases = [

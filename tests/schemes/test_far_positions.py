@@ -15,7 +15,6 @@ from hf_posenc.schemes import (
     ComposedConfig,
     DualChunkConfig,
     NoneConfig,
-    Positions,
     ReRopeConfig,
     RopeConfig,
     SchemeConfig,
@@ -24,15 +23,9 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 
-from .building import build, counted, logits_of, random_heads
+from .building import LENGTH, TOKENS, build, counted, logits_of as logits, random_heads
 
-LENGTH = 14
-TOKENS = counted(LENGTH)
 DISTANCE = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
-
-
-def logits(config: SchemeConfig, positions: Positions = TOKENS) -> Tensor:
-    return logits_of(config, positions)
 
 
 def attended(config: SchemeConfig) -> Tensor:
@@ -123,7 +116,7 @@ def test_far_pairs_of_16_bit_heads_are_as_precise_as_near_ones() -> None:
     parts = build(SelfExtendConfig(group=2, window=4))
     query, key = random_heads(LENGTH)
     half = positional_logits(parts, query.bfloat16(), key.bfloat16(), TOKENS).float()
-    error = (half - logits_of(parts, TOKENS)).abs()
+    error = (half - logits(parts)).abs()
     near, far = error[..., (DISTANCE >= 0) & (DISTANCE < 4)].max(), error[..., DISTANCE >= 4].max()
     # A far logit is a near one plus a correction: three roundings to 16 bits where a near one has one.
     assert far < 4 * near

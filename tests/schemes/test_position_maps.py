@@ -29,7 +29,6 @@ from hf_posenc.schemes import (
     PairwiseBias,
     Part,
     PositionClampConfig,
-    Positions,
     PositionScaleConfig,
     PositionShiftConfig,
     RandomizedConfig,
@@ -47,16 +46,8 @@ from hf_posenc.schemes.parts import Reach
 from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 
-from .building import at, build, counted, logits_of
+from .building import LENGTH, TOKENS, at, build, counted, logits_of as logits
 from .table import positions_of
-
-LENGTH = 14
-TOKENS = counted(LENGTH)
-DISTANCE = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
-
-
-def logits(config: SchemeConfig, positions: Positions = TOKENS) -> Tensor:
-    return logits_of(config, positions)
 
 
 def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:

@@ -28,14 +28,8 @@ from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 
-from .building import build, counted, logits_of as logits_at, random_heads
+from .building import LENGTH, build, logits_of, random_heads
 from .table import positions_of
-
-LENGTH = 14
-
-
-def logits_of(config: SchemeConfig, positions: Positions | None = None) -> Tensor:
-    return logits_at(config, counted(LENGTH) if positions is None else positions)
 
 
 def drawn(positions: Positions, seed: int = 0, max_position: int = 64, real: bool = False) -> Tensor:
