@@ -237,19 +237,6 @@ def test_a_fit_that_steps_over_a_cliff_keeps_its_best_parameters(slope):
     assert fit.residual < fit.residual_before
 
 
-def test_a_bias_for_every_layer_fits_better_than_one_for_all():
-    errors = {}
-    for shared in (True, False):
-        model = patched("llama_gqa", None)
-        torch.manual_seed(3)
-        swap = swap_scheme(model, T5Config(shared=shared, max_distance=32), sample=_sample())
-        errors[shared] = [fit.residual for fit in swap.fits]
-        assert all(fit.residual < fit.residual_before for fit in swap.fits)
-    assert len(errors[True]) == 1
-    assert len(errors[False]) == 2
-    assert max(errors[False]) < errors[True][0]
-
-
 @pytest.mark.parametrize(
     ("new", "architecture"),
     in_turn(["t5", "kerple", "fire", AlibiConfig(learnable=True)], ["llama_gqa", "bert"]),

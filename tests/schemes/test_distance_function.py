@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import CheckpointError, distance_bias, learned_per_head, option, patch_model
+from hf_posenc import CheckpointError, distance_bias, learned_per_head, patch_model
 from hf_posenc.schemes import BuildContext, registry
 from hf_posenc.schemes.bias.distance_function import config_of_function
 from tests.fresh import run_fresh
@@ -197,7 +197,3 @@ def test_a_saved_model_loads_in_a_process_that_imports_the_module(
     monkeypatch.delitem(registry._SCHEMES, "sloped")
     with pytest.raises(CheckpointError, match="Unknown scheme 'sloped'"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-
-
-def test_options_with_limits_are_public() -> None:
-    assert option(1.0, minimum=0).default == 1.0
