@@ -272,11 +272,9 @@ class TestPatch:
         ("words", "message"),
         [
             (["alibbi"], "Did you mean 'alibi'"),
-            (["rope", "--option", "thetta=5"], "Did you mean 'theta'"),
             (["rope", "--option", "theta=-5"], "theta"),
             (["composed"], "parts"),
             (['composed:parts=["rope","p_rope"]'], "map queries and keys"),
-            (["rope:scaling=yarn"], "YarnScaling(factor=..."),
             (["rope", "--elsewhere", "none"], "Pass `layers` as well"),
             (["rope", "--layers", "0,99", "--elsewhere", "none"], "99"),
         ],
