@@ -39,15 +39,15 @@ class Clients:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.process.communicate(timeout=60)
 
-    def __call__(self, program: str, *arguments: object, fails: bool = False) -> Any:
+    def __call__(self, program: str, *arguments: object) -> Any:
         """Runs a program. Returns the JSON on the last line of its output; if it is to fail, its error output."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([program, *map(str, arguments)]) + "\n")
         self.process.stdin.flush()
         done = json.loads(self.process.stdout.readline())
-        assert (done["returncode"] != 0) == fails, done["stdout"] + done["stderr"]
-        return done["stderr"] if fails else json.loads(done["stdout"].splitlines()[-1])
+        assert done["returncode"] == 0, done["stdout"] + done["stderr"]
+        return json.loads(done["stdout"].splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -113,8 +113,6 @@ class Case:
 CASES = [
     Case(llama, "alibi", lengths=[LONG, LONG, 64, 64, 64]),
     Case(llama, "t5", every_route=True),
-    Case(llama, "rope", {"theta": 500.0}),
-    Case(gpt2, "rope"),
     Case(gpt2, "learned", {"num_positions": 80}, every_route=True),
     Case(gpt2, "alibi", lengths=[LONG, LONG, 48, 48, 48]),
     Case(bert, "alibi", lengths=[LONG, LONG, 48, 48, None]),

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from tests.checkpoint.checkpoint_cases import CASES, LENGTH, adapted, base, write_reference, write_stock_llama
 from tests.fresh import run_fresh
-
-torch.set_num_threads(1)
 
 
 def results_of(mode: str, root: Path) -> dict[str, Any]:

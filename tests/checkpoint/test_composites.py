@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from transformers import (
     AutoModel,
-    AutoModelForImageClassification,
     AutoModelForImageTextToText,
     AutoModelForSpeechSeq2Seq,
-    ViTImageProcessorPil,
-    pipeline,
 )
 
 from hf_posenc import UnsupportedError, load_position_adapter, patch_model, save_position_adapter
@@ -21,8 +17,6 @@ from hf_posenc.recipes import add_lora
 from tests.export.test_modalities import speech_model
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
-from tests.patching.vision.models import vit
-from tests.recipes.test_parts import image
 
 LLAVA = COMPOSITES["llava"]
 
@@ -75,16 +69,3 @@ def test_auto_classes_load_the_whole_and_its_base(tmp_path: Path) -> None:
     speech.save_pretrained(tmp_path / "whisper")
     again = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "whisper")
     assert again.position_encoding.config.names == ("audio", "text")
-
-
-def test_a_pipeline_classifies_images_with_a_patched_folder(tmp_path: Path) -> None:
-    model = patch_model(vit(), "rope_nd")
-    model.save_pretrained(tmp_path)
-    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
-    classify = pipeline("image-classification", model=str(tmp_path))
-    assert classify.model.position_encoding.config.name == "rope_nd"
-    assert sum(one["score"] for one in classify(Image.new("RGB", (24, 16), (200, 30, 90)))) == pytest.approx(
-        1.0, abs=1e-3
-    )
-    loaded = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
-    assert torch.equal(loaded(image()).logits, model(image()).logits)

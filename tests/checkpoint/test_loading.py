@@ -39,7 +39,6 @@ from hf_posenc.schemes import registry
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from tests.checkpoint.checkpoint_cases import (
     ABSENT,
-    LENGTH,
     assert_same,
     bert,
     edit_json,
@@ -218,13 +217,6 @@ class TestAfterwards:
         hf_posenc.unpatch_model(loaded)
         assert loaded.generation_config.use_cache is True
 
-    def test_patching_a_reloaded_model_again_replaces_the_scheme(self, folder: Path, tmp_path: Path) -> None:
-        loaded = hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(folder), "alibi")
-        loaded.save_pretrained(tmp_path)
-        again = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert again.position_encoding.config == hf_posenc.AlibiConfig()
-        assert_same(again, loaded)
-
     @pytest.mark.parametrize("scheme", ["t5", "alibi", "rope", "learned"])
     @pytest.mark.parametrize("build", [llama, bert])
     def test_copies_and_whole_models_of_torch_are_independent(self, tmp_path: Path, build: Any, scheme: str) -> None:
@@ -239,14 +231,6 @@ class TestAfterwards:
             assert_same(model, expected)
             assert read_entry(model.config) is not None
         assert_same(twin, hf_posenc.unpatch_model(model))
-
-    def test_a_sequence_beyond_the_table_is_refused_after_reload(self, tmp_path: Path) -> None:
-        model = made("learned", build=bert, num_positions=LENGTH)
-        model.save_pretrained(tmp_path)
-        loaded = BertForMaskedLM.from_pretrained(tmp_path)
-        assert_same(loaded, model)
-        with pytest.raises(IndexError, match=str(LENGTH)):
-            outputs(loaded, token_ids(LENGTH + 1))
 
 
 class TestRefusals:

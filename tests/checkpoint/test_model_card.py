@@ -276,20 +276,6 @@ def test_a_model_with_several_text_configs_is_saved(tmp_path: Path) -> None:
     assert "vLLM does not run it" in (tmp_path / "README.md").read_text()
 
 
-def test_only_the_main_process_writes_it_and_a_failed_save_keeps_it(
-    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llama.save_pretrained(tmp_path / "other", is_main_process=False)
-    assert not (tmp_path / "other").exists()
-    llama.save_pretrained(tmp_path / "main")
-    before = (tmp_path / "main" / "README.md").read_text()
-    patch_model(llama, "alibi")
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        llama.save_pretrained(tmp_path / "main")
-    assert (tmp_path / "main" / "README.md").read_text() == before
-
-
 def test_the_cards_of_other_libraries_have_the_section(llama: Any, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

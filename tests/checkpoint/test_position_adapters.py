@@ -256,6 +256,7 @@ DAMAGES: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((), {"fingerprint": {"norm.weight": NORM}}, r"norm\.weight"),
     ((), {"parameters": {"sha256": "0" * 64}}, "not the file"),
     ((), {"parameters": None}, "shape"),
+    *(((), {"length": length}, "length") for length in ("long", 0, -1, True, 1.5, 2**31)),
     ((), {"adapter": 7}, "'adapter'"),
     ((), {"adapter": "x"}, "names the PEFT adapter 'x'"),
     *(((), {"adapter": name}, "names the PEFT adapter") for name in ("", "a" * 10_000, "\0")),

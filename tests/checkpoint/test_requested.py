@@ -27,7 +27,7 @@ from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.checkpoint.checkpoint_cases import write_stock_llama
 from tests.matrix.running import tokens
-from tests.models import tiny
+from tests.models import tiny, tiny_config
 
 #: What is asked for, and the call of `patch_model` that does the same.
 REQUESTS: dict[str, tuple[Any, tuple[Any, dict[str, Any]]]] = {
@@ -235,18 +235,9 @@ def test_the_argument_of_another_project_stays_theirs(tmp_path: Path) -> None:
     assert OwnModel.from_pretrained(tmp_path, position_encoding="special").config.position_encoding == "special"
 
 
-def test_a_model_with_a_request_is_saved_and_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders["stock"], position_encoding="alibi")
-    model.save_pretrained(tmp_path)
-    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path), model)
-
-
 def test_a_warning_points_at_the_line_that_asked() -> None:
     """Both ways to ask are of different depth in this library and in transformers."""
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    )  # fmt: skip
+    config = tiny_config("LlamaForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch_model(LlamaForCausalLM(config), "p_rope")

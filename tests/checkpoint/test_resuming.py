@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import hf_posenc
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.recipes import SchemePhases, SchemePhasesCallback
-from tests.checkpoint.checkpoint_cases import VOCABULARY, assert_same, bert, made, refused, without_mark
+from tests.checkpoint.checkpoint_cases import VOCABULARY, made, refused, without_mark
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -75,17 +75,6 @@ def test_only_a_model_with_the_same_scheme_is_trained_on(
     again = trainer(made("t5"), tmp_path / "again", 4)
     again.train(resume_from_checkpoint=str(checkpoint))
     assert losses(again)[-2:] == run[1][-2:]
-
-
-@pytest.mark.parametrize("build", [None, bert])
-def test_a_trained_scheme_is_in_the_checkpoints_of_a_trainer(build: Any, tmp_path: Path) -> None:
-    options = {} if build is None else {"build": build}
-    model = made("t5", **options)
-    before = [parameter.clone() for parameter in model.position_encoding.parameters()]
-    trainer(model, tmp_path, 2, learning_rate=1e-2).train()
-    for old, new in zip(before, model.position_encoding.parameters(), strict=True):
-        assert not torch.equal(old, new), "the scheme was not trained"
-    assert_same(type(model).from_pretrained(tmp_path / "checkpoint-2"), model)
 
 
 def test_stock_checkpoints_and_stock_weights_in_a_patched_checkpoint(

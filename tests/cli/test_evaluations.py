@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, ViTConfig, ViTForImageClassification
+from transformers import ByT5Tokenizer
 
 import hf_posenc
 from hf_posenc import patch_model
@@ -27,11 +27,6 @@ from .running import refused
 WORDS = [*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today", "chased"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Models, each with its tokenizer; "bytes" is patched and reads bytes, and "words" is a tokenizer alone."""
@@ -46,9 +41,8 @@ def folders(tmp_path_factory):
     byte_level = {"vocab_size": 384, "num_hidden_layers": 1, "eos_token_id": 1, "initializer_range": 0.2}
     patch_model(tiny("LlamaForCausalLM", **byte_level), "alibi").save_pretrained(paths["bytes"])
     ByT5Tokenizer().save_pretrained(paths["bytes"])
-    images = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = ViTConfig(**images, image_size=32, patch_size=4, num_labels=10, initializer_range=0.2)
-    ViTForImageClassification(config).save_pretrained(paths["vit"])
+    images = {"image_size": 32, "patch_size": 4, "num_labels": 10, "initializer_range": 0.2}
+    tiny("ViTForImageClassification", **images).save_pretrained(paths["vit"])
     return {name: str(path) for name, path in paths.items()}
 
 
@@ -162,19 +156,6 @@ def test_all_schemes(result, third_party):
     names = [subject.scheme for subject in result("dog {bert} --schemes all").subjects]
     assert names[0] == "native"
     assert set(hf_posenc.list_schemes()) - set(names) == {"third_party"}
-
-
-def test_loss_by_length_of_a_causal_model(result):
-    words = "loss {llama} --text {text} --lengths 16 32 --max-windows 4 --sliding-window 16 --schemes native,none alibi"
-    measured = result(words)
-    assert [subject.scheme for subject in measured.subjects] == ["native", "none", "alibi"]
-    assert (measured.settings["causal"], measured.settings["special_tokens"]) == (True, 0)
-    for label in measured.labels:
-        # 4 windows of 32 tokens: the first of each piece has no context.
-        counts = {record.at["length"]: record.count for record in measured.of(label, "loss")}
-        assert counts == {16: 4 * 2 * 15, 32: 4 * 31}
-        assert measured.value(label, "sliding_loss", window=16) is not None
-    assert measured.value("native", "loss", length=32) != measured.value("none", "loss", length=32)
 
 
 def test_an_option_may_be_none(result):
@@ -351,7 +332,6 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         ("loss {llama} --text {text} --lengths 5000", "Use more text"),
         ("loss {llama} --text {empty} --lengths 16", "nothing to predict"),
         (LOSS + "--stride 4", "sliding_window too"),
-        (LOSS + "--sliding-window 8 --stride 9", "leaves tokens out"),
         (LOSS + "--plot nowhere/x.png", "does not exist"),
         (LOSS + "--plot x.xyz", "the extension must be one of"),
         (LOSS + "--dark", "Give its file with --plot"),
@@ -362,15 +342,9 @@ LOSS = "loss {llama} --text {text} --lengths 16 "
         ("loss {bert} --text {text} --lengths 16 --tokenizer {llama}", "has no mask token"),
         ("sensitivity {bert} --text {short} --gaps 2 --schemes none", "3 tokens, but one window needs 50"),
         ("quantized {llama} --text {text} --length 16 --variants ids~int3", "ids bfloat16"),
-        ("generalization {bytes} --task party", "Did you mean 'parity'"),
-        ("generalization {bytes} --task copy --lengths 0", "whole number above 0"),
         ("generalization {bert} --tokenizer {bytes} --task copy", "only knows 64. It is the tokenizer"),
         ("minimal-pairs {llama} --task {folder}/missing.json", "pip download"),
-        ("minimal-pairs {llama} --task {pairs} --samples -1", "samples is -1"),
-        ("minimal-pairs {bert} --tokenizer {llama} --task {pairs}", "no mask token"),
-        ("resolution {vit} --resolutions 30", "not a whole number of patches"),
         ("resolution {vit} --resolutions 32 --dataset {folder}/none", "Cannot load the pictures"),
-        ("picture-dog {vit} --first 1 1 --second 1 2", "overlap"),
         *((words, f"reads 'pixel_values'.*{instead}")
           for words in ("dog {vit}", "loss {vit} --text {text}")
           for instead in ("picture-dog", "image-sensitivity", "resolution")),

@@ -59,6 +59,9 @@ class TestProcess:
             *(([*words], ["usage: hf-posenc"]) for words in ([], ["eval"], ["nonsense"], ["patch", "model", "rope"])),
             # A word too many shows the usage of the verb.
             (["plot", "ssmax", "pope"], ["usage: hf-posenc plot ", "unrecognized arguments: pope"]),
+            (["run"], ["hf-posenc run -- COMMAND"]),
+            (["patch", "MODEL", "alibi", "--output", "x", "--layrs", "0"],
+             ["arguments: --layrs 0. Did you mean '--layers'", "hf-posenc patch --help lists the options."]),
             (["schemes", "--jsno"], ["usage: hf-posenc schemes ", "arguments: --jsno. Did you mean '--json'?"]),
             (["eval", "properties", "--scheme", "rope", "--nonsense"],
              ["usage: hf-posenc eval properties ", "unrecognized arguments: --nonsense"]),
@@ -121,12 +124,3 @@ def test_help_fits_on_a_screen(verb, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([*verb, "--help"])
     assert len(capsys.readouterr().out.splitlines()) <= 40
-
-
-def test_an_unknown_option_is_answered_with_the_nearest(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["patch", "MODEL", "alibi", "--output", "x", "--layrs", "0"])
-    assert caught.value.code == 2
-    message = capsys.readouterr().err
-    assert "unrecognized arguments: --layrs 0. Did you mean '--layers'" in message
-    assert "hf-posenc patch --help lists the options." in message

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc.cli import main
 from hf_posenc.cli.running import environment, resolved
 
 from .running import refused
@@ -128,9 +127,3 @@ def test_a_program_that_is_not_installed(capsys, tmp_path, monkeypatch, verb, re
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert remedy in refused(capsys, verb, "--model", "x")
-
-
-def test_run_alone_shows_its_usage(capsys):
-    with pytest.raises(SystemExit):
-        main(["run"])
-    assert "hf-posenc run -- COMMAND" in capsys.readouterr().err

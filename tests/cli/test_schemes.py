@@ -110,9 +110,16 @@ class TestImport:
         yield "far_schemes"
         sys.modules.pop("far_schemes", None)
 
-    def test_a_module_of_this_folder_registers_its_schemes(self, capsys, module):
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--import", "json", "--import=far_schemes", "schemes", "far_for_tests"],
+            ["schemes", "far_for_tests", "--import", "far_schemes"],
+        ],
+    )
+    def test_a_module_of_this_folder_registers_its_schemes(self, capsys, module, words):
         assert "far_for_tests" in refused(capsys, "schemes", "far_for_tests")
-        assert main(["--import", "json", f"--import={module}", "schemes", "far_for_tests"]) == 0
+        assert main(words) == 0
         assert "Positions of somebody else." in capsys.readouterr().out
 
     def test_modules_of_several_folders(self, capsys, module, tmp_path, monkeypatch):
@@ -139,14 +146,7 @@ class TestImport:
         message = refused(capsys, "--import", module, "schemes", "none")
         assert "there is no module 'far_schemes' on the import path. The working folder no longer exists." in message
 
-    def test_a_module_that_does_not_exist(self, capsys):
-        assert "no module 'nowhere_to_be_found'" in refused(capsys, "--import", "nowhere_to_be_found", "schemes")
-
     def test_what_a_module_itself_lacks_keeps_its_traceback(self, module):
         Path(f"{module}.py").write_text("import nowhere_to_be_found")
         with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
             main(["--import", module, "schemes"])
-
-    def test_it_may_stand_behind_the_verb(self, capsys, module):
-        assert main(["schemes", "far_for_tests", "--import", module]) == 0
-        assert "Positions of somebody else." in capsys.readouterr().out

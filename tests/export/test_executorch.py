@@ -99,17 +99,15 @@ def test_schemes_give_equal_numbers(name: str, scheme: str | None, tmp_path: Pat
     assert all(check.difference <= CLOSE for check in report.checks)
 
 
-def test_a_table_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="cannot run 65 tokens"):
-        export_model(visible(BERT), tmp_path / "out", to="executorch", max_length=65)
-
-
-def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="an encoder and a decoder"):
-        export_model(visible("T5ForConditionalGeneration"), tmp_path / "out", to="executorch")
-
-
-@pytest.mark.parametrize("length", [1, 2.5, "many"])
-def test_a_wrong_length_is_named(length: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="max_length"):
-        export_model(visible(BERT), tmp_path / "out", to="executorch", max_length=length)
+@pytest.mark.parametrize(
+    ("name", "length", "message"),
+    [
+        (BERT, 65, "cannot run 65 tokens"),
+        ("T5ForConditionalGeneration", None, "an encoder and a decoder"),
+        *((BERT, wrong, "max_length") for wrong in (1, 2.5, "many")),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(name: str, length: Any, message: str, tmp_path: Path) -> None:
+    options = {} if length is None else {"max_length": length}
+    with pytest.raises((UnsupportedError, UsageError), match=message):
+        export_model(visible(name), tmp_path / "out", to="executorch", **options)

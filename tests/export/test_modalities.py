@@ -18,7 +18,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from hf_posenc import LinearScaling, RopeConfig, UnsupportedError, export_model, patch_model
+from hf_posenc import LinearScaling, PRopeConfig, RopeConfig, SchemeConfig, UnsupportedError, export_model, patch_model
 from hf_posenc.recipes import swap_scheme
 from tests.patching.composites.models import COMPOSITES
 from tests.patching.composites.test_text_part import logits
@@ -29,25 +29,24 @@ LLAVA = COMPOSITES["llava"]
 DUAL_ENCODERS = {CLIPTextModel: (CLIPModel, 77), SiglipTextModel: (SiglipModel, 64)}
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
-def test_a_rotation_of_the_text_part_is_a_stock_checkpoint(name: str, tmp_path: Path) -> None:
+LINEAR = RopeConfig(theta=500.0, scaling=LinearScaling(factor=2.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "carrier"),
+    [("llava", LINEAR, "config of"), ("gemma3", LINEAR, "config of"), ("llava", PRopeConfig(theta=500.0), "factors")],
+)
+def test_a_rotation_of_the_text_part_is_a_stock_checkpoint(
+    name: str, scheme: SchemeConfig, carrier: str, tmp_path: Path
+) -> None:
     composite = COMPOSITES[name]
-    model = patch_model(composite.model(), RopeConfig(theta=500.0, scaling=LinearScaling(factor=2.0)))
-    assert "config of" in export_model(model, tmp_path / "stock").carrier
+    model = patch_model(composite.model(), scheme)
+    assert carrier in export_model(model, tmp_path / "stock").carrier
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "stock").eval()
     assert not hasattr(loaded, "position_encoding")
     prompt = composite.prompt(images=2)
     found, expected = logits(composite, loaded, **prompt), logits(composite, model, **prompt)
     assert float((found - expected).abs().max()) <= 1e-5
-
-
-def test_other_frequencies_of_the_text_part_are_factors_in_its_config(tmp_path: Path) -> None:
-    model = patch_model(LLAVA.model(), "p_rope", theta=500.0)
-    assert "factors" in export_model(model, tmp_path / "stock").carrier
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "stock").eval()
-    assert loaded.config.text_config.rope_parameters["rope_type"] == "longrope"
-    prompt = LLAVA.prompt()
-    assert float((logits(LLAVA, loaded, **prompt) - logits(LLAVA, model, **prompt)).abs().max()) <= 1e-5
 
 
 def dual_encoder(model_class: Any, rows: int) -> Any:

@@ -14,7 +14,7 @@ import onnx
 import pytest
 import torch
 
-from hf_posenc import DynamicScaling, DynamicYarnScaling, RopeConfig, UnknownNameError, UnsupportedError, YarnScaling
+from hf_posenc import DynamicScaling, DynamicYarnScaling, RopeConfig, UnknownNameError, UnsupportedError
 from hf_posenc.errors import UsageError
 from hf_posenc.export import onnx_graph
 from hf_posenc.export.carriers import Form
@@ -152,13 +152,6 @@ def test_padding_between_real_tokens_counts_as_in_torch(alibi: Any) -> None:
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_scaling_past_its_original_length(tmp_path: Path) -> None:
-    yarn = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=64))
-    report = to_onnx(visible(LLAMA, yarn, max_position_embeddings=256), tmp_path / "yarn")
-    assert all(check.difference <= CLOSE for check in report.checks)
 
 
 @pytest.mark.parametrize(

@@ -190,21 +190,23 @@ def test_vllm_finds_the_attention_factor_at_any_length(scheme: SchemeConfig, tmp
 
 PART = RopeConfig(rotary_dim=4, scaling=LinearScaling(factor=4.0))
 CLAMP = {"scheme": "position_clamp", "maximum": 60}
+DYNAMIC = RopeConfig(scaling=DynamicYarnScaling(16))
+CLIPPED = RopeConfig(scaling=ClippedScaling(3, scaling=DYNAMIC.scaling))
 #: What is refused, and a part of the reason that the error gives.
 INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any, str]] = {
     "llama-alibi": (llama, "alibi", "no such logit bias"),
     "llama-learned": (llama, "learned", "0 position tables"),
-    "llama-t5": (llama, "t5", "no such logit bias"),
+    "llama-dynamic_yarn": (llama, DYNAMIC, "no type for the scaling 'dynamic_yarn'"),
+    "llama-dynamic_yarn_as_factors": (llama, DYNAMIC, "depend on the length of the sequence"),
+    "llama-clipped_dynamic_yarn": (llama, CLIPPED, "no type for the scaling 'clipped'"),
     "llama-xpos": (llama, "xpos", "more than a rotation"),
     "llama-ssmax": (llama, ["rope", "ssmax"], "no such logit scale"),
     "llama-generator_per_head": (llama, StringConfig("circulant"), "differ between heads"),
     "llama-generator_per_layer": (llama, StringConfig("circulant", per_head=False), "one rotation for all"),
     "llama-two_bases": (llama, ScheduleConfig((RopeConfig(theta=50.0), RopeConfig())), "one rotation for all"),
     "llama-frequencies_per_head": (llama, LearnedRopeConfig(sharing="head"), "differ between heads"),
-    "gpt2-alibi": (gpt2, "alibi", "no such logit bias"),
     "gpt2-interpolate": (gpt2, LearnedConfig(extension="interpolate"), "extension='interpolate'"),
     "roberta-rope": (roberta, "rope", "no such map here"),
-    "bert-alibi": (bert, "alibi", "no such logit bias"),
     "bert-normalized_integer": (bert, "normalized_integer", "depend on the length"),
     "bert-t5_and_token_types": (bert, "t5", "the second text of a pair"),
     "bert-other_buckets": (bert, T5Config(max_distance=64), "up to a distance of 128"),
@@ -359,17 +361,6 @@ def test_a_longer_table_reaches_further_in_the_export(exported: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(exported / "gpt2-longer")
     assert loaded.config.max_position_embeddings == 80
     assert torch.isfinite(outputs(loaded, token_ids(80))).all()
-
-
-@pytest.mark.parametrize("clipped", [{}, {"type": "clipped", "pairs": 3}])
-def test_dynamic_yarn_has_no_stock_form(tmp_path: Path, clipped: dict[str, Any]) -> None:
-    scaling: Any = DynamicYarnScaling(16)
-    model = hf_posenc.patch_model(llama(), RopeConfig(scaling=clipped | {"scaling": scaling} if clipped else scaling))
-    with pytest.raises(
-        UnsupportedError, match=f"no type for the scaling '{clipped.get('type', 'dynamic_yarn')}'"
-    ) as found:
-        hf_posenc.export_model(model, tmp_path / "stock")
-    assert "depend on the length of the sequence" in str(found.value)
 
 
 @pytest.mark.parametrize("scaling", [YarnScaling(4.0, 8192), DynamicScaling(4.0, 8192)], ids=["yarn", "dynamic"])

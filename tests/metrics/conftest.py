@@ -48,11 +48,6 @@ def build_byte_tokenizer(merged: tuple[str, ...] = ("dog",)) -> PreTrainedTokeni
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def word_tokenizer() -> PreTrainedTokenizerFast:
     return build_word_tokenizer()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, ViTConfig, ViTForImageClassification
+from transformers import ByT5Tokenizer
 
 from hf_posenc import RopeConfig, UnknownNameError, patch_model
 from hf_posenc.cli import main
@@ -41,6 +41,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "picture-dog": ("vit", {"first": [0, 0], "second": [4, 4]}),
     "resolution": ("vit", {"resolutions": [16, 32], "max_pictures": 6}),
 }
+PICTURES: dict[str, Any] = {"image_size": 32, "patch_size": 4, "num_labels": 10, "initializer_range": 0.2}
 #: More dimensions than any head has.
 REFUSED = RopeConfig(rotary_dim=1024)
 
@@ -53,10 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     models = {
         "bert": (tiny("BertForMaskedLM", vocab_size=len(words), hidden_dropout_prob=0.1, initializer_range=0.2), words),
         "llama": (tiny("LlamaForCausalLM", vocab_size=len(tokens), eos_token_id=1, initializer_range=0.2), tokens),
-        "vit": (ViTForImageClassification(ViTConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32,
-            patch_size=4, num_labels=10, initializer_range=0.2)), None),
-    }  # fmt: skip
+        "vit": (tiny("ViTForImageClassification", **PICTURES), None),
+    }
     saved = {}
     for name, (model, tokenizer) in models.items():
         saved[name] = str(tmp_path_factory.mktemp(name))

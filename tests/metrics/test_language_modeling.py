@@ -272,15 +272,6 @@ def test_native_is_the_stock_model_and_no_scheme_is_the_one_in_force(tiny_llama,
     assert len(set(losses)) == 4
 
 
-def test_a_length_without_positions_is_a_footnote(masked_model, word_tokenizer):
-    word_tokenizer.add_special_tokens({"mask_token": "[MASK]"})
-    patch_model(masked_model, "learned", num_positions=32)
-    result = text_losses(masked_model, word_tokenizer, TEXT, [32, 64])
-    record = result.record("learned(num_positions=32)", "loss", length=64)
-    assert record.value is None
-    assert record.note in result.table()
-
-
 def test_the_figure_needs_something_to_draw(tiny_llama, word_tokenizer, tmp_path):
     result = text_losses(tiny_llama(), word_tokenizer, TEXT, [16, 32], ["native", "none"], sliding_window=16)
     figure = plot_losses(result, tmp_path / "losses.svg")

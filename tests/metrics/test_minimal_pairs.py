@@ -174,18 +174,6 @@ class TestCausalScores:
                 ends = log_probs[-1].exp().sum() - log_probs[-1, letters + accented].exp().sum()
                 assert float(score) == pytest.approx(expected + float(ends.log()), abs=1e-4)  # float32 logits
 
-    def test_a_word_that_begins_another_can_lose(self, tiny_llama):
-        """Without the end of the word, `see` could never be less likely than `sees` for a tokenizer of bytes."""
-        tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
-        s = tokenizer("s", add_special_tokens=False)["input_ids"][0]
-        ids = torch.tensor([tokenizer("a cat sees it")["input_ids"]])
-        train(model, [{"input_ids": ids, "labels": ids}] * 60)
-        with torch.no_grad():
-            scores = causal_scores(model, tokenizer, encode_pairs(tokenizer, [("a cat sees", "a cat see")]))
-            after_see = model(ids[:, :9]).logits[0, -1].softmax(-1)
-        assert after_see[s] > 0.9
-        assert scores[0, 0] > scores[0, 1] + 2
-
     def test_texts_without_a_shared_start_follow_the_token_that_begins_or_ends_a_text(self, tiny_llama):
         tokenizer, model = BYTES, tiny_llama(vocab_size=len(BYTES))
         pairs = encode_pairs(tokenizer, [("cat", "dog")])
@@ -257,24 +245,11 @@ class TestAccuracy:
                 "plural_plural", "singular_singular", "plural_singular", "singular_plural",
             ]  # fmt: skip
 
-    def test_masked_models_without_positions_see_a_bag_of_words(self, masked, pairs):
-        """The two incongruent prefixes hold other words; but exchanged nouns make no difference without positions."""
-        tokenizer = masked_tokenizer()
-        exchanged = MinimalPairsTask(
-            "bag",
-            (MinimalPair("the cat near the dogs", "sees", "see"), MinimalPair("the dogs near the cat", "see", "sees")),
-        )
-        model = build_bert(tokenizer)
-        result = minimal_pairs_accuracy(model, tokenizer, exchanged, ["none", "sinusoidal", "native"])
-        assert result.settings["scoring"] == "masked"
-        # One of two is right: the same preference for both, whatever it is.
-        assert result.value("none", "accuracy", condition=ALL) == 0.5
-        assert [subject.scheme for subject in result.subjects] == ["none", "sinusoidal", "native"]
-
     def test_a_choice_of_pairs_depends_on_the_seed_alone(self, masked, pairs):
         model, tokenizer = masked
         chosen = [minimal_pairs_accuracy(model, tokenizer, pairs, samples=2, seed=seed) for seed in (1, 1, 2, 3, 4)]
         assert chosen[0] == chosen[1]
+        assert chosen[0].settings["scoring"] == "masked"
         assert (chosen[0].settings["pairs"], chosen[0].settings["of"]) == (2, 4)
         kinds = {tuple(conditions(result)) for result in chosen}
         assert len(kinds) > 1

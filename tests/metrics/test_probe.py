@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from hf_posenc.cli.catalogue import REQUIRED, defaults_of
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
 from hf_posenc.schemes import (
     BuildContext,
@@ -105,12 +104,6 @@ def distance(config: SchemeConfig | None) -> float:
 )  # fmt: skip
 def test_no_positions_no_strength_and_a_temperature_alone_tell_no_dogs_apart(config):
     assert distance(config) == 0.0
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_the_bidirectional_probe_refuses_causal_schemes(name):
-    with pytest.raises(UnsupportedError, match="bidirectional"):
-        distance(get_scheme(name)())
 
 
 @pytest.mark.parametrize("name", TELLING)

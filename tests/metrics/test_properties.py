@@ -13,7 +13,7 @@ from hf_posenc.metrics.properties import (
     uniqueness,
 )
 from hf_posenc.metrics.properties.table import PROPERTIES
-from hf_posenc.schemes import AlibiConfig, FireConfig, LearnedConfig, RopeConfig, get_scheme, list_schemes
+from hf_posenc.schemes import AlibiConfig, FireConfig, LearnedConfig, get_scheme, list_schemes
 from tests.schemes.table import TABLE
 from tests.thinning import mostly_slow
 
@@ -58,13 +58,6 @@ def test_specimens_draw_small_weights_anew_and_leave_the_random_state_alone():
     assert build_specimen("rope").redrawn == ()
 
 
-def test_a_causal_scheme_is_compared_on_what_it_sees():
-    specimen = build_specimen("forget_gate")
-    assert specimen.causal
-    assert specimen.visible(3).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
-    assert build_specimen("rope").visible(2).all()
-
-
 def test_a_causal_model_is_measured_by_itself_where_it_has_another_function():
     causal, bidirectional = specimen_forms("fire")
     assert (causal.causal, bidirectional.causal) == (True, False)
@@ -80,33 +73,9 @@ def test_a_causal_model_is_measured_by_itself_where_it_has_another_function():
         build_specimen("forget_gate", causal=False)
 
 
-def test_the_table_in_all_forms():
-    too_wide = RopeConfig(rotary_dim=128)
-    result = properties_table(["none", "learned", too_wide])
-    assert [subject.scheme for subject in result.subjects] == ["none", "learned", "rope"]
-    assert "would rotate 128 of 64 dimensions" in result.subjects[2].error
-    refused = result.record("learned", "relativity").details["refused"]
-    assert any("moved by 30000" in reason for reason in refused)
-    assert result.record("none", "relativity").passed is True
-    for text in (result.table(), result.table(markdown=True)):
-        assert "defined past training length" in text
-        assert "rope(rotary_dim=128)" in text
-        assert "longer than the 1024 positions" in text
-    lines = result.table(markdown=True).splitlines()
-    assert sum(line.startswith("| learned ") for line in lines) == 1
-    assert len({line.count("|") for line in lines if line.startswith("| ")}) == 1
-
-
 def test_a_table_too_short_for_any_property_has_a_row_of_refusals():
     result = properties_table([LearnedConfig(num_positions=8)])
     refused = {record.quantity: record for record in result.records if "refused" in record.details}
     assert set(refused) == set(PROPERTIES) - {"extensibility", "norm_preservation"}
     assert all(record.passed is None for record in refused.values())
     assert all("8 positions of the learned table" in record.details["refused"][0] for record in refused.values())
-
-
-def test_schemes_that_cannot_be_named_are_refused():
-    with pytest.raises(ValueError, match="needs the option parts"):
-        build_specimen("composed")
-    with pytest.raises(MeasurementError, match="would rotate 128"):
-        build_specimen(RopeConfig(rotary_dim=128))

@@ -24,23 +24,18 @@ from hf_posenc.recipes import (
 )
 from hf_posenc.schemes import (
     AlibiConfig,
-    ComposedConfig,
     LinearScaling,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
     T5Config,
     YarnScaling,
-    scheme_from_dict,
 )
-from hf_posenc.schemes.arrangement.blended import BlendedConfig
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import in_turn, mostly_slow
 
 from .test_phases import Copying, arguments_of
-
-torch.set_num_threads(1)
 
 #: float32 in two tiny layers. At the ends the share of the other scheme is an exact zero, except that the normalised
 #: shares of FoPE add up to 1 only up to rounding.
@@ -226,24 +221,6 @@ def test_calls_out_of_turn_are_refused():
     assert blend_strength(model) == 0.0
     with pytest.raises(UnsupportedError, match=r"strength of the new scheme is 0\.0"):
         finish_blend(model)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"old": "rope", "new": "alibi", "strength": -0.1}, "strength is -0.1"),
-        ({"old": {"scheme": "interleaved"}, "new": "alibi"}, "scheme for one layer"),
-        ({"old": BlendedConfig(), "new": "alibi"}, "a blend itself"),
-    ],
-)
-def test_wrong_blends_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        BlendedConfig(**options)
-
-
-def test_the_config_is_a_round_trip():
-    config = BlendedConfig(RopeConfig(theta=5e5), ComposedConfig((AlibiConfig(), T5Config())), 0.25)
-    assert scheme_from_dict(config.to_dict()) == config
 
 
 def test_a_blend_is_no_stock_model(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc import UnknownNameError, UnsupportedError, extend_context, patch_model, unpatch_model
+from hf_posenc import UnknownNameError, UnsupportedError, extend_context, patch_model
 from hf_posenc.recipes import SchemePhases, begin_blend, drope, finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.schemes import AlibiConfig, RopeConfig
 from tests.patching.composites.models import COMPOSITES
@@ -125,9 +125,3 @@ def test_a_context_length_belongs_to_text() -> None:
     model = patch_model(vit(), "none")
     with pytest.raises(UnsupportedError, match="larger images"):
         extend_context(model, length=500)
-    composite = patch_model(LLAVA.model(), "none", part="vision")
-    patch_model(composite, "alibi")
-    extend_context(composite, length=500)
-    assert composite.config.text_config.max_position_embeddings == 500
-    unpatch_model(composite, part="text")
-    assert composite.config.text_config.max_position_embeddings == 128

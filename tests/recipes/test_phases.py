@@ -13,8 +13,6 @@ from hf_posenc import UnsupportedError
 from hf_posenc.recipes import SchemePhases, SchemePhasesCallback, drope, parameter_groups
 from tests.matrix.running import patched
 
-torch.set_num_threads(1)
-
 
 class Copying(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences that repeat their first half."""
@@ -69,23 +67,19 @@ def test_phases_hold_from_their_first_step_on():
 
 
 @pytest.mark.parametrize(
-    ("phases", "message"),
+    ("make", "arguments", "message"),
     [
-        ((), "step 0"),
-        (((1, "rope"),), "step 0"),
-        (((0, "rope"), (5, "none"), (5, "alibi")), "in order"),
-        (((0, "ropee"),), "rope"),
+        (SchemePhases, [()], "step 0"),
+        (SchemePhases, [((1, "rope"),)], "step 0"),
+        (SchemePhases, [((0, "rope"), (5, "none"), (5, "alibi"))], "in order"),
+        (SchemePhases, [((0, "ropee"),)], "rope"),
+        # A part without a step.
+        *((drope, steps, "at least 1") for steps in ((10, 0.0), (10, 1.0), (1, 0.5))),
     ],
 )
-def test_wrong_phases_are_refused(phases, message):
+def test_wrong_phases_are_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
-        SchemePhases(phases)
-
-
-@pytest.mark.parametrize("arguments", [(10, 0.0), (10, 1.0), (1, 0.5)])
-def test_a_recipe_without_steps_is_refused(arguments):
-    with pytest.raises(ValueError, match="at least 1"):
-        drope(*arguments)
+        make(*arguments)
 
 
 def test_a_later_phase_cannot_bring_parameters():

@@ -34,8 +34,6 @@ from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
 
-torch.set_num_threads(1)
-
 SAMPLE_LENGTH = 24
 
 
@@ -157,25 +155,6 @@ def test_rows_as_in_long_clip():
 # Biases
 
 
-def _mean_by_hand(logits: Tensor, distance: int) -> Tensor:
-    length = logits.shape[-1]
-    pairs = [logits[:, :, i, i + distance] for i in range(length) if 0 <= i + distance < length]
-    return torch.stack(pairs, -1).mean(dim=(0, 2))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_mean_logits_by_distance(causal):
-    model = patched("llama_gqa", "rope").eval()
-    encoding = current_encoding(model)
-    heads = recorded_heads(Anatomy(model), encoding, _sample())[1]
-    means = mean_logits(SchemeParts(), heads, causal)
-    key = heads.key.repeat_interleave(heads.query.shape[1] // heads.key.shape[1], dim=1)
-    logits = heads.query @ key.transpose(-1, -2) * heads.scaling
-    assert means.shape[-1] == (SAMPLE_LENGTH if causal else 2 * SAMPLE_LENGTH - 1)
-    for index, distance_ in enumerate(range(1 - SAMPLE_LENGTH, 1 if causal else SAMPLE_LENGTH)):
-        assert torch.allclose(means[:, index], _mean_by_hand(logits, distance_), atol=1e-5)
-
-
 def test_a_fitted_bias_takes_the_place_of_one_in_scaled_keys():
     """DeBERTa-v2 multiplies keys with the factor of its logits. With equal queries, its bias depends on distance."""
     torch.manual_seed(0)
@@ -256,19 +235,6 @@ def test_a_fit_that_steps_over_a_cliff_keeps_its_best_parameters(slope):
     assert part.weight.isfinite().all()
     assert math.isfinite(fit.residual)
     assert fit.residual < fit.residual_before
-
-
-def test_a_bias_for_every_layer_fits_better_than_one_for_all():
-    errors = {}
-    for shared in (True, False):
-        model = patched("llama_gqa", None)
-        torch.manual_seed(3)
-        swap = swap_scheme(model, T5Config(shared=shared, max_distance=32), sample=_sample())
-        errors[shared] = [fit.residual for fit in swap.fits]
-        assert all(fit.residual < fit.residual_before for fit in swap.fits)
-    assert len(errors[True]) == 1
-    assert len(errors[False]) == 2
-    assert max(errors[False]) < errors[True][0]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ def counted(length: int) -> Positions:
     return at(torch.arange(length))
 
 
+LENGTH = 14
+#: The tokens of a test that names no others.
+TOKENS = counted(LENGTH)
+
+
 def placed_at(coordinates: Tensor) -> Positions:
     """Tokens at `(axes, batch, length)`."""
     return dataclasses.replace(counted(coordinates.shape[-1]), coordinates=coordinates)
@@ -84,7 +89,7 @@ def mapped(part: Any, positions: Positions, heads: tuple[Tensor, Tensor] | None 
     return part.map_query(query, phases), part.map_key(key, phases)
 
 
-def logits_of(scheme: SchemeConfig | SchemeParts, positions: Positions, **changes: Any) -> Tensor:
+def logits_of(scheme: SchemeConfig | SchemeParts, positions: Positions = TOKENS, **changes: Any) -> Tensor:
     """The logits of random queries and keys."""
     parts = build(scheme, **changes) if isinstance(scheme, SchemeConfig) else scheme
     return positional_logits(parts, *random_heads(positions.ids.shape[-1]), positions)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -54,19 +52,6 @@ def test_binary_vectors_are_unique_and_the_next_one_is_refused(bits: int, hidden
 @pytest.mark.parametrize(("max_positions", "bits"), [(None, 11), (1, 1), (2, 1), (64, 6), (65, 7), (131072, 17)])
 def test_binary_takes_the_fewest_bits_for_the_model(max_positions: int | None, bits: int) -> None:
     assert part_of(BinaryConfig(), max_positions=max_positions).bits == bits
-
-
-@pytest.mark.parametrize("config", [IntegerConfig(), NormalizedIntegerConfig()])
-def test_ones_is_invisible_under_layer_norm_and_other_directions_are_not(config: Any) -> None:
-    hidden = 64
-    tokens = torch.randn(1, 20, hidden)
-    norm = torch.nn.LayerNorm(hidden)
-    assert config.invisible_under_layer_norm
-    torch.testing.assert_close(norm(tokens + rows(config, 20, hidden)), norm(tokens), rtol=0, atol=2e-5)
-    for direction in ("random", "one_hot", "learned"):
-        visible = type(config)(direction=direction)
-        assert not visible.invisible_under_layer_norm
-        assert (norm(tokens + rows(visible, 20, hidden)) - norm(tokens)).abs().max() > 1e-3
 
 
 def test_fixed_directions_share_one_norm_and_random_ignores_the_global_seed() -> None:
@@ -127,16 +112,6 @@ def test_interpolation_refuses_only_caches_past_the_table() -> None:
 
 def native_table(positions: int, offset: int) -> torch.Tensor:
     return torch.randn(positions + offset, HIDDEN, generator=torch.Generator().manual_seed(5))
-
-
-@pytest.mark.parametrize("offset", [0, 2])
-@pytest.mark.parametrize("extension", ["error", "interpolate"])
-def test_adopting_a_table_of_the_same_length_gives_its_rows(offset: int, extension: str) -> None:
-    part = part_of(LearnedConfig(16, offset, extension))
-    native = native_table(16, offset)
-    assert part.adopt(native)
-    assert torch.equal(part(counted(16))[0], native[offset:])
-    assert part.weight.requires_grad
 
 
 def test_adopting_into_shorter_and_longer_tables() -> None:

@@ -45,8 +45,6 @@ from .table import (
     variants_of,
 )
 
-torch.set_num_threads(1)
-
 #: Also functions of the distance that somebody has registered.
 ROWS = TABLE | own_schemes.ROWS
 VARIANTS = variants_of(ROWS)
@@ -300,10 +298,6 @@ def test_parts_trace_without_a_graph_break(name, config, lengths):
         for value, other in zip(outputs(parts, positions), compiled(positions, heads), strict=True):
             # A graph computes logarithms of sigmoids by another operator, and they are summed over all tokens.
             torch.testing.assert_close(value, other, rtol=5e-6, atol=1e-6)
-
-
-def learns(config: SchemeConfig) -> bool:
-    return any(True for part in parts_for(config) for _ in part.parameters())
 
 
 def kind(*kinds: str) -> Any:

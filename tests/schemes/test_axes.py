@@ -247,25 +247,6 @@ def test_a_cast_changes_only_learned_numbers(config: SchemeConfig) -> None:
     torch.testing.assert_close(cast, run(config, positions), rtol=close, atol=close)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SwinConfig(SIZE, num_prefix_tokens=1),
-        LearnedConfig(grid=SIZE, num_prefix_tokens=1),
-        RopeNdConfig(grid=(4,), num_prefix_tokens=1),
-        RopeNdConfig(grid=(4,), num_prefix_tokens=1, coordinates="normalized"),
-    ],
-    ids=str,
-)
-def test_without_coordinates_tokens_fill_the_grid_row_by_row(config: SchemeConfig) -> None:
-    in_order, with_places = run(config, counted(13)), run(config, image(*SIZE, prefix=1))
-    torch.testing.assert_close(in_order, with_places, rtol=0, atol=1e-6)
-    if isinstance(config, LearnedConfig):
-        assert torch.equal(in_order[0], parts_of(config).additive.weight)
-    # Given places win over the grid.
-    assert (run(config, image(2, 6, prefix=1)) - in_order).abs().max() > 0.1
-
-
 def test_normalized_coordinates_of_text_cannot_extend_a_cache() -> None:
     part = part_of(RopeNdConfig(grid=(4,), coordinates="normalized"))
     part.check_cache(0, 12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import math
 import types
 from typing import Any
 
@@ -17,12 +16,10 @@ from transformers.models.aimv2.modeling_aimv2 import build_2d_sinusoidal_positio
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.layoutlmv3.modeling_layoutlmv3 import LayoutLMv3Encoder
 from transformers.models.lightglue import modeling_lightglue as lightglue
-from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 from transformers.models.vit_mae.modeling_vit_mae import ViTMAEEmbeddings
 
 from hf_posenc.schemes import (
     AlibiConfig,
-    LogCpbConfig,
     MRopeConfig,
     Positions,
     RopeNdConfig,
@@ -32,7 +29,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.rotary.mrope import reset_images
 from tests.versions import before, must_have
 
-from .building import image, mapped, pairs_at, part_of, placed_at, random_heads, redraw
+from .building import image, mapped, pairs_at, part_of, placed_at, random_heads
 from .table.row import HEADS, HIDDEN
 
 ROWS, COLUMNS = 4, 5
@@ -163,24 +160,6 @@ def test_the_sum_of_buckets_equals_layoutlmv3() -> None:
     part = part_of(T5Config(16, 40, axes=2), **VISION)
     part.load_state_dict({"weight": weight})
     torch.testing.assert_close(part(pairs_at(spread))[0], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("window", "pretrained", "divisor"), [((4, 4), 0, 4), ((3, 5), 7, 7), ((6, 6), 3, 3), ((1, 1), 0, None)]
-)
-def test_log_spaced_displacements_equal_swin_v2(window: tuple[int, int], pretrained: int, divisor: int | None) -> None:
-    """With queries of zeros, its attention is the softmax of the bias."""
-    stock = transformers.Swinv2Config(attention_probs_dropout_prob=0.0, qkv_bias=False)
-    attention = Swinv2SelfAttention(stock, HIDDEN, HEADS, window, (pretrained, pretrained)).eval()
-    redraw(attention.continuous_position_bias_mlp, std=0.3)
-    torch.nn.init.zeros_(attention.query.weight)
-    hidden, output = attention.continuous_position_bias_mlp[0], attention.continuous_position_bias_mlp[2]
-    part = part_of(LogCpbConfig(divisor, axes=2), causal=False)
-    part.load_state_dict({"hidden_weight": hidden.weight, "hidden_bias": hidden.bias, "output_weight": output.weight})
-    _, expected = attention(torch.randn(1, math.prod(window), HIDDEN), output_attentions=True)
-    bias = part(pairs_at(image(*window)))
-    assert window == (1, 1) or bias.std() > 1
-    torch.testing.assert_close(bias.softmax(-1), expected, rtol=0, atol=2e-6)
 
 
 def test_distances_in_the_plane_equal_croma() -> None:

@@ -16,7 +16,6 @@ from hf_posenc.schemes import (
     AttentionPairs,
     CopeConfig,
     DisentangledConfig,
-    DistanceBias,
     FireConfig,
     ForgetGateConfig,
     GrapeConfig,
@@ -30,7 +29,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.bias import cope, relative_tables
 from hf_posenc.schemes.bias.disentangled import LogBuckets
 from hf_posenc.schemes.bias.fire import FireBias
-from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys, sinusoidal_vectors, turn_frequencies
+from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys
 from hf_posenc.schemes.logits import pairwise_bias
 
 from .building import at, build, counted, pairs_at, part_of, random_heads, redraw
@@ -145,14 +144,6 @@ def test_sinusoids_of_the_distance_do_not_see_a_shift(config: SchemeConfig, shif
     torch.testing.assert_close(near, far, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("position", [5, 4096, 131_071, 1_000_000])
-def test_sinusoids_are_right_far_from_the_start(position: int) -> None:
-    values = sinusoidal_vectors(torch.tensor([position]), turn_frequencies(64, 10000.0))[0]
-    angles = [position * 10000.0 ** (-2 * pair / 64) for pair in range(32)]
-    expected = torch.tensor([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])
-    torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
-
-
 # --- real positions, and what a layer has to give
 
 HALVES = at(torch.arange(LENGTH) * 0.5)
@@ -193,11 +184,6 @@ def test_tables_refuse_real_positions(config: SchemeConfig) -> None:
     assert bias.whole_positions
     with pytest.raises(ValueError, match="floating-point"):
         bias(pairs)
-
-
-@pytest.mark.parametrize("config", [ForgetGateConfig(gate="bias_only"), CopeConfig(), ForgetGateConfig()], ids=repr)
-def test_a_bias_says_whether_it_is_a_function_of_distance_alone(config: SchemeConfig) -> None:
-    assert isinstance(part_of(config), DistanceBias) == (config == ForgetGateConfig(gate="bias_only"))
 
 
 @pytest.mark.parametrize(("config", "message"), [(ForgetGateConfig(), "bias_only"), (LowRankRelativeConfig(), "shaw")])

@@ -73,15 +73,6 @@ def test_t5_direction_follows_the_model_and_per_layer_the_config():
     assert T5Config(shared=False).per_layer
 
 
-def test_t5_adopts_a_table_of_its_shape_only():
-    part = bias_of(T5Config())
-    native = torch.randn(32, 4)
-    assert part.adopt(native)
-    assert torch.equal(part.weight, native)
-    assert not part.adopt(torch.randn(32, 5))
-    assert torch.equal(part.weight, native)
-
-
 def kerple(config: KerpleConfig, r1: list[float], r2: list[float]) -> KerpleBias:
     part: KerpleBias = bias_of(config, len(r1))
     part.load_state_dict({"r1": torch.tensor(r1), "r2": torch.tensor(r2)})

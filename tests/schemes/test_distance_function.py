@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import CheckpointError, distance_bias, learned_per_head, option, patch_model
+from hf_posenc import CheckpointError, distance_bias, learned_per_head, patch_model
 from hf_posenc.schemes import BuildContext, registry
 from hf_posenc.schemes.bias.distance_function import config_of_function
 from tests.fresh import run_fresh
@@ -48,21 +48,18 @@ def in_half_precision(distance: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("config", "options", "message"),
     [
-        ({"scale": "1"}, r"root\.scale is '1'; expected a finite number"),
-        ({"scale": -1.0}, r"root\.scale is -1.0; expected a finite number at least 0"),
-        ({"slope": 1.0}, "Unknown option 'slope' of scheme 'root'. Did you mean 'scale'"),
+        (RootConfig, {"scale": "1"}, r"root\.scale is '1'; expected a finite number"),
+        (RootConfig, {"scale": -1.0}, r"root\.scale is -1.0; expected a finite number at least 0"),
+        (RootConfig, {"slope": 1.0}, "Unknown option 'slope' of scheme 'root'. Did you mean 'scale'"),
+        # An option without limits has a type, too.
+        (FadingConfig, {"reach": 1.5}, r"fading\.reach is 1.5; expected an integer"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+def test_options_are_checked(config: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RootConfig.from_options(options)
-
-
-def test_an_option_without_limits_has_a_type_too() -> None:
-    with pytest.raises(ValueError, match=r"fading\.reach is 1.5; expected an integer"):
-        FadingConfig(reach=1.5)
+        config.from_options(options)
 
 
 def test_the_name_is_the_config_of_the_scheme() -> None:
@@ -217,7 +214,3 @@ def test_a_saved_model_loads_in_a_process_that_imports_the_module(
     monkeypatch.delitem(registry._SCHEMES, "sloped")
     with pytest.raises(CheckpointError, match="Unknown scheme 'sloped'"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-
-
-def test_options_with_limits_are_public() -> None:
-    assert option(1.0, minimum=0).default == 1.0

@@ -15,30 +15,17 @@ from hf_posenc.schemes import (
     ComposedConfig,
     DualChunkConfig,
     NoneConfig,
-    Positions,
-    PositionScaleConfig,
-    PRopeConfig,
     ReRopeConfig,
     RopeConfig,
     SchemeConfig,
     SelfExtendConfig,
-    SinusoidalConfig,
-    T5Config,
-    YarnScaling,
 )
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 
-from .building import build, counted, logits_of, random_heads
-from .test_position_maps import NewestFirstConfig
+from .building import LENGTH, TOKENS, build, counted, logits_of as logits, random_heads
 
-LENGTH = 14
-TOKENS = counted(LENGTH)
 DISTANCE = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
-
-
-def logits(config: SchemeConfig, positions: Positions = TOKENS) -> Tensor:
-    return logits_of(config, positions)
 
 
 def attended(config: SchemeConfig) -> Tensor:
@@ -102,33 +89,6 @@ def test_attention_equals_the_official_code(config: SchemeConfig, expected: list
 
 
 @pytest.mark.parametrize(
-    "inner",
-    [
-        RopeConfig(),
-        RopeConfig(layout="interleaved", rotary_dim=4),
-        RopeConfig(layout="half_reversed"),
-        RopeConfig(scaling=YarnScaling(4.0, 16, beta_fast=4.0)),
-        RopeConfig(attention_scaling=1.5),
-        PRopeConfig(fraction=0.5),
-        AlibiConfig(),
-        T5Config(),
-    ],
-    ids=str,
-)
-def test_reductions_to_the_scheme_itself(inner: SchemeConfig) -> None:
-    for same in (
-        SelfExtendConfig(inner, group=1, window=3),
-        SelfExtendConfig(inner, group=4, window=LENGTH),
-        ReRopeConfig(inner, window=LENGTH),
-        ReRopeConfig(inner, window=3, factor=1),
-        ReRopeConfig(inner, window=3, factor=1.0),
-        DualChunkConfig(inner, chunk_size=LENGTH - 1, local_size=1),
-        AttentionSinksConfig(inner, sinks=3, window=LENGTH - 3),
-    ):
-        assert torch.equal(logits(same).tril(), logits(inner).tril())
-
-
-@pytest.mark.parametrize(
     "far",
     [
         SelfExtendConfig(group=3, window=4),
@@ -152,28 +112,11 @@ def test_near_pairs_keep_their_logits(far: Any) -> None:
     assert build(far).logit_bias.zero_below == far.first_query
 
 
-def test_near_keys_of_dual_chunks_are_at_least_those_of_the_local_window() -> None:
-    far, ids = DualChunkConfig(chunk_size=11, local_size=4), torch.arange(60).unsqueeze(0)
-    distance, own = -far.distance(ids, ids)[0], (ids.T - ids)
-    assert torch.equal(distance[(own >= 0) & (own <= 5)], own[(own >= 0) & (own <= 5)])
-    assert distance[own >= 0].max() == 11
-    # In every chunk but the first, a query has far keys from its local window on.
-    assert [int((distance[i] != own[i])[: i + 1].sum()) for i in (11, 12, 13, 14, 18, 19, 20)] == [
-        0,
-        7,
-        7,
-        7,
-        7,
-        14,
-        14,
-    ]
-
-
 def test_far_pairs_of_16_bit_heads_are_as_precise_as_near_ones() -> None:
     parts = build(SelfExtendConfig(group=2, window=4))
     query, key = random_heads(LENGTH)
     half = positional_logits(parts, query.bfloat16(), key.bfloat16(), TOKENS).float()
-    error = (half - logits_of(parts, TOKENS)).abs()
+    error = (half - logits(parts)).abs()
     near, far = error[..., (DISTANCE >= 0) & (DISTANCE < 4)].max(), error[..., DISTANCE >= 4].max()
     # A far logit is a near one plus a correction: three roundings to 16 bits where a near one has one.
     assert far < 4 * near
@@ -184,17 +127,3 @@ def test_both_a_rotation_and_a_distance_bias_follow() -> None:
     bias = logits(SelfExtendConfig(both, group=2, window=4)) - logits(SelfExtendConfig(group=2, window=4))
     alone = logits(SelfExtendConfig(AlibiConfig(), group=2, window=4)) - logits(NoneConfig())
     torch.testing.assert_close(bias.tril(), alone.tril(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [SelfExtendConfig, ReRopeConfig, DualChunkConfig])
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        (SinusoidalConfig(), "'sinusoidal', which encodes no distances"),
-        (PositionScaleConfig(), "cannot be changed to other positions"),
-        (NewestFirstConfig(), "depends on more than the distance"),
-    ],
-)
-def test_schemes_that_would_not_follow_are_refused(config: Any, inner: SchemeConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(config(inner))

@@ -36,7 +36,8 @@ from hf_posenc.schemes.validation import (
     check_declared,
 )
 
-from .table import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS, VARIANTS, context_for, positions_of
+from .building import build, random_heads
+from .table import HIDDEN, VARIANTS, context_for, positions_of
 
 #: What fits no option, or whose refusal has to name the option.
 WRONG: list[Any] = [
@@ -80,20 +81,12 @@ def bytes_of(config: SchemeConfig) -> int:
 
 def run(config: SchemeConfig) -> list[torch.Tensor]:
     """What a scheme adds and makes of logits, for tokens with ordinary values at positions up to a few thousand."""
-    torch.manual_seed(0)
-    context = context_for(config)
-    parts = config.build(context)
-    positions = positions_of(12)
+    causal = context_for(config).causal
+    parts, positions = build(config, causal=causal), positions_of(12)
     positions = dataclasses.replace(positions, ids=positions.ids * 300, lengths=positions.lengths * 300)
-    results = []
-    if parts.additive is not None:
-        parts.additive.eval()
-        results.append(parts.additive(positions))
-    for part in parts:
-        part.eval()
-    query, key = torch.randn(1, HEADS, 12, HEAD_DIM), torch.randn(1, KEY_VALUE_HEADS, 12, HEAD_DIM)
-    logits = positional_logits(parts, query, key, positions, torch.randn(1, 12, HIDDEN))
-    if context.causal:
+    results = [] if parts.additive is None else [parts.additive(positions)]
+    logits = positional_logits(parts, *random_heads(12), positions, torch.randn(1, 12, HIDDEN))
+    if causal:
         logits = logits.masked_fill(torch.ones(12, 12).triu(1).bool(), 0.0)
     return [*results, logits]
 
@@ -162,6 +155,7 @@ def test_the_constructors_have_the_same_limit() -> None:
         ({"scheme": "rope", "inverse_frequencies": [0.5] * 10_000_000}, "more than 131072 values"),
         ({"scheme": "composed", "parts": [["alibi"]]}, "another ComposedConfig"),
         ({"scheme": 5}, "a name under 'scheme'"),
+        ({"theta": 1.0}, "a name under 'scheme' is expected"),
         ({"scheme": "x" * 100_000}, r"Unknown scheme 'x{97}\.\.\.'"),
     ],
 )

@@ -29,13 +29,11 @@ from hf_posenc.schemes import (
     PairwiseBias,
     Part,
     PositionClampConfig,
-    Positions,
     PositionScaleConfig,
     PositionShiftConfig,
     RandomizedConfig,
     ReRopeConfig,
     RopeConfig,
-    ScheduleConfig,
     SchemeConfig,
     SchemeParts,
     ShawConfig,
@@ -48,25 +46,8 @@ from hf_posenc.schemes.parts import Reach
 from hf_posenc.schemes.position_maps.hierarchical import SeparatedSegments
 from hf_posenc.schemes.position_maps.randomized import RandomizedMap
 
-from .building import at, build, counted, logits_of
+from .building import LENGTH, TOKENS, at, build, counted, logits_of as logits
 from .table import positions_of
-
-LENGTH = 14
-TOKENS = counted(LENGTH)
-DISTANCE = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
-
-
-def logits(config: SchemeConfig, positions: Positions = TOKENS) -> Tensor:
-    return logits_of(config, positions)
-
-
-def test_a_map_refuses_schedules_and_what_is_no_scheme() -> None:
-    with pytest.raises(ValueError, match=r"PositionScaleConfig\.inner must be the config of a scheme for one layer"):
-        PositionScaleConfig(ScheduleConfig((RopeConfig(), NoneConfig())))
-    with pytest.raises(ValueError, match="not a scheme"):
-        RandomizedConfig(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="encodes no positions"):
-        build(PositionShiftConfig(NoneConfig()))
 
 
 def test_a_map_takes_over_what_the_engine_asks_of_a_scheme() -> None:
@@ -325,11 +306,6 @@ def test_the_two_positions_of_a_token_go_to_the_two_schemes() -> None:
     one_segment = logits(HierarchicalConfig(segment_length=LENGTH))
     torch.testing.assert_close(one_segment, logits(NoneConfig()), rtol=0, atol=1e-6)
     assert torch.equal(logits(HierarchicalConfig(segment_length=1)), logits(RopeConfig()))
-
-
-def test_long_segments_stop_counting() -> None:
-    part: Any = build(HierarchicalConfig(LearnedConfig(num_positions=3), max_segment_length=3)).additive
-    assert torch.equal(part(counted(6))[0], part.inner.weight[[0, 1, 2, 2, 2, 2]])
 
 
 def test_separators_need_the_tokens_and_cannot_extend_a_cache() -> None:

@@ -28,14 +28,8 @@ from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 
-from .building import build, counted, logits_of as logits_at, random_heads
+from .building import LENGTH, build, logits_of, random_heads
 from .table import positions_of
-
-LENGTH = 14
-
-
-def logits_of(config: SchemeConfig, positions: Positions | None = None) -> Tensor:
-    return logits_at(config, counted(LENGTH) if positions is None else positions)
 
 
 def drawn(positions: Positions, seed: int = 0, max_position: int = 64, real: bool = False) -> Tensor:
@@ -129,21 +123,6 @@ def test_segments_are_drawn_for_as_many_as_there_are():
         assert ids.max() < 8
         seen.add(tuple(ids[::4].tolist()))
     assert len(seen) > 10
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        RandomizedConfig(),
-        PositionShiftConfig(RandomizedConfig()),
-        HierarchicalConfig(segment=RandomizedConfig()),
-        ComposedConfig((SinusoidalConfig(), RandomizedConfig(AlibiConfig()))),
-    ],
-    ids=str,
-)
-def test_a_draw_of_a_draw_is_refused(inner):
-    with pytest.raises(ValueError, match=f"'{inner.name}', which draws positions itself"):
-        build(RandomizedConfig(inner))
 
 
 def test_tables_with_fewer_rows_than_can_be_drawn_are_refused():

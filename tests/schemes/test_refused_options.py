@@ -172,7 +172,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("position_shift", {"offset": -1}, "offset is -1"),
     ("position_scale", {"factor": 0}, "factor is 0"),
     ("position_clamp", {"maximum": -1}, "maximum is -1"),
+    ("position_scale", {"inner": {"scheme": "schedule", "layers": ["rope", "none"]}}, "inner must be the config of a"),
     ("randomized", {"max_position": 0}, "max_position is 0"),
+    ("randomized", {"inner": 3}, "not a scheme"),
     ("hierarchical", {"segment_length": 0}, "segment_length is 0"),
     ("hierarchical", {"separators": 13}, "separators is 13"),
     ("hierarchical", {"segment_length": 5, "separators": (13,)}, "segment_length"),
@@ -188,6 +190,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dual_chunk", {"chunk_size": 2}, "chunk_size is 2; expected an integer at least 3"),
     ("dual_chunk", {"chunk_size": 1024}, "local_size is 1024, and chunk_size is 1024.*local_size of at most 511"),
     ("dual_chunk", {"chunk_size": 8, "local_size": 4}, "must be longer than local_size.*at most 3"),
+    ("blended", {"old": "rope", "new": "alibi", "strength": -0.1}, "strength is -0.1"),
+    ("blended", {"old": {"scheme": "interleaved"}, "new": "alibi"}, "scheme for one layer"),
+    ("blended", {"old": {"scheme": "blended"}, "new": "alibi"}, "a blend itself"),
     ("composed", {"parts": ()}, "non-empty sequence"),
     ("composed", {"parts": (3,)}, "is not a scheme: 3; expected a config such as hf_posenc.AlibiConfig"),
     ("composed", {"parts": "alibi"}, "non-empty sequence"),
@@ -269,6 +274,18 @@ CAUSAL = {"causal": True}
         ("rope", {"scaling": NtkScaling(2.0)}, {"head_dim": 2}, "rotary width of at least 4"),
         ("rope", {"scaling": LongRopeScaling((1.0,), (1.0,), 64, 2.0)}, {}, "16 rotated dimensions make 8 pairs"),
         ("p_rope", {}, {"head_dim": 15}, "would rotate 15 .*rotary_dim=14 or less"),
+        *(
+            (scheme, options, CAUSAL | {"head_dim": 15}, "would rotate 15")
+            for scheme, options in (
+                *((name, {}) for name in ("xpos", "learned_rope", "hope", "fope", "resonance", "string")),
+                ("string", {"variant": "circulant"}),
+            )
+        ),
+        *(
+            ("rope_pp", {}, {"num_heads": heads, "num_key_value_heads": key_heads},
+             f"{heads} query heads and {key_heads} key heads.*even number.*'rope'")
+            for heads, key_heads in ((6, 2), (3, 3), (3, 1))
+        ),
         ("string", {"variant": "circulant", "rotary_dim": 2}, {}, "rotary_dim=4 or more"),
         ("hope", {}, {"max_positions": None}, "Give training_length="),
         ("hope", {}, {"max_positions": 5}, "no pair completes"),
@@ -284,6 +301,25 @@ CAUSAL = {"causal": True}
         ("hierarchical", {"within": "none"}, {}, "within is 'none'"),
         ("hierarchical", {"segment": "sinusoidal"}, {}, "segment is 'sinusoidal'"),
         ("hierarchical", {"segment": "none"}, {}, "segment is 'none'"),
+        ("position_shift", {"inner": "none"}, {}, "encodes no positions"),
+        *(
+            ("randomized", {"inner": inner}, {}, f"'{inner['scheme']}', which draws positions itself")
+            for inner in (
+                {"scheme": "randomized"},
+                {"scheme": "position_shift", "inner": "randomized"},
+                {"scheme": "hierarchical", "segment": "randomized"},
+                {"scheme": "composed", "parts": ["sinusoidal", {"scheme": "randomized", "inner": "alibi"}]},
+            )
+        ),
+        *(
+            (scheme, {"inner": inner}, CAUSAL, message)
+            for scheme in ("self_extend", "rerope", "dual_chunk")
+            for inner, message in (
+                ("sinusoidal", "'sinusoidal', which encodes no distances"),
+                ("position_scale", "cannot be changed to other positions"),
+                ("shaw", "depends on more than the distance"),
+            )
+        ),
         ("self_extend", {}, {}, "bidirectional"),
         ("rerope", {}, {}, "bidirectional"),
         ("attention_sinks", {"inner": "none"}, {}, "bidirectional"),

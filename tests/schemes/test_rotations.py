@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -28,7 +27,7 @@ from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
 from .building import at, counted, logits_of, mapped, part_of, random_heads
-from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, TABLE, context_for, parts_for
+from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, context_for, parts_for
 
 
 def logits(parts: SchemeParts, ids: list[int]) -> Tensor:
@@ -44,18 +43,10 @@ def test_the_width_comes_from_the_config_then_the_architecture_then_the_head():
         (RopeConfig(partial_rotary_factor=0.35), 20, None, 6),
         (RopeConfig(inverse_frequencies=(1.0, 0.1)), 32, 8, 4),
         (PRopeConfig(), 32, 8, 8),
+        # It needs no pairs.
+        (PopeConfig(), 15, None, 15),
     ):
         assert part_of(config, head_dim=head_dim, rotary_dim=rotary_dim).rotary_dim == expected
-
-
-def test_phases_are_exact_for_long_sequences_in_low_precision_models():
-    ids = torch.arange(60_000, 60_256)
-    part = part_of(RopeConfig()).to(torch.bfloat16)
-    cos, _ = part.phases(at(ids))
-    assert cos.dtype == torch.float32
-    assert cos[0].unique(dim=0).shape[0] == 256
-    exact = (ids[:, None].double() * 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)).cos()
-    torch.testing.assert_close(cos[0, :, : HEAD_DIM // 2].double(), exact, rtol=0, atol=1e-2)
 
 
 def test_xpos_magnitudes_up_to_the_documented_limits():
@@ -117,27 +108,6 @@ def test_phases_of_pope_outside_of_their_range_come_back(outside):
     assert ((down != 0) ^ (up != 0)).all()
 
 
-def test_phases_of_pope_train_past_their_first_step():
-    part = part_of(PopeConfig())
-    optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
-    query, key = random_heads(6)
-    goal = torch.randn(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(2))
-
-    def step(goal: Tensor) -> None:
-        phases = part.phases(counted(6))
-        keys = part.map_key(key, phases).repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
-        optimizer.zero_grad()
-        (goal * (part.map_query(query, phases) @ keys.transpose(-1, -2))).sum().backward()
-        optimizer.step()
-
-    step(goal)
-    left = part.delta > 0
-    assert left.float().mean() > 0.3
-    before = part.delta.detach().clone()
-    step(-goal)
-    assert (part.delta < before)[left].all()
-
-
 @pytest.mark.parametrize(
     ("config", "rotary_dim", "symmetric", "whole_heads", "width_factor", "per_layer"),
     [
@@ -194,13 +164,3 @@ def test_resonance_is_a_scaling_that_wraps_another():
     assert ResonanceScaling(YarnScaling(4.0, 64)).attention_scaling() == pytest.approx(0.1 * math.log(4) + 1)
     with pytest.raises(UnsupportedError, match="no type for the scaling 'resonance'"):
         to_rope_parameters(config, context_for(config))
-
-
-@pytest.mark.parametrize("name", ["xpos", "pope", "string", "learned_rope", "hope", "resonance", "fope"])
-def test_odd_heads_are_refused_where_pairs_are_needed(name):
-    if name == "pope":
-        assert part_of(PopeConfig(), head_dim=15).rotary_dim == 15
-        return
-    for variant in TABLE[name].variants:
-        with pytest.raises(ValueError, match="would rotate 15"):
-            part_of(dataclasses.replace(variant, rotary_dim=None), head_dim=15)

@@ -15,7 +15,7 @@ from transformers.models.mistral4 import modeling_mistral4
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, Positions, SchemeConfig
 from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig
 from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig
-from hf_posenc.schemes.scale.ssmax import SSMaxConfig, mean_log
+from hf_posenc.schemes.scale.ssmax import SSMaxConfig
 
 from .building import at, counted, logits_of, part_of
 
@@ -53,13 +53,6 @@ def test_the_formula_of_ministral3_and_mistral4(modeling, ids, beta, length):
     torch.testing.assert_close(ours[0, 0], theirs[0, 0, :, 0], rtol=1e-6, atol=0)
     exact = [1 + beta * math.log(1 + position // length) for position in ids]
     torch.testing.assert_close(ours[0, 0], torch.tensor(exact), rtol=1e-6, atol=0)
-
-
-def test_ssmax_starts_with_a_mean_factor_of_one():
-    part = scale_of(SSMaxConfig())
-    assert part.initial_scale == pytest.approx(0.168, abs=5e-4)
-    assert scale_of(SSMaxConfig(training_length=50))(at(range(50))).mean().item() == pytest.approx(1.0, rel=1e-6)
-    assert mean_log(7) == pytest.approx(sum(math.log(n) for n in range(1, 8)) / 7, rel=1e-12)
 
 
 def test_ssmax_learns_per_head_and_layer():
@@ -113,8 +106,3 @@ def test_the_bias_of_another_scheme_is_scaled_too(config):
     factor = part_of(config)(positions).unsqueeze(-1)
     torch.testing.assert_close(together, logits_of(AlibiConfig(), positions) * factor, rtol=0, atol=0)
     assert (factor[..., -1, :] != 1).all()
-
-
-def test_log_n_takes_the_training_length_of_the_model():
-    factor = scale_of(LogNScaleConfig(), max_positions=32)(at([0, 30, 31, 1023]))[0, 0]
-    torch.testing.assert_close(factor, torch.tensor([1.0, 1.0, 1.0, 2.0]), rtol=1e-6, atol=0)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.training.run_cases import run, study_words, words, write_texts
 from training.report import outputs
@@ -16,14 +15,6 @@ SENTENCES = (
     "In the evening the wind turned, and with the wind the mood of the whole town. ",
     "Nobody spoke of the ship again until the winter, when a sail was seen from the tower. ",
 )
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

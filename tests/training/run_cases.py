@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.fresh import run_together
 from training import run_clm, run_mlm
@@ -128,6 +131,25 @@ def curve(output: Path) -> list[dict[str, float]]:
     history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     clocks = ("runtime", "per_second")
     return [{name: value for name, value in entry.items() if not name.endswith(clocks)} for entry in history]
+
+
+def losses(output: Path) -> list[float]:
+    """The losses of its steps."""
+    return [entry["loss"] for entry in curve(output) if "loss" in entry]
+
+
+def recorded_calls(patch: pytest.MonkeyPatch, model_class: Any) -> list[tuple[bool, Any, Any]]:
+    """Fills with whether each forward trained, and its positions and mask."""
+    found: list[tuple[bool, Any, Any]] = []
+    forward = model_class.forward
+
+    @functools.wraps(forward)
+    def recording(model: Any, *args: Any, **given: Any) -> Any:
+        found.append((model.training, given.get("position_ids"), given.get("attention_mask")))
+        return forward(model, *args, **given)
+
+    patch.setattr(model_class, "forward", recording)
+    return found
 
 
 def results(output: Path) -> dict[str, float]:

@@ -74,8 +74,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         parse(str(tmp_path / "none.yaml"))
     with pytest.raises(SettingsError, match=r"A settings file .* must come first"):
         parse("--model_type", "llama", "settings.yaml")
-    with pytest.raises(SettingsError, match="Unknown option --learn in the command line"):
-        parse("--model_type", "llama", "--learn", "3")
 
 
 @dataclass

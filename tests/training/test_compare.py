@@ -8,10 +8,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,26 +208,6 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert compare.main(tiny(output_dir=broken, **options)) == 0
     assert not list(folder.glob("checkpoint-*"))
     assert study_figures(broken) == study_figures(straight)
-
-
-@pytest.mark.slow
-def test_killed_workers_leave_what_a_second_start_completes(tiny: Words, tmp_path: Path) -> None:
-    options = {"tasks": "masked", "max_steps": 40, "eval_every": 20, "checkpoint_every": 1}
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert compare.main(tiny(output_dir=straight, **options)) == 0
-    command = [sys.executable, "training/compare.py", *tiny(output_dir=killed, **(options | {"workers": 2}))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL)
-    limit = time.monotonic() + 120
-    while not list(killed.glob("trainings/*/checkpoint-*")):
-        assert process.poll() is None, "ended before its first checkpoint"
-        assert time.monotonic() < limit, "no checkpoint within two minutes"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (killed / "results.json").exists()
-    assert compare.main(tiny(output_dir=killed, **options)) == 0
-    assert study_figures(killed) == study_figures(straight)
 
 
 @pytest.fixture(scope="module")

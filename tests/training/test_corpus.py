@@ -75,13 +75,6 @@ def test_a_text_that_cannot_be_divided(tmp_path, tokenizer, text):
         load_corpus(settings(tmp_path), tokenizer, 16, 64)
 
 
-def test_byte_tokenizer_gets_a_sentinel_as_mask(tokenizer):
-    assert tokenizer.mask_token == "<extra_id_0>"
-    assert tokenizer.mask_token_id == tokenizer.convert_tokens_to_ids("<extra_id_0>") == 259
-    assert tokenizer.mask_token_id in tokenizer.all_special_ids
-    assert len(tokenizer) == 384
-
-
 def test_unigram_cross_entropy_of_a_known_distribution():
     train = np.array([0] * 59 + [1] * 29 + [2] * 9, dtype=np.int32)
     expected = -(np.log(0.6) + np.log(0.3)) / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from hf_posenc.recipes import GradualSwapCallback
-from tests.training.run_cases import study_figures, study_runs, study_words
+from tests.training.run_cases import recorded_calls, study_figures, study_runs, study_words
 from training import compare
 from training.study.corpus import load_corpus
 from training.study.settings import StudySettings
@@ -204,20 +203,12 @@ def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path, capsys):
 
 
 def test_an_encoder_is_trained_at_the_positions_of_longer_texts(bert, text_folder, tmp_path, monkeypatch, capsys):
-    seen = []
-    forward = BertModel.forward
-
-    @functools.wraps(forward)
-    def recording(model, *args, **given):
-        if model.training:
-            seen.append((given.get("position_ids"), given.get("attention_mask")))
-        return forward(model, *args, **given)
-
-    monkeypatch.setattr(BertModel, "forward", recording)
+    calls = recorded_calls(monkeypatch, BertModel)
     schemes = {"skipped": {"scheme": "rope", "training": {"pose_length": 64}}, "rope": {}}
     words = of_pretrained(bert, text_folder, tmp_path, schemes, tasks="embedding", test_lengths="16", max_steps=3)
     assert compare.main(words) == 0, capsys.readouterr().err
     skipped, plain = study_runs(tmp_path).values()
+    seen = [(positions, mask) for training, positions, mask in calls if training]
     assert [positions is None for positions, _ in seen] == [False] * 3 + [True] * 3
     for positions, mask in seen[:3]:
         assert mask is not None, "transformers would take every skip for another document"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from docs.study import python_source, train_tokenizer
 from tests.training.run_cases import study_runs, study_words
-from training import compare
+from training import compare, search_spectrum
 from training.report.results import Task
 from training.study.cells import study_cells
 from training.study.models import new_model
@@ -54,14 +55,21 @@ def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
     assert train_tokenizer.main(arguments) == 0
 
 
-def test_an_interrupted_tokenizer_does_not_promise_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("program", "function", "words"),
+    [
+        (train_tokenizer, "train_tokenizer", ["out"]),
+        (search_spectrum, "_run", ["model", "out", "--length", "256", "--text", "a.txt", "--held_out", "b.txt"]),
+    ],
+)
+def test_what_saves_nothing_on_the_way_does_not_promise_to_go_on(
+    program: Any, function: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_tokenizer, "train_tokenizer", interrupted)
-    assert train_tokenizer.main([str(tmp_path / "out")]) == 130
+    monkeypatch.setattr(program, function, interrupted)
+    assert program.main(words) == 130
     assert "Interrupted. Nothing was saved." in capsys.readouterr().err
 
 

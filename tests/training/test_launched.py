@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from tests.training.run_cases import CONFIGS, REPOSITORY, launch, run, words, write_texts
+from tests.training.run_cases import REPOSITORY
 from training import compare
 from training.errors import SettingsError
 from training.machine import launched_on_cpu
@@ -64,15 +64,6 @@ def test_the_second_process_leaves_an_evaluation_to_the_first(
         runpy.run_path(str(script), run_name="__main__")
     assert left.value.code == 0
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.slow
-def test_two_processes_evaluate_once(tmp_path: Path) -> None:
-    texts = write_texts(tmp_path / "texts")
-    assert run(words(texts, tmp_path / "model", scheme="alibi", max_steps=2)) == 0
-    arguments = [str(tmp_path / "model"), f"--text={texts}", "--lengths", "16", "32"]
-    said = launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "eval/loss.py", arguments)
-    assert said.count("Mean loss:") == 1
 
 
 def test_what_one_process_alone_finds_is_told_by_that_process(capsys: Any, monkeypatch: Any) -> None:

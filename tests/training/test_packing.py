@@ -8,11 +8,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import ByT5Tokenizer, set_seed
 
 from hf_posenc import patch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import patched
+from tests.models import tiny
 from training.data.blocking import Batches, Blocking, check_reads, find_blocking
 from training.data.order import EpochOrder
 from training.data.text import PackedRows, RowMasking, TokenStream, tokenize
@@ -145,15 +146,8 @@ def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
 
 def model_of(causal: bool, scheme: Any, attention: str = "sdpa") -> Any:
     set_seed(0)
-    common = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2,
-    }  # fmt: skip
-    if causal:
-        model: Any = LlamaForCausalLM._from_config(LlamaConfig(**common), attn_implementation=attention)
-    else:
-        model = BertForMaskedLM._from_config(BertConfig(**common), attn_implementation=attention)
-    model.config.use_cache = False
+    options = {"initializer_range": 0.2, "num_key_value_heads": 4, "use_cache": False, "attn_implementation": attention}
+    model = tiny("LlamaForCausalLM" if causal else "BertForMaskedLM", vocab_size=VOCABULARY, **options)
     return model.eval() if scheme is None else patch_model(model, scheme).eval()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words
+from tests.training.run_cases import SIZES, losses, recorded_calls, run, words
 from training.data.text import RowSkips
 
 #: Large enough for positions to matter at the first step, and without dropout.
@@ -19,23 +18,9 @@ LARGE = json.dumps(SIZES | {"initializer_range": 0.3})
 POSE: dict[str, Any] = {"pose_length": 200, "config_overrides": LARGE, "max_steps": 3}
 
 
-def losses(folder: Path) -> list[float]:
-    return [entry["loss"] for entry in curve(folder) if "loss" in entry]
-
-
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any, Any]]:
-    """Whether each forward trained, and its positions and mask."""
-    found: list[tuple[bool, Any, Any]] = []
-    forward = LlamaForCausalLM.forward
-
-    @functools.wraps(forward)
-    def recording(model: Any, *args: Any, **given: Any) -> Any:
-        found.append((model.training, given.get("position_ids"), given.get("attention_mask")))
-        return forward(model, *args, **given)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", recording)
-    return found
+    return recorded_calls(monkeypatch, LlamaForCausalLM)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +66,6 @@ def test_the_positions_are_those_of_the_seed(texts: Path, tmp_path: Path) -> Non
     assert torch.equal(drawn[0], RowSkips(200, 2, 3)(places, 1, 5))
 
 
-def test_a_run_with_other_positions_is_not_resumed(texts: Path, tmp_path: Path, capsys: Any) -> None:
-    assert run(words(texts, tmp_path / "out", **POSE)) == 0
-    assert run(words(texts, tmp_path / "out", **(POSE | {"pose_length": 100}))) == 2
-    assert "pose_length" in capsys.readouterr().err
-
-
 GPT2 = json.dumps({"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64})
 BLOOM = json.dumps({"hidden_size": 32, "n_layer": 1, "n_head": 2})
 
@@ -107,13 +86,3 @@ def test_a_model_that_could_not_learn_it_is_refused(
     assert run(words(texts, tmp_path / "out", **(POSE | {"packing": "concatenate"} | changes))) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_train_at_the_same_positions_as_one(texts: Path, tmp_path: Path) -> None:
-    assert run(words(texts, tmp_path / "alone", per_device_train_batch_size=8, **POSE)) == 0
-    both = words(texts, tmp_path / "both", per_device_train_batch_size=4, **POSE)
-    both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
-    launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/run_clm.py", both)
-    for one, two in zip(losses(tmp_path / "alone"), losses(tmp_path / "both"), strict=True):
-        assert one == pytest.approx(two, abs=1e-5)

@@ -24,7 +24,7 @@ from transformers import (
 import hf_posenc
 from tests.fresh import run_fresh
 from tests.thinning import mostly_slow
-from tests.training.run_cases import SIZES, curve, results, run, trained_on, words
+from tests.training.run_cases import SIZES, curve, losses, results, run, trained_on, words
 
 #: Renamed within the supported range of transformers.
 CHECKPOINTING = (
@@ -35,12 +35,11 @@ CHECKPOINTING = (
 
 
 def test_a_run_learns_and_writes_its_figures(alibi: Path) -> None:
-    figures = results(alibi)
-    losses = [entry["loss"] for entry in curve(alibi) if "loss" in entry]
-    assert len(losses) == 12
-    assert losses[-1] < losses[0] - 1
+    figures, logged = results(alibi), losses(alibi)
+    assert len(logged) == 12
+    assert logged[-1] < logged[0] - 1
     assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
-    assert figures["eval_loss"] < losses[0] - 1
+    assert figures["eval_loss"] < logged[0] - 1
     assert [entry["eval_loss"] for entry in curve(alibi) if "eval_loss" in entry][-1] == figures["eval_loss"]
 
 
@@ -179,14 +178,12 @@ def test_tensorboard_gets_the_curve(texts: Path, tmp_path: Path, monkeypatch: An
     for file in files:
         board = EventAccumulator(str(file)).Reload()
         points |= {tag: [event.value for event in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
-    assert points["train/loss"] == pytest.approx(
-        [entry["loss"] for entry in curve(tmp_path / "out") if "loss" in entry]
-    )
+    assert points["train/loss"] == pytest.approx(losses(tmp_path / "out"))
     assert "eval/loss" in points
 
 
 def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: Path) -> None:
-    losses = {}
+    found = {}
     ways: dict[str, dict[str, Any]] = {
         "plain": {}, "checkpointed": {CHECKPOINTING: "true"}, "bf16": {"bf16": "true"},
     }  # fmt: skip
@@ -194,11 +191,11 @@ def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: 
         output = tmp_path / name
         plain = json.dumps(SIZES)
         assert run(words(texts, output, scheme="kerple", max_steps=3, config_overrides=plain, **options)) == 0
-        losses[name] = [entry["loss"] for entry in curve(output) if "loss" in entry]
-    assert losses["checkpointed"] == pytest.approx(losses["plain"], rel=1e-6)
+        found[name] = losses(output)
+    assert found["checkpointed"] == pytest.approx(found["plain"], rel=1e-6)
     # bfloat16 has 8 bits: each logit is off by up to 0.4 %.
-    assert losses["bf16"] == pytest.approx(losses["plain"], rel=1e-2)
-    assert losses["bf16"] != losses["plain"]
+    assert found["bf16"] == pytest.approx(found["plain"], rel=1e-2)
+    assert found["bf16"] != found["plain"]
 
 
 def test_a_pretrained_model_is_led_to_another_scheme(alibi: Path, texts: Path, tmp_path: Path) -> None:
@@ -208,13 +205,13 @@ def test_a_pretrained_model_is_led_to_another_scheme(alibi: Path, texts: Path, t
         "plain": {}, "fitted": {"initialization": "fitted"},
         "led": {"initialization": "fitted", "gradual_steps": 3, "distill": "true"},
     }  # fmt: skip
-    losses = {}
+    first = {}
     for name, way in ways.items():
         assert run(words(texts, tmp_path / name, **(options | way))) == 0
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).position_encoding.config.name == "t5"
-        losses[name] = [entry["loss"] for entry in curve(tmp_path / name) if "loss" in entry]
-    assert losses["fitted"][0] != losses["plain"][0]
-    assert losses["led"][0] != losses["fitted"][0]
+        first[name] = losses(tmp_path / name)[0]
+    assert first["fitted"] != first["plain"]
+    assert first["led"] != first["fitted"]
     recorded = json.loads((tmp_path / "led/run_settings.json").read_text())
     assert (recorded["healing.gradual_steps"], recorded["healing.distill"]) == (3, True)
     assert "healing.distill" not in json.loads((tmp_path / "plain/run_settings.json").read_text())

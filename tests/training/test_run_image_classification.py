@@ -16,11 +16,10 @@ import hf_posenc
 from hf_posenc.metrics import accuracy_by_resolution
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.report import Result
-from tests.training.run_cases import curve, results
+from tests.training.run_cases import curve, losses, results
 from training import run_image_classification
 from training.data.loading import split_rows
 from training.data.pictures import Augmentation, PictureRows
-from training.run_image_classification import ImageArguments
 from training.trainer import SettingsError
 
 SIZES = {
@@ -60,9 +59,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_learns_and_reads_other_resolutions(mixed: Path) -> None:
-    losses = [entry["loss"] for entry in curve(mixed) if "loss" in entry]
-    assert len(losses) == 12
-    assert sum(losses[-4:]) < sum(losses[:4])
+    logged = losses(mixed)
+    assert len(logged) == 12
+    assert sum(logged[-4:]) < sum(logged[:4])
     figures = results(mixed)
     assert figures["train_rows"] == 96
     assert figures["eval_accuracy"] == figures["accuracy_at_16"]
@@ -145,6 +144,10 @@ def test_without_a_model_a_small_vit_is_trained(tmp_path: Path) -> None:
         ({"eval_resolutions": [16, 30]}, "A picture of 30 pixels"),
         ({"random_crop": 0}, "--random_crop is 0"),
         ({"dataset_name": "no/such/folder"}, "--dataset_name: Cannot load the pictures"),
+        *(
+            ({option: "x"}, "is for a folder or a hub dataset")
+            for option in ("dataset_split", "image_column", "label_column", "validation_split")
+        ),
         ({"max_train_samples": 8}, "one update needs 16"),
         ({"scheme": "rope_nd", "scheme_options": '{"assignment": "mixd"}'}, "--scheme rope_nd"),
         ({"model_type": "llama", "config_overrides": None}, "AutoModelForImageClassification cannot build 'llama'"),
@@ -180,12 +183,3 @@ def test_parts_of_the_pictures_are_disjoint() -> None:
     assert sorted(seen) == list(range(1797))
     with pytest.raises(SettingsError, match="none is left"):
         split_rows(digits.select(range(2)), [1, 0], 0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"dataset_split": "test"}, {"image_column": "picture"}, {"label_column": "digit"}, {"validation_split": "x"}],
-)
-def test_options_of_other_datasets_are_refused_for_the_digits(options: dict[str, str]) -> None:
-    with pytest.raises(SettingsError, match="is for a folder or a hub dataset"):
-        ImageArguments(**options)

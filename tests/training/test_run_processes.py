@@ -78,10 +78,9 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
     assert run(words(texts, alone, causal, per_device_train_batch_size=16, **common), causal) == 0
     assert curve(alone)[-1]["epoch"] > 1
     script = REPOSITORY / "training" / ("run_clm.py" if causal else "run_mlm.py")
-    both = words(
-        texts, tmp_path / "both", causal, per_device_train_batch_size=4, gradient_accumulation_steps=2, **common
-    )
-    both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
+    # The launcher's config alone says that they use the CPU.
+    accumulated: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "use_cpu": None}
+    both = words(texts, tmp_path / "both", causal, **accumulated, **common)
     again = start_two if causal else partial(launch, CONFIGS / "ddp_cpu.yaml")
     again(script, both)
     close(curve(alone), curve(tmp_path / "both"))

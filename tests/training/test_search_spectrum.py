@@ -128,16 +128,3 @@ def test_yarn_has_its_factor_beside_that_of_the_scheme(folder: Path, tmp_path: P
     losses = compared(model, search, window, 64)
     # The only candidate of the search is YaRN.
     assert losses["found"][0].past == pytest.approx(losses["yarn"][0].past, abs=1e-4)
-
-
-def test_an_interrupted_search_does_not_promise_to_go_on(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("training.search_spectrum.search_spectrum", interrupted)
-    words = ["--length", "256", "--text", *texts(tmp_path, 0, 1), "--held_out", *texts(tmp_path, 1, 1)]
-    assert main([str(folder), str(tmp_path / "longer"), *words]) == 130
-    assert "Interrupted. Nothing was saved." in capsys.readouterr().err
-    assert not (tmp_path / "longer").exists()

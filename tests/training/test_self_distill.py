@@ -9,23 +9,34 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, study_runs, study_words, words
+from tests.training.run_cases import (
+    CONFIGS,
+    REPOSITORY,
+    SIZES,
+    curve,
+    launch,
+    losses,
+    run,
+    study_runs,
+    study_words,
+    words,
+)
 from training import compare
 
 
 @pytest.mark.parametrize("packing", ["documents", "concatenate"])
 def test_a_run_distils_itself(packing: str, texts: Path, tmp_path: Path) -> None:
-    losses = {}
+    found = {}
     for name, options in (("plain", {}), ("self", {"self_distill": "true"})):
         folder = tmp_path / name
         # Large enough for positions to matter at the first step.
         sizes = json.dumps(SIZES | {"initializer_range": 0.3})
         common = {"scheme": "rope", "packing": packing, "max_steps": 4, "config_overrides": sizes}
         assert run(words(texts, folder, **common, **options)) == 0
-        losses[name] = [entry["loss"] for entry in curve(folder) if "loss" in entry]
+        found[name] = losses(folder)
         assert AutoModelForCausalLM.from_pretrained(folder).position_encoding.config.name == "rope"
-    assert losses["self"][0] > losses["plain"][0]
-    assert len(losses["self"]) == 4
+    assert found["self"][0] > found["plain"][0]
+    assert len(found["self"]) == 4
     recorded = json.loads((tmp_path / "self/run_settings.json").read_text())
     assert recorded["healing.self_distill"] is True
     assert "healing.self_distill" not in json.loads((tmp_path / "plain/run_settings.json").read_text())
@@ -74,8 +85,8 @@ def test_two_processes_learn_what_one_does(texts: Path, tmp_path: Path) -> None:
         "max_steps": 3, "self_distill": "true", "self_distill_shift": "cyclic",
     }  # fmt: skip
     assert run(words(texts, tmp_path / "alone", per_device_train_batch_size=8, **common)) == 0
-    both = words(texts, tmp_path / "both", per_device_train_batch_size=4, **common)
-    both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
+    # The launcher's config alone says that they use the CPU.
+    both = words(texts, tmp_path / "both", per_device_train_batch_size=4, use_cpu=None, **common)
     launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/run_clm.py", both)
     for left, right in zip(curve(tmp_path / "alone"), curve(tmp_path / "both"), strict=True):
         assert left.get("loss", 0) == pytest.approx(right.get("loss", 0), rel=1e-4)

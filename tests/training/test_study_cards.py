@@ -7,10 +7,11 @@ import re
 
 import pytest
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from docs.study.outputs import copy_cards, main
 from hf_posenc import patch_model
+from tests.models import tiny
 from tests.training.study_results import LENGTHS, finished, row, study, three_seeds
 from training.report.cards import study_cards
 from training.report.outputs import write_outputs
@@ -129,12 +130,8 @@ def test_a_loss_that_is_no_number_is_no_result_and_other_text_has_an_unknown_lic
 
 def test_a_card_lies_beside_a_model_that_loads_with_it(tmp_path):
     results = study([finished("copy", "alibi", model="models/copy-alibi-seed0")])
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64,
-    )  # fmt: skip
     folder = tmp_path / "models" / "copy-alibi-seed0"
-    patch_model(LlamaForCausalLM(config), "alibi").save_pretrained(folder)
+    patch_model(tiny("LlamaForCausalLM"), "alibi").save_pretrained(folder)
     assert folder / "README.md" in write_outputs(results, tmp_path)
     assert AutoModelForCausalLM.from_pretrained(folder).position_encoding.config.name == "alibi"
     assert ModelCard.load(folder / "README.md").data.library_name == "transformers"

@@ -14,7 +14,6 @@ from transformers import AutoModelForImageClassification
 from tests.training.run_cases import REPOSITORY, study_words
 from training import compare
 from training.errors import SettingsError
-from training.report import outputs
 from training.study.cells import study_cells
 from training.study.rates import rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study, validated
@@ -91,13 +90,6 @@ def test_tables_figures_and_cards_speak_of_resolutions(finished: Path) -> None:
     assert model.position_encoding.config.name == "rope_nd"
 
 
-def test_the_same_command_trains_nothing_again(finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    before = json.loads((finished / "results.json").read_text())["runs"]
-    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
-    assert compare.main(arguments(finished)) == 0
-    assert json.loads((finished / "results.json").read_text())["runs"] == before
-
-
 def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
     assert compare.main(arguments(finished, learning_rates="[]", split_seed=1)) == 2
     assert "pictures digest was" in capsys.readouterr().err
@@ -110,6 +102,8 @@ def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
         ({"model_name_or_path": "some/model"}, "run_image_classification.py"),
         ({"task_options": {"images": {"train_length": 8}}}, "has train_length, which its trainings do not use"),
         ({"length_factor": 2}, "--length_factor is given, but no task of this study"),
+        ({"tasks": "causal", "task_options": {"causal": {"patch_size": 8}}}, "patch_size"),
+        ({"tasks": "copy", "task_options": {"copy": {"train_resolution": 8}}}, "train_resolution"),
         ({"mlm_probability": 0.3}, "--mlm_probability is given"),
         ({"task_options": {"images": {"model_type": "vitt"}}}, "Did you mean 'vit'"),
         (
@@ -123,13 +117,6 @@ def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> Non
     study = validated(StudySettings, {"tasks": "images"} | options, "The study")
     with pytest.raises(ValueError, match=message):
         compare._prepare(study, study_cells(study), None, SimpleNamespace(is_main_process=False))
-
-
-def test_text_ignores_no_settings_of_pictures() -> None:
-    for task, unused in (("causal", "patch_size"), ("copy", "train_resolution")):
-        study = validated(StudySettings, {"tasks": task, "task_options": {task: {unused: 8}}}, "The study")
-        with pytest.raises(SettingsError, match=unused):
-            study_cells(study)
 
 
 def test_schemes_with_a_rate_of_their_own_are_left_alone() -> None:

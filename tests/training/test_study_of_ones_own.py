@@ -17,7 +17,6 @@ from training import compare, run_clm
 from training.errors import SettingsError
 from training.files import write_json
 from training.study import executors
-from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
 from training.study.models import new_image_model, new_model
 from training.study.settings import StudySettings, TrainingSettings
@@ -202,12 +201,3 @@ def test_fields_are_recorded_as_they_are_read_again_and_a_training_began_with_th
     assert "config_overrides" not in plain.fingerprint()
     changed = plain.changed({"config_overrides": {"rope_theta": 100.0}}, "The study")
     assert changed.fingerprint() == plain.fingerprint() | {"config_overrides": {"rope_theta": 100.0}}
-
-
-def test_fields_of_the_config_are_those_of_a_whole_task_with_new_weights():
-    overrides = {"config_overrides": {"attention_bias": True}}
-    study = {"schemes": ["rope"], "tasks": ["causal"]}
-    with pytest.raises(SettingsError, match="training has config_overrides"):
-        study_cells(StudySettings(**study, scheme_options={"rope": {"training": overrides}}))
-    with pytest.raises(SettingsError, match="has config_overrides, but the models are that of --model_name_or_path"):
-        study_cells(StudySettings(**study, **overrides, model_name_or_path="somewhere"))

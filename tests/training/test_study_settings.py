@@ -23,6 +23,9 @@ def settings(**options):
     ("options", "message"),
     [
         ({"tasks": "causal,maskd"}, "Unknown task 'maskd'.*Did you mean 'masked'"),
+        ({"schemes": "none,sinusodal"}, "Did you mean 'sinusoidal'"),
+        ({"schemes": "rope", "scheme_options": {"rope": {"teta": 1.0}}}, "theta"),
+        ({"schemes": "rope", "scheme_options": {"rope": {"theta": -1.0}}}, "theta is -1"),
         ({"schemes": ","}, "at least 1 item"),
         ({"scheme_options": [1]}, "valid dictionary"),
         ({"scheme_options": {"rope": 3}}, "valid dictionary"),
@@ -55,6 +58,15 @@ def settings(**options):
         (
             {"tasks": "causal", "schemes": "none", "scheme_options": {"none": {"training": {"train_lengths": "3"}}}},
             "train_lengths, which a single scheme of this task",
+        ),
+        (
+            {"tasks": "causal", "schemes": "rope",
+             "scheme_options": {"rope": {"training": {"config_overrides": {"attention_bias": True}}}}},
+            "training has config_overrides",
+        ),
+        (
+            {"tasks": "causal", "config_overrides": {"attention_bias": True}, "model_name_or_path": "x"},
+            "has config_overrides, but the models are that of --model_name_or_path",
         ),
         ({"tasks": "causal", "train_lengths": "16,24"}, "is for synthetic tasks"),
         ({"tasks": "causal", "pose_length": 64}, "--pose_length is given, but no task"),
@@ -112,15 +124,6 @@ def settings(**options):
 def test_a_setting_that_cannot_work_says_why(options, message):
     with pytest.raises((SettingsError, UnknownNameError), match=message):
         study_cells(settings(**options))
-
-
-def test_unknown_scheme_and_option_are_refused_with_the_nearest_name():
-    with pytest.raises(UnknownNameError, match="Did you mean 'sinusoidal'"):
-        study_cells(StudySettings(schemes="none,sinusodal"))
-    with pytest.raises(UnknownNameError, match="theta"):
-        study_cells(StudySettings(schemes="rope", scheme_options={"rope": {"teta": 1.0}}))
-    with pytest.raises(SettingsError, match="theta"):
-        study_cells(StudySettings(schemes="rope", scheme_options={"rope": {"theta": -1.0}}))
 
 
 def test_a_wrong_command_line_leaves_no_output_folder(tmp_path, capsys):
@@ -226,11 +229,6 @@ def test_flags_choose_a_part_of_a_file_with_its_options(tmp_path):
     path.write_text("schemes: [rope, t5]\nscheme_options: {t6: {}}\n")
     with pytest.raises(SettingsError, match="names 't6'"):
         parse_study([str(path), "--schemes=rope"], "")
-
-
-def test_an_unknown_flag_is_refused_with_the_nearest_name():
-    with pytest.raises(SettingsError, match=r"Did you mean --schemes.*--help-all lists"):
-        parse_study(["--scheme=none"], "")
 
 
 @pytest.mark.parametrize(

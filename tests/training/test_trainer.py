@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ from training.trainer import NonFiniteLossError, SavingError
 both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "masked"])
 
 
+class At(TrainerCallback):
+    """Does something at an event of one step; the action gets what the Trainer passes, by its names."""
+
+    def __init__(self, step: int, action: Callable[..., None], event: str = "on_step_end") -> None:
+        self.step, self.action = step, action
+        setattr(self, event, self._act)
+
+    def _act(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self.step:
+            self.action(control=control, **given)
+
+
 def weights(made: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in made.model.state_dict().items()}
 
@@ -55,7 +68,12 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, causal: bool, stop: int) 
     options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     whole = trainer(tmp_path / "whole", causal, **options)
     outcome = whole.train()
-    first = trainer(tmp_path / "cut", causal, **options, save_strategy="steps", save_steps=stop, callbacks=[Stop(stop)])
+
+    def end(control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
+    cut = options | {"save_strategy": "steps", "save_steps": stop, "callbacks": [At(stop, end)]}
+    first = trainer(tmp_path / "cut", causal, **cut)
     first.train()
     second = trainer(tmp_path / "cut", causal, **options)
     torch.manual_seed(99)  # where a new process happens to stand
@@ -63,14 +81,6 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, causal: bool, stop: int) 
     assert (resumed.global_step, resumed.training_loss) == (outcome.global_step, outcome.training_loss)
     assert curve(second) == curve(whole)
     assert all(torch.equal(value, weights(second)[name]) for name, value in weights(whole).items())
-
-
-class Stop(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.step
 
 
 @both
@@ -116,19 +126,6 @@ def test_evaluation_is_a_mean_over_tokens(tmp_path: Path, causal: bool) -> None:
     assert losses[0] == pytest.approx(total / count, rel=1e-6)
 
 
-class Poison(TrainerCallback):
-    """Makes a weight NaN before one step, or after the step before."""
-
-    def __init__(self, step: int, event: str) -> None:
-        self.step = step
-        setattr(self, event, self._poison)
-
-    def _poison(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            with torch.no_grad():
-                next(model.parameters())[:] = float("nan")
-
-
 @pytest.mark.parametrize(
     ("event", "last", "message"),
     [
@@ -138,7 +135,11 @@ class Poison(TrainerCallback):
     ],
 )
 def test_nan_names_the_step_and_is_never_saved(tmp_path: Path, event: str, last: int, message: str) -> None:
-    made = trainer(tmp_path, save_strategy="steps", save_steps=1, callbacks=[Poison(3, event)])
+    @torch.no_grad()
+    def poison(model: Any, **_: Any) -> None:
+        next(model.parameters())[:] = float("nan")
+
+    made = trainer(tmp_path, save_strategy="steps", save_steps=1, callbacks=[At(3, poison, event)])
     with pytest.raises(NonFiniteLossError, match=message):
         made.train()
     assert latest_complete_checkpoint(tmp_path) == tmp_path / f"checkpoint-{last}"
@@ -150,7 +151,13 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path: Path, monkeypatch:
     options = {"save_strategy": "steps", "save_steps": 2}
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
-    made = trainer(tmp_path / "cut", **options, callbacks=[FillDisk(4, monkeypatch, failing)])
+
+    def fail(content: Any, path: Any, *rest: Any, **more: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    target = "torch.save" if failing == "torch" else "transformers.modeling_utils.safe_save_file"
+    made = trainer(tmp_path / "cut", **options, callbacks=[At(4, lambda **_: monkeypatch.setattr(target, fail))])
     with pytest.raises(SavingError, match=r"checkpoint-4 could not be written.*No space left.*Earlier checkpoints"):
         made.train()
     monkeypatch.undo()
@@ -160,22 +167,6 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path: Path, monkeypatch:
     again = trainer(tmp_path / "cut", **options)
     again.train(resume_from_checkpoint=str(checkpoint))
     assert curve(again) == curve(whole)
-
-
-class FillDisk(TrainerCallback):
-    def __init__(self, step: int, monkeypatch: Any, failing: str) -> None:
-        self.step, self.monkeypatch, self.failing = step, monkeypatch, failing
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != self.step:
-            return
-
-        def fail(content: Any, path: Any, *rest: Any, **more: Any) -> None:
-            Path(path).write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-        target = "torch.save" if self.failing == "torch" else "transformers.modeling_utils.safe_save_file"
-        self.monkeypatch.setattr(target, fail)
 
 
 @pytest.fixture(scope="module")
