@@ -163,8 +163,9 @@ def extend_context(
             _warn_if_extrapolating(cast(PositionEncoding, current_encoding(target)), before, target, length, name)
         else:
             reason = _change_rotation(model, method, name, length)
-            if method is None:
-                warn_user(reason)
+            if reason:
+                unset = " No tokenizer was passed: set its model_max_length too, where most tokenizers cut a text."
+                warn_user(reason + unset * (holder is None))
         set_length(cast(PositionEncoding, current_encoding(target)), target, length, part)
     except BaseException:
         if holder is not None:
@@ -176,7 +177,7 @@ def extend_context(
 
 
 def _change_rotation(model: nn.Module, method: str | None, part: str, length: int) -> str:
-    """Patches a part by a method, or by the first recommended one that it accepts. Returns why it took this one."""
+    """Patches a part by a method, or by the first recommended one that it accepts. Returns what a user should know."""
     if method not in (None, *_SCALINGS, *_FAR_PAIRS):
         raise UnknownNameError("method", str(method), [*_SCALINGS, *_FAR_PAIRS], owner="extend_context")
     target = unwrapped(model)
@@ -214,12 +215,11 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
     layers = {attention.layer for stack in stacks for attention in stack.attentions}
     far = far_layers(native, spans) & layers
     if length <= trained or not far:
-        enough = f"The rotation of the {kind} reaches {trained} tokens. extend_context(model, length=...) is enough."
-        enough = enough if length <= trained else ONLY_WINDOWS_ROTATE
+        reason = f"The rotation of the {kind} reaches {trained} tokens." if length <= trained else ONLY_WINDOWS_ROTATE
         if method is not None:
-            raise ValueError(enough)
+            raise ValueError(f"{reason} extend_context(model, length=...) is enough.")
         patch_model(model, "native", part=part)
-        return f"extend_context has changed nothing but the length. {enough}"
+        return "" if length <= trained else f"extend_context has changed nothing but the length. {reason}"
     refusals = []
     for name in _RECOMMENDED if method is None else (method,):
         try:

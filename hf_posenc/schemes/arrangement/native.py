@@ -16,7 +16,7 @@ from hf_posenc.schemes.scheme import SchemeConfig, option, register_scheme
 _WINDOWED = ("sliding_attention", "chunked_attention")
 ONLY_WINDOWS_ROTATE = (
     "In this model only layers with a window rotate, and no distance in them grows with the text, so their rotation "
-    "needs no change: extend_context(model, length=...) is enough."
+    "needs no change."
 )
 
 
@@ -84,7 +84,8 @@ def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequenc
         far = far_layers(native, layer_types)
         if any(map(_rotations, natives)) and not far:
             raise ValueError(
-                f"NativeConfig.scaling: {ONLY_WINDOWS_ROTATE} To scale it, patch with 'rope' and its theta."
+                f"NativeConfig.scaling: {ONLY_WINDOWS_ROTATE} For longer texts, extend_context(model, length=...) is "
+                "enough. To scale it, patch with 'rope' and its theta."
             )
         far = far or {0}
     layers = tuple(
