@@ -167,7 +167,7 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
         CheckpointError: if the files belong to another base.
         UnsupportedError: if the model has another scheme, or other parameters that adapters use.
     """
-    name = files.scheme["scheme"]
+    name = files.config.name
     if model.config.model_type != files.base_model_type:
         raise CheckpointError(
             f"The scheme in {source} was trained on a {files.base_model_type!r} model, but this is a "
@@ -295,7 +295,7 @@ def collect(
             )
         parameters[name] = tensor.detach().cpu()
     return PositionFiles(
-        scheme=encoding.config.to_dict(),
+        config=encoding.config,
         base_model_type=model.config.model_type,
         fingerprint=fingerprint(model, encoding.record.base_weights, state),
         parameters=parameters,

@@ -160,21 +160,14 @@ def quiet() -> Iterator[None]:
 
     onnxruntime's quantizer also changes what the root logger shows. This is undone afterwards.
     """
-    loggers = [
-        logging.getLogger(name)
-        for name in ("torch.onnx", "transformers", "onnxscript", "onnx_ir", "onnxruntime.quantization")
-    ]
     root = logging.getLogger()
-    shown, handlers = root.level, list(root.handlers)
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    level, handlers, disabled = root.level, list(root.handlers), root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        root.setLevel(shown)
+        logging.disable(disabled)
+        root.setLevel(level)
         root.handlers[:] = handlers

@@ -30,7 +30,6 @@ from hf_posenc.export.gguf.blocks import (
 from hf_posenc.export.gguf.experts import EXPERTS, expert_entries, refuse_dense_layers
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation, rotations_of
-from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.needs import BIASES, Need
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
@@ -79,7 +78,7 @@ def shared_spectrum(parts: ModelParts) -> GgufForm:
     rotations = rotations_of(parts)
     form = _form(parts, "llama", "the architecture 'llama'")
     reorder_heads(form, rotations)
-    return _with_spectrum(form, rotations[0].all_frequencies, _theta(parts.scheme))
+    return _with_spectrum(form, rotations[0].all_frequencies, parts.theta())
 
 
 def _with_scaling(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
@@ -93,7 +92,7 @@ def _with_scaling(parts: ModelParts, rotations: list[Rotation], entries: Metadat
 
 def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     """The layers of SmolLM3: RoPE, and no positions in every fourth layer."""
-    rotations, theta = rotations_of(parts, same=False), _theta(parts.scheme)
+    rotations, theta = rotations_of(parts, same=False), parts.theta()
     head_dim = rotations[0].head_dim
     rope = rope_inverse_frequencies(theta, head_dim).double()
     for layer, rotation in enumerate(rotations):
@@ -123,7 +122,7 @@ def spectrum_per_layer(parts: ModelParts) -> GgufForm:
     reorder_heads(form, rotations)
     starts = [spectra.index(rotation.spectrum) * head_dim for rotation in rotations]
     _widen_heads(form, starts, head_dim, len(spectra) * head_dim)
-    return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), _theta(parts.scheme))
+    return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), parts.theta())
 
 
 def alibi(parts: ModelParts) -> GgufForm:
@@ -173,14 +172,6 @@ def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufFor
         return form
     form.tensors["rope_freqs.weight"] = torch.where(frequencies == 0, STOPPED, rope / frequencies).float()
     return replace(form, carrier=f"{form.carrier} and rope_freqs.weight")
-
-
-def _theta(scheme: SchemeConfig) -> float:
-    """The base of the scheme or of a scheme inside it. Only its product with the factors matters."""
-    own = getattr(scheme, "theta", None)
-    if own is not None:
-        return float(own)
-    return next((theta for theta in map(_theta, scheme.children().values()) if theta != 10000.0), 10000.0)
 
 
 def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:

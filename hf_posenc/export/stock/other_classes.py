@@ -19,7 +19,7 @@ from transformers import GPTNeoXConfig, MPNetConfig, PreTrainedConfig, PreTraine
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import ModelParts, Rotation, rotations_of
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
-from hf_posenc.export.stock.rope_parameters import base_of, fold, rotation_parameters
+from hf_posenc.export.stock.rope_parameters import fold, rotation_parameters
 from hf_posenc.schemes.bias.t5 import T5Bias
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
@@ -76,7 +76,7 @@ def smollm3(parts: ModelParts) -> StockForm:
         config,
         SmolLM3Config,
         no_rope_layers=[int(rotation.rotary_dim > 0) for rotation in rotations],
-        rope_parameters=rotation_parameters(shared, head_dim, head_dim, base_of(parts), length),
+        rope_parameters=rotation_parameters(shared, head_dim, head_dim, parts.theta(), length),
     )
     written.head_dim = head_dim
     return StockForm(model_class, written, state, carrier=f"{model_class.__name__} with no_rope_layers")
@@ -113,7 +113,7 @@ def gpt_neox(parts: ModelParts) -> StockForm:
         hidden_dropout=config.resid_pdrop,
         attention_dropout=config.attn_pdrop,
         use_parallel_residual=False,
-        rope_parameters=rotation_parameters(rotations[0], rotations[0].rotary_dim, head_dim, base_of(parts), length),
+        rope_parameters=rotation_parameters(rotations[0], rotations[0].rotary_dim, head_dim, parts.theta(), length),
     )
     return StockForm(model_class, written, state, carrier=f"{model_class.__name__} with its rotation")
 
