@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from typing import Any
 
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME
+from hf_posenc.errors import warn_user
 from hf_posenc.wrapping import Call, setting, wrap
 
 #: The scheme to mark adapter configs with while they are saved.
@@ -47,7 +47,6 @@ def install() -> None:
             "PeftModel.add_adapter": _add_adapter,
             "PeftModel.get_prompt": _get_prompt,
             "PeftModel.save_pretrained": _save_model,
-            "PeftModel.create_or_update_model_card": _create_card,
             "PeftModel.from_pretrained": _load_adapter,
             "PeftModel.load_adapter": _load_adapter,
         },
@@ -105,15 +104,6 @@ def _save_config(call: Call) -> Any:
         result = call.run(save_directory=draft)
         write_marked(Path(draft, ADAPTER_CONFIG), scheme)
         os.replace(Path(draft, ADAPTER_CONFIG), Path(folder, ADAPTER_CONFIG))
-    return result
-
-
-def _create_card(call: Call) -> Any:
-    result = call.run()
-    if "hf_posenc.patching" in sys.modules:
-        from hf_posenc.checkpoint.cards import write_card
-
-        write_card(call["self"], Path(call["output_dir"]))
     return result
 
 
@@ -317,13 +307,11 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
 
 def warn_about_no_scheme(target: Any, source: Any) -> None:
     """Warns about an adapter that names no scheme, in a patched model."""
-    warnings.warn(
+    warn_user(
         f"The adapter in {source} names no position encoding: it was trained on a stock model, or saved by a version "
         f"of hf_posenc before adapters had one. This {type(target).__name__} has the scheme "
         f"{target.position_encoding.config.name!r}. If the adapter was trained with this scheme, save it again. "
-        "Otherwise load it on the stock model.",
-        UserWarning,
-        stacklevel=6,
+        "Otherwise load it on the stock model."
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.entry import ADAPTER_CONFIG, find_file
-from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.errors import PositionEncodingError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint
 from hf_posenc.patching.patch import place_scheme, unpatch_model
@@ -73,16 +72,14 @@ def save_position_adapter(
 def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None:
     found = changed(encoding.record.base_weights, model)
     if found is not None:
-        warnings.warn(
+        warn_user(
             f"The weights of this {type(model).__name__} are not those that the scheme {encoding.config.name!r} was "
             f"placed on: {found}. A position adapter contains only the scheme, so the changed weights are not saved, "
             "and load_position_adapter refuses the original ones. Save the whole model with save_pretrained. To "
             "train a "
             "scheme alone, freeze the rest before training: for name, parameter in model.named_parameters(): "
             'parameter.requires_grad_("position_encoding" in name). If the changed weights are saved elsewhere as the '
-            "new base, ignore this.",
-            UserWarning,
-            stacklevel=3,
+            "new base, ignore this."
         )
 
 
