@@ -77,10 +77,11 @@ def scheme_of(disk: dict[str, Any], source: str) -> dict[str, Any]:
     return scheme
 
 
-def write_marked(path: Path, scheme: dict[str, Any]) -> None:
-    """Marks a file that PEFT has written. The file is replaced atomically."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    replace_file(path, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
+def write_marked(draft: Path, folder: Path, scheme: dict[str, Any]) -> None:
+    """Writes the marked form of a config that PEFT has saved to a draft. The file is replaced atomically."""
+    config = json.loads((draft / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / ADAPTER_CONFIG, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
 
 
 def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:

@@ -5,7 +5,6 @@ If neither the model nor the adapter has a scheme, each wrapper calls the stock 
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -99,11 +98,9 @@ def _save_config(call: Call) -> Any:
     from hf_posenc.checkpoint.adapter_config import write_marked
 
     # The stock form must never be readable in the folder, not even for a moment.
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as draft:
+    with tempfile.TemporaryDirectory() as draft:
         result = call.run(save_directory=draft)
-        write_marked(Path(draft, ADAPTER_CONFIG), scheme)
-        os.replace(Path(draft, ADAPTER_CONFIG), Path(folder, ADAPTER_CONFIG))
+        write_marked(Path(draft), Path(folder), scheme)
     return result
 
 
@@ -288,7 +285,7 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
             yield
         return
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.position_adapters import adapters_of, place
+    from hf_posenc.checkpoint.position_adapters import adapters_of, placed
     from hf_posenc.checkpoint.position_files import JSON_FILE, read_position_files
 
     files = read_position_files(source, hub)
@@ -297,12 +294,8 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
             f"The adapter in {source} was trained on a patched model, but {JSON_FILE}, which contains the scheme, is "
             "missing. Copy the whole folder."
         )
-    undo = place(target, files, str(source), shared=bool(set(adapters_of(model)) - {adapter_name}))
-    try:
+    with placed(target, files, str(source), shared=bool(set(adapters_of(model)) - {adapter_name})):
         yield
-    except BaseException:
-        undo()
-        raise
 
 
 def warn_about_no_scheme(target: Any, source: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,8 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
     if files is None:
         raise CheckpointError(f"{folder} has no {JSON_FILE}. Give a folder that save_position_adapter wrote.")
     adapter = None if files.adapter is None else _located(files.adapter, folder)
-    undo = place(unwrapped(model), files, str(folder))
-    if adapter is None:
-        return model
-    try:
-        return _with_adapter(model, adapter, {})
-    except BaseException:
-        undo()
-        raise
+    with placed(unwrapped(model), files, str(folder)):
+        return model if adapter is None else _with_adapter(model, adapter, {})
 
 
 def _located(adapter: str, folder: str | os.PathLike[str]) -> str:
@@ -146,19 +140,18 @@ def _with_adapter(model: nn.Module, source: Any, hub: Mapping[str, Any]) -> Any:
     return PeftModel.from_pretrained(model, source, **hub)
 
 
-def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Callable[[], object]:
+@contextlib.contextmanager
+def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Iterator[None]:
     """Patches a model with the scheme in the files, or loads the files' parameters into the same scheme.
 
-    The model gets the length in the files, unless another length was set with `extend_context`.
+    The model gets the length in the files, unless another length was set with `extend_context`. It is restored if the
+    `with` block raises.
 
     Args:
         model: the base model.
         files: the files read from `source`.
         source: folder or hub id, for messages.
         shared: whether adapters in the model already use its scheme. Its parameters must then not change.
-
-    Returns:
-        A function that restores the model, for callers that fail later.
 
     Raises:
         CheckpointError: if the files belong to another base.
@@ -188,30 +181,28 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
             f"{source} was trained with the scheme {name!r}, but this {type(model).__name__} has adapters that were "
             "trained with its stock positions. Load it on a separate model."
         )
-    if encoding is None:
-        try:
-            # Not patch_model, which would warn of random rows that the files are about to fill.
-            place_scheme(Transaction(model), files.config)
-        except ValueError as error:
-            raise CheckpointError(
-                f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was edited "
-                "or damaged; save it again from the model."
-            ) from error
-        encoding = current_encoding(model)
-        undo: Callable[[], object] = functools.partial(unpatch_model, model)
-    else:
-        values = {name: parameter.detach().clone() for name, parameter in encoding.named_parameters()}
-        undo = functools.partial(_restore, encoding, model, copy.copy(encoding.lengths), values)
-    assert encoding is not None
-    assert encoding.lengths is not None
-    try:
+    with contextlib.ExitStack() as undo:
+        if encoding is None:
+            try:
+                # Not patch_model, which would warn of random rows that the files are about to fill.
+                place_scheme(Transaction(model), files.config)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was "
+                    "edited or damaged; save it again from the model."
+                ) from error
+            encoding = current_encoding(model)
+            undo.callback(unpatch_model, model)
+        else:
+            values = {name: parameter.detach().clone() for name, parameter in encoding.named_parameters()}
+            undo.callback(_restore, encoding, model, copy.copy(encoding.lengths), values)
+        assert encoding is not None
+        assert encoding.lengths is not None
         _load_parameters(encoding, files.parameters, source, shared)
         if files.length is not None and encoding.lengths.chosen is None:
             choose_length(encoding, model, files.length)
-    except BaseException:
-        undo()
-        raise
-    return undo
+        yield
+        undo.pop_all()
 
 
 @torch.no_grad()
