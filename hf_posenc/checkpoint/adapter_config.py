@@ -17,6 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from hf_posenc.checkpoint.atomic_folder import replace_file
 from hf_posenc.checkpoint.configuration import CheckpointError, check_format
 from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, check_hash, hash_of
@@ -173,8 +176,6 @@ def check_targets(model: Any, config: Any) -> None:
 def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bool) -> Iterator[str]:
     """The fields of a PEFT config that select a module, or some of its parameters. PEFT decides what a name selects."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
 
     names = [f"{path}.{name}" for name in parameters]
     if any(

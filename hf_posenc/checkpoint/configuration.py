@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
@@ -20,10 +20,9 @@ from hf_posenc.patching.place.config_entry import (
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
 from hf_posenc.patching.place.record import described
+from hf_posenc.schemes import SchemeConfig, scheme_from_dict
+from hf_posenc.schemes.config import names_native
 from hf_posenc.schemes.validation import check_shape_of_json, shown
-
-if TYPE_CHECKING:
-    from hf_posenc.schemes import SchemeConfig
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
 _FILE_FIELDS = ("base_model_type", "hf_posenc_version")
@@ -120,8 +119,6 @@ def check_entry(entry: dict[str, Any], source: str) -> None:
     Raises:
         CheckpointError: if not, with the reason; for a newer format, it names the version that wrote it.
     """
-    from hf_posenc.schemes.config import names_native
-
     check_format(entry, FORMAT, source, "config.json")
     scheme = entry.get("scheme")
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
@@ -137,8 +134,6 @@ def built_scheme(scheme: dict[str, Any], source: Any, file: str) -> SchemeConfig
     Raises:
         CheckpointError: if it cannot be built, with the reason.
     """
-    from hf_posenc.schemes import scheme_from_dict
-
     try:
         return scheme_from_dict(scheme)
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.checkpoint.adapter_config import holds_adapter, names_a_scheme
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.entry import ADAPTER_CONFIG, find_file
@@ -101,8 +102,6 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
             other weights than those of `model`.
         UnsupportedError: for a model with another scheme.
     """
-    from hf_posenc.checkpoint.adapter_config import holds_adapter, names_a_scheme
-
     if names_a_scheme(folder, hub):
         return _with_adapter(model, folder, hub)
     files = read_position_files(folder, hub)

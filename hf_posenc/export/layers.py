@@ -80,7 +80,7 @@ class ModelParts:
 
     def theta(self, layer_type: str | None = None) -> float:
         """The base of RoPE in the scheme, or else in the model's own rotation in layers of a type."""
-        for scheme in walk(self.text_scheme):
+        for scheme in walk(self.scheme):
             if isinstance(theta := getattr(scheme, "theta", None), float):
                 return theta
         config = self.model.config.get_text_config()
