@@ -33,7 +33,7 @@ class Opaque(ctypes.Structure):
 
 
 class Pointer(ctypes.c_void_p):
-    """A pointer to something of llama.cpp. ctypes returns a plain `c_void_p` as a number, and passes it on as an int."""
+    """A pointer to something of llama.cpp. ctypes returns a plain `c_void_p` as a number and passes it on as an int."""
 
 
 class Library:
