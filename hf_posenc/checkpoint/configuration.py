@@ -149,18 +149,28 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
     `base_model_type` determines which declarations apply to the model, so it must be correct.
 
     Args:
-        config_class: the class `from_pretrained` was called on; `PreTrainedConfig` for the auto classes.
+        config_class: the class `from_pretrained` was called on; `PreTrainedConfig` for the auto classes. The class of a
+            part of a model (for example the text model of a vision-language model) would read the nested dictionary of
+            that part, without the scheme.
         memory: the output of `from_disk`.
         source: path or hub id, for error messages.
 
     Raises:
         CheckpointError: if they differ; names the field.
+        UnsupportedError: for the class of a part, because the scheme belongs to the whole model.
     """
     from transformers import CONFIG_MAPPING
 
     model_type, known = memory["model_type"], getattr(config_class, "model_type", "")
     found = f"base_model_type {model_type!r} in its {ATTRIBUTE!r} entry, but"
     if known and known != model_type:
+        nested = [item for item in memory.values() if isinstance(item, dict) and item.get("model_type") == known]
+        if nested or getattr(config_class, "base_config_key", "") in memory:
+            raise UnsupportedError(
+                f"{source} contains a complete {model_type!r} model whose position encoding was replaced. "
+                f"{config_class.__name__} describes only a part of it, but the scheme belongs to the whole model. Load "
+                f"it with the class it was saved from ({_classes(memory)}) and take the part from that model."
+            )
         raise damaged(
             source,
             f"{found} {config_class.__name__} is the config class of {known!r} models",
@@ -255,26 +265,3 @@ def check_native_fields(model: Any, written: Any) -> None:
                 "model and call patch_model with other options, for example "
                 "RopeConfig(theta=..., scaling=YarnScaling(factor=4.0))."
             )
-
-
-def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:
-    """Raises if only one part of a composite checkpoint is read, because the scheme belongs to the whole model.
-
-    If a config class describes only a part of a model (for example the text model of a vision-language model),
-    `PreTrainedConfig.from_pretrained` reads the nested dictionary of that part, without the scheme.
-
-    Raises:
-        UnsupportedError: if `config_class` would read a nested dictionary.
-    """
-    model_type = getattr(config_class, "model_type", "")
-    if not model_type or model_type == memory["model_type"]:
-        return
-    key = getattr(config_class, "base_config_key", "")
-    nested = [item for item in memory.values() if isinstance(item, dict) and item.get("model_type") == model_type]
-    if (key and key in memory) or nested:
-        raise UnsupportedError(
-            f"{source} contains a complete {memory['model_type']!r} model whose position encoding was replaced. "
-            f"{config_class.__name__} describes only a part of it, but the scheme belongs to the whole model. Load it "
-            f"with the class it was saved from ({_classes(memory)}) and take "
-            "the part from that model."
-        )
