@@ -17,6 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from hf_posenc.checkpoint.atomic_folder import replace_file
 from hf_posenc.checkpoint.configuration import CheckpointError, check_format
 from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, check_hash, hash_of
@@ -77,10 +80,11 @@ def scheme_of(disk: dict[str, Any], source: str) -> dict[str, Any]:
     return scheme
 
 
-def write_marked(path: Path, scheme: dict[str, Any]) -> None:
-    """Marks a file that PEFT has written. The file is replaced atomically."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    replace_file(path, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
+def write_marked(draft: Path, folder: Path, scheme: dict[str, Any]) -> None:
+    """Writes the marked form of a config that PEFT has saved to a draft. The file is replaced atomically."""
+    config = json.loads((draft / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / ADAPTER_CONFIG, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
 
 
 def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:
@@ -172,8 +176,6 @@ def check_targets(model: Any, config: Any) -> None:
 def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bool) -> Iterator[str]:
     """The fields of a PEFT config that select a module, or some of its parameters. PEFT decides what a name selects."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
 
     names = [f"{path}.{name}" for name in parameters]
     if any(

@@ -26,12 +26,12 @@ import socket
 import stat
 import time
 import uuid
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.entry import STORED_MODEL_TYPE
+from hf_posenc.errors import warn_user
 
 try:
     import fcntl
@@ -176,11 +176,9 @@ def _finish(target: Path, remove: bool) -> None:
             continue  # Another process has moved them up.
         except ValueError as problem:
             if not remove:
-                warnings.warn(
+                warn_user(
                     f"{draft} looks like the remains of an interrupted save, but {problem}. It is ignored: the model "
-                    "is read from the other files of the folder. Saving a model there removes it.",
-                    UserWarning,
-                    stacklevel=3,
+                    "is read from the other files of the folder. Saving a model there removes it."
                 )
             elif match["host"] != socket.gethostname():
                 shutil.rmtree(draft, ignore_errors=True)
@@ -312,12 +310,10 @@ def _move_up(draft: Path, target: Path, names: list[str]) -> None:
 
 def warn_of_old_card(folder: Path, error: OSError) -> None:
     """Warns that the card of a folder cannot be replaced."""
-    warnings.warn(
+    warn_user(
         f"The {README} in {folder} cannot be replaced ({error.strerror}), so it does not describe the position "
         "encoding of the model that was saved there. The model is complete. Remove the protection of the file and save "
-        "again, or save to another folder.",
-        UserWarning,
-        stacklevel=2,
+        "again, or save to another folder."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
@@ -20,10 +20,9 @@ from hf_posenc.patching.place.config_entry import (
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
 from hf_posenc.patching.place.record import described
+from hf_posenc.schemes import SchemeConfig, scheme_from_dict
+from hf_posenc.schemes.config import names_native
 from hf_posenc.schemes.validation import check_shape_of_json, shown
-
-if TYPE_CHECKING:
-    from hf_posenc.schemes import SchemeConfig
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
 _FILE_FIELDS = ("base_model_type", "hf_posenc_version")
@@ -120,8 +119,6 @@ def check_entry(entry: dict[str, Any], source: str) -> None:
     Raises:
         CheckpointError: if not, with the reason; for a newer format, it names the version that wrote it.
     """
-    from hf_posenc.schemes.config import names_native
-
     check_format(entry, FORMAT, source, "config.json")
     scheme = entry.get("scheme")
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
@@ -137,8 +134,6 @@ def built_scheme(scheme: dict[str, Any], source: Any, file: str) -> SchemeConfig
     Raises:
         CheckpointError: if it cannot be built, with the reason.
     """
-    from hf_posenc.schemes import scheme_from_dict
-
     try:
         return scheme_from_dict(scheme)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -154,18 +149,28 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
     `base_model_type` determines which declarations apply to the model, so it must be correct.
 
     Args:
-        config_class: the class `from_pretrained` was called on; `PreTrainedConfig` for the auto classes.
+        config_class: the class `from_pretrained` was called on; `PreTrainedConfig` for the auto classes. The class of a
+            part of a model (for example the text model of a vision-language model) would read the nested dictionary of
+            that part, without the scheme.
         memory: the output of `from_disk`.
         source: path or hub id, for error messages.
 
     Raises:
         CheckpointError: if they differ; names the field.
+        UnsupportedError: for the class of a part, because the scheme belongs to the whole model.
     """
     from transformers import CONFIG_MAPPING
 
     model_type, known = memory["model_type"], getattr(config_class, "model_type", "")
     found = f"base_model_type {model_type!r} in its {ATTRIBUTE!r} entry, but"
     if known and known != model_type:
+        nested = [item for item in memory.values() if isinstance(item, dict) and item.get("model_type") == known]
+        if nested or getattr(config_class, "base_config_key", "") in memory:
+            raise UnsupportedError(
+                f"{source} contains a complete {model_type!r} model whose position encoding was replaced. "
+                f"{config_class.__name__} describes only a part of it, but the scheme belongs to the whole model. Load "
+                f"it with the class it was saved from ({_classes(memory)}) and take the part from that model."
+            )
         raise damaged(
             source,
             f"{found} {config_class.__name__} is the config class of {known!r} models",
@@ -260,26 +265,3 @@ def check_native_fields(model: Any, written: Any) -> None:
                 "model and call patch_model with other options, for example "
                 "RopeConfig(theta=..., scaling=YarnScaling(factor=4.0))."
             )
-
-
-def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:
-    """Raises if only one part of a composite checkpoint is read, because the scheme belongs to the whole model.
-
-    If a config class describes only a part of a model (for example the text model of a vision-language model),
-    `PreTrainedConfig.from_pretrained` reads the nested dictionary of that part, without the scheme.
-
-    Raises:
-        UnsupportedError: if `config_class` would read a nested dictionary.
-    """
-    model_type = getattr(config_class, "model_type", "")
-    if not model_type or model_type == memory["model_type"]:
-        return
-    key = getattr(config_class, "base_config_key", "")
-    nested = [item for item in memory.values() if isinstance(item, dict) and item.get("model_type") == model_type]
-    if (key and key in memory) or nested:
-        raise UnsupportedError(
-            f"{source} contains a complete {memory['model_type']!r} model whose position encoding was replaced. "
-            f"{config_class.__name__} describes only a part of it, but the scheme belongs to the whole model. Load it "
-            f"with the class it was saved from ({_classes(memory)}) and take "
-            "the part from that model."
-        )

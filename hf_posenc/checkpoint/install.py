@@ -7,6 +7,7 @@ hf_posenc` loads neither torch nor transformers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hf_posenc.checkpoint import other_loaders, peft_hooks
@@ -45,7 +46,8 @@ def install() -> None:
     wrap("transformers.utils.hub", {"PushToHubMixin._upload_modified_files": upload_modified_files})
     wrap("transformers.trainer", {"Trainer.create_model_card": create_trainer_card})
     wrap("trl.trainer.base_trainer", {"_BaseTrainer.create_model_card": create_trainer_card})
-    wrap("sentence_transformers.base.model", {"BaseModel._create_model_card": create_card})
+    wrap("sentence_transformers.base.model", {"BaseModel._create_model_card": partial(create_card, folder="path")})
+    wrap("peft.peft_model", {"PeftModel.create_or_update_model_card": partial(create_card, folder="output_dir")})
     for module in ("vllm.transformers_utils.config", "sglang.srt.utils.hf_transformers.config"):
         wrap(module, {"get_config": _get_engine_config})
     other_loaders.install()

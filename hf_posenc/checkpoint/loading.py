@@ -78,10 +78,9 @@ def get_config_dict(call: Call) -> Any:
 
         raise damaged(source, f"content that cannot be read ({type(error).__name__}: {error})") from error
     if is_on_disk_form(config):
-        from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
+        from hf_posenc.checkpoint.configuration import check_model_type, from_disk
 
         config = from_disk(config, str(source))
-        check_not_sliced(config_class, config, str(source))
         check_model_type(config_class, config, str(source))
     elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
         # Users may write the dictionary of a config to the file themselves, so it must be complete.

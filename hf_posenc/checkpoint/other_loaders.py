@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.entry import ADAPTER_CONFIG, ATTRIBUTE, MARK, find_mark, find_marks
 from hf_posenc.wrapping import Call, setting, wrap
 
@@ -66,7 +67,6 @@ def _load_state_dict(call: Call) -> Any:
 
 
 def _load_checkpoint(call: Call) -> Any:
-    from hf_posenc.checkpoint.atomic_folder import finish_saving
     from hf_posenc.checkpoint.stored_schemes import named_schemes
 
     if os.path.isdir(call["checkpoint"]):
@@ -146,7 +146,6 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
     Raises:
         SchemeMismatchError: if they differ, before anything is loaded; names both schemes.
     """
-    from hf_posenc.checkpoint.atomic_folder import finish_saving
     from hf_posenc.checkpoint.stored_schemes import schemes_of_checkpoint
 
     model, folder = trainer.model if model is None else model, Path(folder)

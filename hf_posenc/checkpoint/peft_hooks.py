@@ -5,10 +5,8 @@ If neither the model nor the adapter has a scheme, each wrapper calls the stock 
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +15,7 @@ from typing import Any
 
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME
+from hf_posenc.errors import warn_user
 from hf_posenc.wrapping import Call, setting, wrap
 
 #: The scheme to mark adapter configs with while they are saved.
@@ -47,7 +46,6 @@ def install() -> None:
             "PeftModel.add_adapter": _add_adapter,
             "PeftModel.get_prompt": _get_prompt,
             "PeftModel.save_pretrained": _save_model,
-            "PeftModel.create_or_update_model_card": _create_card,
             "PeftModel.from_pretrained": _load_adapter,
             "PeftModel.load_adapter": _load_adapter,
         },
@@ -100,20 +98,9 @@ def _save_config(call: Call) -> Any:
     from hf_posenc.checkpoint.adapter_config import write_marked
 
     # The stock form must never be readable in the folder, not even for a moment.
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as draft:
+    with tempfile.TemporaryDirectory() as draft:
         result = call.run(save_directory=draft)
-        write_marked(Path(draft, ADAPTER_CONFIG), scheme)
-        os.replace(Path(draft, ADAPTER_CONFIG), Path(folder, ADAPTER_CONFIG))
-    return result
-
-
-def _create_card(call: Call) -> Any:
-    result = call.run()
-    if "hf_posenc.patching" in sys.modules:
-        from hf_posenc.checkpoint.cards import write_card
-
-        write_card(call["self"], Path(call["output_dir"]))
+        write_marked(Path(draft), Path(folder), scheme)
     return result
 
 
@@ -298,7 +285,7 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
             yield
         return
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.position_adapters import adapters_of, place
+    from hf_posenc.checkpoint.position_adapters import adapters_of, placed
     from hf_posenc.checkpoint.position_files import JSON_FILE, read_position_files
 
     files = read_position_files(source, hub)
@@ -307,23 +294,17 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
             f"The adapter in {source} was trained on a patched model, but {JSON_FILE}, which contains the scheme, is "
             "missing. Copy the whole folder."
         )
-    undo = place(target, files, str(source), shared=bool(set(adapters_of(model)) - {adapter_name}))
-    try:
+    with placed(target, files, str(source), shared=bool(set(adapters_of(model)) - {adapter_name})):
         yield
-    except BaseException:
-        undo()
-        raise
 
 
 def warn_about_no_scheme(target: Any, source: Any) -> None:
     """Warns about an adapter that names no scheme, in a patched model."""
-    warnings.warn(
+    warn_user(
         f"The adapter in {source} names no position encoding: it was trained on a stock model, or saved by a version "
         f"of hf_posenc before adapters had one. This {type(target).__name__} has the scheme "
         f"{target.position_encoding.config.name!r}. If the adapter was trained with this scheme, save it again. "
-        "Otherwise load it on the stock model.",
-        UserWarning,
-        stacklevel=6,
+        "Otherwise load it on the stock model."
     )
 
 

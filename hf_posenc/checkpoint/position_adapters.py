@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.checkpoint.adapter_config import holds_adapter, names_a_scheme
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.entry import ADAPTER_CONFIG, find_file
-from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.errors import PositionEncodingError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.anatomy.weights import changed, difference, fingerprint
 from hf_posenc.patching.patch import place_scheme, unpatch_model
@@ -73,16 +73,14 @@ def save_position_adapter(
 def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None:
     found = changed(encoding.record.base_weights, model)
     if found is not None:
-        warnings.warn(
+        warn_user(
             f"The weights of this {type(model).__name__} are not those that the scheme {encoding.config.name!r} was "
             f"placed on: {found}. A position adapter contains only the scheme, so the changed weights are not saved, "
             "and load_position_adapter refuses the original ones. Save the whole model with save_pretrained. To "
             "train a "
             "scheme alone, freeze the rest before training: for name, parameter in model.named_parameters(): "
             'parameter.requires_grad_("position_encoding" in name). If the changed weights are saved elsewhere as the '
-            "new base, ignore this.",
-            UserWarning,
-            stacklevel=3,
+            "new base, ignore this."
         )
 
 
@@ -104,8 +102,6 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
             other weights than those of `model`.
         UnsupportedError: for a model with another scheme.
     """
-    from hf_posenc.checkpoint.adapter_config import holds_adapter, names_a_scheme
-
     if names_a_scheme(folder, hub):
         return _with_adapter(model, folder, hub)
     files = read_position_files(folder, hub)
@@ -118,14 +114,8 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
     if files is None:
         raise CheckpointError(f"{folder} has no {JSON_FILE}. Give a folder that save_position_adapter wrote.")
     adapter = None if files.adapter is None else _located(files.adapter, folder)
-    undo = place(unwrapped(model), files, str(folder))
-    if adapter is None:
-        return model
-    try:
-        return _with_adapter(model, adapter, {})
-    except BaseException:
-        undo()
-        raise
+    with placed(unwrapped(model), files, str(folder)):
+        return model if adapter is None else _with_adapter(model, adapter, {})
 
 
 def _located(adapter: str, folder: str | os.PathLike[str]) -> str:
@@ -149,10 +139,12 @@ def _with_adapter(model: nn.Module, source: Any, hub: Mapping[str, Any]) -> Any:
     return PeftModel.from_pretrained(model, source, **hub)
 
 
-def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Callable[[], object]:
+@contextlib.contextmanager
+def placed(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Iterator[None]:
     """Patches a model with the scheme in the files, or loads the files' parameters into the same scheme.
 
-    The model gets the length in the files, unless another length was set with `extend_context`.
+    The model gets the length in the files, unless another length was set with `extend_context`. It is restored if the
+    `with` block raises.
 
     Args:
         model: the base model.
@@ -160,14 +152,11 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
         source: folder or hub id, for messages.
         shared: whether adapters in the model already use its scheme. Its parameters must then not change.
 
-    Returns:
-        A function that restores the model, for callers that fail later.
-
     Raises:
         CheckpointError: if the files belong to another base.
         UnsupportedError: if the model has another scheme, or other parameters that adapters use.
     """
-    name = files.scheme["scheme"]
+    name = files.config.name
     if model.config.model_type != files.base_model_type:
         raise CheckpointError(
             f"The scheme in {source} was trained on a {files.base_model_type!r} model, but this is a "
@@ -191,30 +180,28 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
             f"{source} was trained with the scheme {name!r}, but this {type(model).__name__} has adapters that were "
             "trained with its stock positions. Load it on a separate model."
         )
-    if encoding is None:
-        try:
-            # Not patch_model, which would warn of random rows that the files are about to fill.
-            place_scheme(Transaction(model), files.config)
-        except ValueError as error:
-            raise CheckpointError(
-                f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was edited "
-                "or damaged; save it again from the model."
-            ) from error
-        encoding = current_encoding(model)
-        undo: Callable[[], object] = functools.partial(unpatch_model, model)
-    else:
-        values = {name: parameter.detach().clone() for name, parameter in encoding.named_parameters()}
-        undo = functools.partial(_restore, encoding, model, copy.copy(encoding.lengths), values)
-    assert encoding is not None
-    assert encoding.lengths is not None
-    try:
+    with contextlib.ExitStack() as undo:
+        if encoding is None:
+            try:
+                # Not patch_model, which would warn of random rows that the files are about to fill.
+                place_scheme(Transaction(model), files.config)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was "
+                    "edited or damaged; save it again from the model."
+                ) from error
+            encoding = current_encoding(model)
+            undo.callback(unpatch_model, model)
+        else:
+            values = {name: parameter.detach().clone() for name, parameter in encoding.named_parameters()}
+            undo.callback(_restore, encoding, model, copy.copy(encoding.lengths), values)
+        assert encoding is not None
+        assert encoding.lengths is not None
         _load_parameters(encoding, files.parameters, source, shared)
         if files.length is not None and encoding.lengths.chosen is None:
             choose_length(encoding, model, files.length)
-    except BaseException:
-        undo()
-        raise
-    return undo
+        yield
+        undo.pop_all()
 
 
 @torch.no_grad()
@@ -295,7 +282,7 @@ def collect(
             )
         parameters[name] = tensor.detach().cpu()
     return PositionFiles(
-        scheme=encoding.config.to_dict(),
+        config=encoding.config,
         base_model_type=model.config.model_type,
         fingerprint=fingerprint(model, encoding.record.base_weights, state),
         parameters=parameters,

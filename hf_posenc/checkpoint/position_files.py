@@ -23,7 +23,7 @@ from hf_posenc.checkpoint.atomic_folder import is_place_for_folder, replace_file
 from hf_posenc.checkpoint.configuration import CheckpointError, built_scheme, check_format, damaged, is_length
 from hf_posenc.entry import find_file
 from hf_posenc.patching.anatomy.weights import Fingerprint, check_entry
-from hf_posenc.schemes import SchemeConfig, scheme_from_dict
+from hf_posenc.schemes import SchemeConfig
 from hf_posenc.version import __version__
 
 JSON_FILE = "position_encoding.json"
@@ -39,7 +39,7 @@ class PositionFiles:
     """The contents of the two files.
 
     Attributes:
-        scheme: the output of `SchemeConfig.to_dict`.
+        config: the scheme.
         base_model_type: `config.model_type` of the base model.
         fingerprint: fingerprint of its weights.
         parameters: parameters of the scheme, by their names in `model.position_encoding`.
@@ -47,17 +47,12 @@ class PositionFiles:
         length: the context length set with `extend_context`, or `None`. Files of older versions have none.
     """
 
-    scheme: dict[str, Any]
+    config: SchemeConfig
     base_model_type: str
     fingerprint: Fingerprint
     parameters: Mapping[str, Tensor]
     adapter: str | None = None
     length: int | None = None
-
-    @property
-    def config(self) -> SchemeConfig:
-        """The scheme."""
-        return scheme_from_dict(self.scheme)
 
     def write(self, folder: str | os.PathLike[str], *, beside_adapter: bool = False) -> None:
         """Writes both files.
@@ -83,7 +78,7 @@ class PositionFiles:
             "format": FORMAT,
             "hf_posenc_version": __version__,
             "base_model_type": self.base_model_type,
-            "scheme": self.scheme,
+            "scheme": self.config.to_dict(),
             "parameters": tensors if self.parameters else None,
             "adapter": self.adapter,
             "length": self.length,
@@ -135,7 +130,7 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
         check_hash(entry, entry.get("sha256"), f"{JSON_FILE} in {source}")
     _check_adapter_weights(entry.get("adapter_weights"), source, hub)
     files = PositionFiles(
-        scheme=_field(entry, "scheme", dict, source),
+        config=built_scheme(_field(entry, "scheme", dict, source), source, JSON_FILE),
         base_model_type=_field(entry, "base_model_type", str, source),
         fingerprint=_checked_fingerprint(_field(entry, "fingerprint", dict, source), source),
         parameters=_read_parameters(entry.get("parameters"), source, hub),
@@ -144,7 +139,6 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
     )
     if files.length is not None and not is_length(files.length):
         raise damaged(source, f"the length {files.length!r}", "a number of tokens", file=JSON_FILE)
-    built_scheme(files.scheme, source, JSON_FILE)
     return files
 
 

@@ -162,10 +162,10 @@ def create_trainer_card(call: Call) -> Any:
     return result
 
 
-def create_card(call: Call) -> Any:
-    """Adds the section about the scheme to a card of sentence-transformers."""
+def create_card(call: Call, folder: str) -> Any:
+    """Adds the section about the scheme to a card that another library has written into the folder of an argument."""
     result = call.run()
-    _describe(call["self"], call["path"])
+    _describe(call["self"], call[folder])
     return result
 
 

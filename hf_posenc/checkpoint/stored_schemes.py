@@ -45,7 +45,7 @@ def schemes_of_checkpoint(folder: Path) -> NamedSchemes | None:
         return stock
     beside_adapter = read_position_files(folder, {})
     if beside_adapter is not None:
-        return NamedSchemes(str(folder), {ATTRIBUTE: beside_adapter.scheme})
+        return NamedSchemes(str(folder), {ATTRIBUTE: beside_adapter.config.to_dict()})
     disk = stored_config(folder, {})
     if disk is not None:  # FSDP has saved the weights in shards, or in a file without a mark.
         return NamedSchemes(str(folder), {ATTRIBUTE: from_disk(disk, str(folder))[ATTRIBUTE]["scheme"]})

@@ -16,6 +16,8 @@ from hf_posenc.cli.catalogue import REQUIRED, defaults_of, meanings_of
 from hf_posenc.errors import PositionEncodingError, UnsupportedError, UsageError
 from hf_posenc.evaluations import EVALUATIONS, Evaluation
 from hf_posenc.installation import require
+from hf_posenc.loading import load_model, load_tokenizer
+from hf_posenc.report import Result
 from hf_posenc.report.combination import combine_results, shortest_names
 from hf_posenc.report.page import web_page
 
@@ -65,8 +67,6 @@ def report(options: argparse.Namespace) -> int:
         UsageError: if a file contains no result, or if the evaluation has no figure.
         MeasurementError: if the results cannot share a table.
     """
-    from hf_posenc.report import Result
-
     _check_plot(options)
     results, paths = [], []
     for file in options.files:
@@ -199,8 +199,6 @@ def _load(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Loads a model to its device, and its tokenizer if the evaluation needs one."""
     import torch
 
-    from hf_posenc.loading import load_model
-
     loaded = {"model": load_model(model)}
     if "tokenizer" in options:
         loaded["tokenizer"] = _tokenizer(model, loaded["model"], options)
@@ -213,7 +211,6 @@ def _load(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _tokenizer(name: str, model: Any, options: argparse.Namespace) -> Any:
     """Loads the tokenizer given by `--tokenizer`; by default that of the model."""
-    from hf_posenc.loading import load_tokenizer
     from hf_posenc.metrics.forward import refuse_other_inputs
 
     try:

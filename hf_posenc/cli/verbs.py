@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hf_posenc
 from hf_posenc.checkpoint.atomic_folder import clear_drafts
 from hf_posenc.cli.catalogue import parse_layers
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.export.targets import TARGETS
+from hf_posenc.loading import load_model, load_processor, load_tokenizer, load_with_adapters
 from hf_posenc.report.tables import format_table
 
 #: The targets of `export`, for its help.
@@ -22,9 +24,6 @@ TARGET_HELP = "; ".join(f"{target.name}: {target.summary}" for target in TARGETS
 
 def inspect(options: argparse.Namespace) -> int:
     """Prints where a model uses positions and, for a patched model, a one-line summary."""
-    import hf_posenc
-    from hf_posenc.loading import load_model
-
     model = load_model(options.model, config_only=options.config_only)
     inspection = hf_posenc.inspect_model(model)
     print(inspection)
@@ -47,8 +46,6 @@ def patch(options: argparse.Namespace) -> int:
     elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
     cross = options.cross_attention is not None and parse_scheme(options.cross_attention)
 
-    import hf_posenc
-    from hf_posenc.loading import load_model
     from hf_posenc.patching.anatomy.anatomy import Anatomy
     from hf_posenc.patching.place.encoding import scheme_in_part
     from hf_posenc.patching.place.lengths import context_length
@@ -94,10 +91,6 @@ def export(options: argparse.Namespace) -> int:
 
     output = _free_folder(options)
     given = parse_options(options.option)
-
-    import hf_posenc
-    from hf_posenc.loading import load_model, load_with_adapters
-
     if options.merge_adapters:
         model, base = load_with_adapters(options.model)
     else:
@@ -162,7 +155,6 @@ def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, s
 def _loaded_processor(name: str, model: Any) -> tuple[Any, str, str]:
     """Returns the tokenizer or processor, the word for it, and the reason if it could not be loaded."""
     from hf_posenc.export.models import other_modalities
-    from hf_posenc.loading import load_processor, load_tokenizer
     from hf_posenc.patching.anatomy.anatomy import unwrapped
 
     load, kind = (load_processor, "processor") if other_modalities(unwrapped(model)) else (load_tokenizer, "tokenizer")

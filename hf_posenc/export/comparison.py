@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.export.records import Check
 from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.config import walk
 
 _SHORT = 48
 _LONGEST = 8192
@@ -105,7 +105,9 @@ def spans(model: PreTrainedModel) -> list[tuple[int, int]]:
     original = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
     if encoding is not None:
         limit = None if encoding.lengths is None else encoding.lengths.reach.length
-        original = _original_length(encoding.config)
+        scalings = (getattr(scheme, "scaling", None) for scheme in walk(encoding.config))
+        lengths = (getattr(scaling, "original_max_positions", None) for scaling in scalings)
+        original = max(filter(None, lengths), default=None)
     found = {(0, min(end, limit or _LONGEST, _LONGEST)) for end in ends}
     if isinstance(original, int):
         # A scaling depends on the largest position, so a few tokens there are enough. Not all models take positions.
@@ -115,10 +117,3 @@ def spans(model: PreTrainedModel) -> list[tuple[int, int]]:
         else:
             found.add((0, min(original + 16, limit or _LONGEST, _LONGEST)))
     return sorted(found)
-
-
-def _original_length(scheme: SchemeConfig) -> int | None:
-    """The longest original length of a scaling in a scheme or in one of the schemes inside it."""
-    own = getattr(getattr(scheme, "scaling", None), "original_max_positions", None)
-    found = [own, *(_original_length(child) for child in scheme.children().values())]
-    return max((length for length in found if length is not None), default=None)

@@ -21,7 +21,6 @@ from hf_posenc.export.programs import (
     padded,
     plain_checks,
     plain_inputs,
-    prepare_for_tracing,
     run_plain,
     tracing,
 )
@@ -80,9 +79,10 @@ class ExecutorchExport(ProgramExport):
                 "a smaller max_length."
             ) from error
 
-    def form(self, parts: ModelParts) -> Form:
-        """The program."""
-        return Form(carrier=f"its own ExecuTorch program for sequences of up to {self.longest} tokens, without a cache")
+    @property
+    def program(self) -> str:
+        """The program, with its longest sequence."""
+        return f"its own ExecuTorch program for sequences of up to {self.longest} tokens, without a cache"
 
     def write(self, form: Form) -> None:
         """Writes the program.
@@ -99,9 +99,8 @@ class ExecutorchExport(ProgramExport):
                 "It needs ExecuTorch with all of its dependencies, and its compiler needs transformers 5.23 or newer: "
                 "pip install executorch 'transformers>=5.23'"
             ) from error
-        prepare_for_tracing(self.reference, self.longest)
         length = torch.export.Dim("length", min=2, max=self.longest)
-        with tracing(self.reference, f"an ExecuTorch program of up to {self.longest} tokens"):
+        with tracing(self.reference, f"an ExecuTorch program of up to {self.longest} tokens", length=self.longest):
             inputs = _example(self.reference, _LENGTH)
             config = ExecutorchConfig(dynamic=True, dynamic_shapes={name: {1: length} for name in inputs})
             exported = ExecutorchExporter().export(Plain(self.reference), dict(inputs), config=config)

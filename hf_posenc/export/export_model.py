@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,59 +30,50 @@ from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.preserve import evaluation_mode
 
 
-@dataclass(frozen=True)
-class Upload:
-    """Where an export is uploaded to.
+def send(
+    report: ExportReport,
+    repository: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+) -> None:
+    """Uploads all files of an export in one commit, so that the repository never has a part of it.
+
+    An exception gets a note that says how to upload the folder later.
 
     Args:
-        repository: hub id.
+        report: the export.
+        repository: hub id. It is created if it does not exist.
         private: whether a new repository is private; `None` for the default of its owner.
         token: access token; `None` for the stored one.
         revision: branch, which is created if it does not exist; `None` for the default branch.
         create_pr: whether to open a pull request instead of a commit to the branch.
         commit_message: its title.
     """
+    api = HfApi(token=token)
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        CommitOperationAdd(path_in_repo=name, path_or_fileobj=report.folder / name) for name in report.files
+    ]
+    message = commit_message or f"Export of {report.scheme} to {report.target}"
+    with upload_of(report.folder, repository):
+        name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        operations += [CommitOperationDelete(path) for path in _outdated(api, name, revision, report)]
+        api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
 
-    repository: str
-    private: bool | None = None
-    token: str | bool | None = None
-    revision: str | None = None
-    create_pr: bool = False
-    commit_message: str | None = None
 
-    def full_name(self) -> str:
-        """The hub id with its owner: a name without one belongs to the owner of the token."""
-        if "/" in self.repository:
-            return self.repository
-        return HfApi(token=self.token).get_full_repo_name(self.repository)
-
-    def send(self, report: ExportReport) -> None:
-        """Uploads all files of an export in one commit, so that the repository never has a part of it.
-
-        An exception gets a note that says how to upload the folder later.
-        """
-        api = HfApi(token=self.token)
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(path_in_repo=name, path_or_fileobj=report.folder / name) for name in report.files
-        ]
-        message = self.commit_message or f"Export of {report.scheme} to {report.target}"
-        with upload_of(report.folder, self.repository):
-            name = api.create_repo(self.repository, private=self.private, exist_ok=True).repo_id
-            if self.revision is not None:
-                api.create_branch(name, branch=self.revision, exist_ok=True)
-            operations += [CommitOperationDelete(path) for path in self._outdated(api, name, report)]
-            api.create_commit(
-                name, operations, commit_message=message, revision=self.revision, create_pr=self.create_pr
-            )
-
-    def _outdated(self, api: HfApi, name: str, report: ExportReport) -> list[str]:
-        """Files in the repository that belong to an earlier export only. Some programs would load them."""
-        try:
-            earlier = files_in(Path(api.hf_hub_download(name, MANIFEST, revision=self.revision)))
-        except RemoteEntryNotFoundError:
-            return []
-        there = api.list_repo_files(name, revision=self.revision)
-        return sorted((set(there) & earlier) - set(report.files))
+def _outdated(api: HfApi, repository: str, revision: str | None, report: ExportReport) -> list[str]:
+    """Files in the repository that belong to an earlier export only. Some programs would load them."""
+    try:
+        earlier = files_in(Path(api.hf_hub_download(repository, MANIFEST, revision=revision)))
+    except RemoteEntryNotFoundError:
+        return []
+    there = api.list_repo_files(repository, revision=revision)
+    return sorted((set(there) & earlier) - set(report.files))
 
 
 def export_model(
@@ -143,8 +134,8 @@ def export_model(
         clear_drafts(place)  # of an export that was killed
     _check_folder(place, overwrite)
     export = target.export(options)
-    upload = _upload(place.resolve().name if push_to_hub is True else push_to_hub, hub_options or {})
-    repository = None if upload is None else upload.full_name()
+    hub_options = hub_options or {}
+    repository = _repository(place.resolve().name if push_to_hub is True else push_to_hub, hub_options)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(
             f"tokenizer is {tokenizer!r:.100}, which cannot be saved. Load it: AutoTokenizer.from_pretrained(name)."
@@ -166,8 +157,8 @@ def export_model(
         # Another process may have written there since the first look.
         _check_folder(place, overwrite, draft.name)
         _clear(place, files)
-    if upload is not None:
-        upload.send(report)
+    if repository is not None:
+        send(report, repository, **hub_options)
     return report
 
 
@@ -217,19 +208,20 @@ def _files_of(place: Path) -> set[str]:
     }
 
 
-def _upload(repository: Any, options: Mapping[str, Any]) -> Upload | None:
-    known = [field.name for field in fields(Upload) if field.name != "repository"]
-    for name in options:
-        if name not in known:
-            raise UnknownNameError("option", name, known, owner="hub_options")
-    if repository is False or repository is None:
+def _repository(name: Any, options: Mapping[str, Any]) -> str | None:
+    """The hub id with its owner: a name without one belongs to the owner of the token. `None` for no upload."""
+    known = inspect.getfullargspec(send).kwonlyargs
+    for option in options:
+        if option not in known:
+            raise UnknownNameError("option", option, known, owner="hub_options")
+    if name is False or name is None:
         if options:
             raise UsageError("hub_options are only used with push_to_hub. Give it the hub id of a repository.")
         return None
-    if not isinstance(repository, str):
-        raise TypeError(f'push_to_hub is {repository!r}; expected the hub id of a repository, such as "me/my-model".')
-    validate_repo_id(repository)
-    return Upload(repository, **options)
+    if not isinstance(name, str):
+        raise TypeError(f'push_to_hub is {name!r}; expected the hub id of a repository, such as "me/my-model".')
+    validate_repo_id(name)
+    return name if "/" in name else HfApi(token=options.get("token")).get_full_repo_name(name)
 
 
 def export_card(model: PreTrainedModel, report: ExportReport, usage: str, repository: str | None) -> ModelCard:

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import find_stacks
+from hf_posenc.patching.anatomy.anatomy import TEXT, find_stacks
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack
 from hf_posenc.patching.inspection import native_scheme
 from hf_posenc.patching.place.encoding import LayerEncoding, StackEncoding, build_encoding, current_encoding
 from hf_posenc.patching.place.install import adopt_native
-from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
+from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap
@@ -71,6 +72,21 @@ class ModelParts:
     def scheme(self) -> SchemeConfig:
         """The scheme in force: the one the model was patched with, or its native one."""
         return native_scheme(self.model) if self.placed is None else self.placed.config
+
+    @property
+    def text_scheme(self) -> SchemeConfig:
+        """The scheme of the text part, the only one with a scheme in a composite model that is exported."""
+        return self.scheme.by_part()[TEXT] if isinstance(self.scheme, PartsConfig) else self.scheme
+
+    def theta(self, layer_type: str | None = None) -> float:
+        """The base of RoPE in the scheme, or else in the model's own rotation in layers of a type."""
+        for scheme in walk(self.scheme):
+            if isinstance(theta := getattr(scheme, "theta", None), float):
+                return theta
+        config = self.model.config.get_text_config()
+        parameters = getattr(config, "rope_parameters", None) or {}
+        flat = parameters.get(layer_type, parameters)
+        return float(flat.get("rope_theta") or getattr(config, "default_theta", 10000.0))
 
     @property
     def label(self) -> str:

@@ -55,16 +55,13 @@ class OnnxExport(ProgramExport):
 
     opset_version: int | None = None
     quantize: bool = False
+    program = "its own ONNX graph"
 
     def __post_init__(self) -> None:
         if not isinstance(self.quantize, bool):
             raise UsageError(f"quantize is {self.quantize!r}; expected True or False.")
         if self.opset_version is not None and type(self.opset_version) is not int:
             raise UsageError(f"opset_version is {self.opset_version!r}; expected a number, such as 20.")
-
-    def form(self, parts: ModelParts) -> Form:
-        """The graph."""
-        return Form(carrier="its own ONNX graph")
 
     def write(self, form: Form) -> None:
         """Writes the graph.

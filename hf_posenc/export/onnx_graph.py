@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.comparison import random_ids
-from hf_posenc.export.programs import Plain, plain_inputs, prepare_for_tracing, tracing
+from hf_posenc.export.programs import Plain, plain_inputs, tracing
 from hf_posenc.patching.call.cache import cache_argument, first_cache
 from hf_posenc.patching.call.cache_checks import accept_cache
 from hf_posenc.patching.place.encoding import current_encoding
@@ -132,7 +132,6 @@ def export_graph(model: PreTrainedModel, opset_version: int | None) -> Any:
             f"The export to 'onnx' needs newer exporters than those of transformers {transformers.__version__}: "
             "pip install 'transformers>=5.23'"
         ) from error
-    prepare_for_tracing(model)
     with tracing(model, "an ONNX graph with open lengths", _TELLING):
         function, inputs = function_of(model)
         shapes = {name: _open(value) for name, value in inputs.items()}

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.export.carriers import Carrier, Export, Form
 from hf_posenc.export.comparison import difference_at_real_tokens, random_ids
-from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.records import Check
 from hf_posenc.patching.call.module_sites import EXPORTED_LENGTH
 from hf_posenc.patching.call.runtime import StackForward
@@ -34,13 +33,14 @@ Run = Callable[[dict[str, Tensor], list[str]], dict[str, Tensor]]
 class ProgramExport(Export[Form]):
     """An export that traces a model. Its program can have any scheme."""
 
+    @property
     @abstractmethod
-    def form(self, parts: ModelParts) -> Form:
-        """The form of the program."""
+    def program(self) -> str:
+        """What it writes, in a few words."""
 
     def carriers(self) -> Sequence[Carrier[Form]]:
         """The program of the model is the only one."""
-        return [Carrier("its own program", self.form)]
+        return [Carrier("its own program", lambda parts: Form(carrier=self.program))]
 
     @cached_property
     def reference(self) -> PreTrainedModel:
@@ -112,12 +112,20 @@ def plain_checks(
             yield Check(runtime, mode, name.replace("_", " "), difference, allowed, f" of {mask.shape[1]} tokens")
 
 
-def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -> None:
-    """Prepares a copy of a model. Its weights become constants, and no length is limited by a buffer, except a mask.
+@contextlib.contextmanager
+def tracing(
+    model: PreTrainedModel, program: str, telling: Sequence[str] = (), length: int = EXPORTED_LENGTH
+) -> Iterator[None]:
+    """Context manager for tracing: hides notes, uses attention that can be traced, and converts errors of the exporter.
 
     Args:
-        model: the copy.
+        model: a copy of the model. Its weights become constants, and no buffer limits its length, except a mask.
+        program: the kind of program, for messages.
+        telling: beginnings of the most informative sentences, which the exporter may hide among others.
         length: up to which the index buffers of patched stacks are extended.
+
+    Raises:
+        UnsupportedError: with the reason.
     """
     for module in model.modules():
         if isinstance(module, QueryKeyMap):
@@ -125,20 +133,6 @@ def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -
         forward = module.__dict__.get("forward")
         if isinstance(forward, StackForward):
             forward.runtime.slots.reach(module, length, masks=False)
-
-
-@contextlib.contextmanager
-def tracing(model: PreTrainedModel, program: str, telling: Sequence[str] = ()) -> Iterator[None]:
-    """Context manager for tracing: hides notes, uses attention that can be traced, and converts errors of the exporter.
-
-    Args:
-        model: the model that is traced.
-        program: the kind of program, for messages.
-        telling: beginnings of the most informative sentences, which the exporter may hide among others.
-
-    Raises:
-        UnsupportedError: with the reason.
-    """
     with attention_implementation(model, "sdpa", unless=["eager"]), quiet():
         try:
             yield
@@ -160,21 +154,14 @@ def quiet() -> Iterator[None]:
 
     onnxruntime's quantizer also changes what the root logger shows. This is undone afterwards.
     """
-    loggers = [
-        logging.getLogger(name)
-        for name in ("torch.onnx", "transformers", "onnxscript", "onnx_ir", "onnxruntime.quantization")
-    ]
     root = logging.getLogger()
-    shown, handlers = root.level, list(root.handlers)
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    level, handlers, disabled = root.level, list(root.handlers), root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        root.setLevel(shown)
+        logging.disable(disabled)
+        root.setLevel(level)
         root.handlers[:] = handlers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ class Target:
     Args:
         name: value of `to=`.
         summary: one line for help texts.
-        home: its file, a module with a subclass of `Export`, and the name of that class.
+        home: `"module:class"` of its subclass of `Export`.
         program: the program that runs it.
         takes_almost_all: whether it can express almost every scheme, in models that are not an encoder and a decoder.
         keeps_images: whether it writes the whole of a model of images or sound. Others write a program for token ids.
@@ -30,7 +30,7 @@ class Target:
 
     name: str
     summary: str
-    home: tuple[str, str]
+    home: str
     program: str
     takes_almost_all: bool = False
     keeps_images: bool = False
@@ -48,8 +48,7 @@ class Target:
             UnknownNameError: for an option that the target does not have.
         """
         require(f"The export to {self.name!r}", *EXTRAS.get(self.name, ()))
-        module, name = self.home
-        export_class: type[Export[Any]] = getattr(importlib.import_module(module), name)
+        export_class: type[Export[Any]] = pkgutil.resolve_name(self.home)
         known = list(inspect.signature(export_class).parameters)
         for name in options:
             if name not in known:
@@ -61,33 +60,33 @@ TARGETS = (
     Target(
         "stock",
         "a plain transformers checkpoint (options: max_shard_size, variant)",
-        ("hf_posenc.export.stock.target", "StockExport"),
+        "hf_posenc.export.stock.target:StockExport",
         "plain transformers",
         keeps_images=True,
     ),
     Target(
         "remote_code",
         "a checkpoint with a file of code for trust_remote_code=True (options: max_shard_size, variant)",
-        ("hf_posenc.export.remote_code.target", "RemoteCodeExport"),
+        "hf_posenc.export.remote_code.target:RemoteCodeExport",
         "plain transformers with trust_remote_code=True",
     ),
     Target(
         "gguf",
         "a file for llama.cpp (options: dtype=f32, f16 or q8_0; pooling=mean, cls, last or none)",
-        ("hf_posenc.export.gguf.target", "GgufExport"),
+        "hf_posenc.export.gguf.target:GgufExport",
         "llama.cpp",
     ),
     Target(
         "onnx",
         "a graph for onnxruntime (options: quantize=true, opset_version)",
-        ("hf_posenc.export.onnx", "OnnxExport"),
+        "hf_posenc.export.onnx:OnnxExport",
         "ONNX Runtime",
         takes_almost_all=True,
     ),
     Target(
         "executorch",
         "a program for ExecuTorch, without a cache (option: max_length)",
-        ("hf_posenc.export.executorch", "ExecutorchExport"),
+        "hf_posenc.export.executorch:ExecutorchExport",
         "ExecuTorch",
         takes_almost_all=True,
     ),

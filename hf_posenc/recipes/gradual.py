@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.inspection import native_scheme_of
@@ -270,12 +269,10 @@ class GradualSwapCallback(TrainerCallback):
         if strength == 1:
             finish_blend(model)
             return
-        warnings.warn(
+        warn_user(
             f"The training stopped after {state.global_step} of {self.steps} gradual steps, so the model is still a "
             f"blend with strength {strength}. Continue the training, or skip the rest with set_blend_strength(model, "
-            "1.0) and finish_blend(model).",
-            UserWarning,
-            stacklevel=2,
+            "1.0) and finish_blend(model)."
         )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -134,7 +133,8 @@ def swap_scheme(
     transaction = Transaction(model)
     place: Any = place_blend if gradual else place_scheme
     part = transaction.anatomy.part(part)
-    with _left_as_it_was(transaction):
+    with contextlib.ExitStack() as undo:
+        undo.callback(restore_encoding, transaction, transaction.encoding)
         old = _scheme_in_force(transaction, part, required=gradual or initialization == "fitted")
         carried = {} if initialization == "default" else _carried_options(scheme, options, old)
         config = as_scheme(scheme, **(options | carried))
@@ -167,20 +167,10 @@ def swap_scheme(
                 f"({'unknown' if old is None else old.name}) has vectors for, and {config.name!r} has none here. Omit "
                 "it."
             )
+        undo.pop_all()
     placed = scheme_in_part(transaction.encoding, part)
     assert placed is not None
     return Swap(model, old, new_scheme(placed), gradual, tuple(fits), carried, part)
-
-
-@contextmanager
-def _left_as_it_was(transaction: Transaction) -> Iterator[None]:
-    """Restores the previous encoding if an error occurs."""
-    before = transaction.encoding
-    try:
-        yield
-    except BaseException:
-        restore_encoding(transaction, before)
-        raise
 
 
 def _scheme_in_force(transaction: Transaction, part: str, required: bool) -> SchemeConfig | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import itertools
 import os
 import shutil
@@ -59,7 +60,7 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, form:
         ValueError: if the number of cells in a row differs from the number of headers.
     """
     rows = list(rows)
-    columns = [list(column) for column in zip(headers, *rows, strict=True)]
+    columns = [_Column(cells) for cells in zip(headers, *rows, strict=True)]
     if form == "html":
         require("A table for a web page", "pandas")
         import pandas
@@ -76,77 +77,69 @@ def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (headers, ["---"] * len(headers), *rows))
 
 
-def _markdown(columns: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in columns]
-    right = [_is_right(column) for column in columns]
-    rule = ["-" * (width - 1) + ":" if is_right else "-" * width for width, is_right in zip(widths, right, strict=True)]
-    header, *rows = (_aligned(row, widths, right) for row in zip(*columns, strict=True))
+class _Column:
+    """A column of a table: its heading and its cells."""
+
+    def __init__(self, cells: Sequence[str]) -> None:
+        self.cells = cells
+        self.right = len(cells) > 1 and all(map(_is_number, cells[1:]))
+        self.width = max(map(len, cells))
+        #: The minimum width. Numbers are not broken; text wraps between words.
+        self.least = max(
+            len(cell) if _is_number(cell) else min(_LONGEST_WORD, max(map(len, cell.split()), default=0))
+            for cell in cells
+        )
+
+    def aligned(self, text: str) -> str:
+        return text.rjust(self.width) if self.right else text.ljust(self.width)
+
+    def wrapped(self, cell: str) -> list[str]:
+        """Returns the lines of a cell."""
+        return textwrap.wrap(cell, self.width, break_on_hyphens=False) if len(cell) > self.width else [cell]
+
+
+def _rows(columns: Sequence[_Column]) -> Iterator[list[str]]:
+    """Returns the lines of the rows, as many for each as its longest cell needs."""
+    for row in zip(*(column.cells for column in columns), strict=True):
+        lines = [column.wrapped(cell) for column, cell in zip(columns, row, strict=True)]
+        for texts in itertools.zip_longest(*lines, fillvalue=""):
+            yield [column.aligned(text) for column, text in zip(columns, texts, strict=True)]
+
+
+def _markdown(columns: Sequence[_Column]) -> str:
+    rule = ["-" * (column.width - 1) + ":" if column.right else "-" * column.width for column in columns]
+    header, *rows = _rows(columns)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
 
-def _text(columns: Sequence[Sequence[str]], width: int | None) -> str:
-    right = [_is_right(column) for column in columns]
-    widths = _widths(columns, width)
-    header, *rows = (_lines(row, widths, right) for row in zip(*columns, strict=True))
-    return "\n".join([*header, _GAP.join("-" * size for size in widths), *itertools.chain.from_iterable(rows)])
+def _text(columns: Sequence[_Column], width: int | None) -> str:
+    """Returns a table, with the widest columns narrowed until a line fits."""
+    while width is not None and _total([column.width for column in columns]) > width:
+        shrinkable = [column for column in columns if column.width > column.least]
+        if not shrinkable:
+            break
+        max(shrinkable, key=lambda column: column.width).width -= 1
+    header_lines = max(len(column.wrapped(column.cells[0])) for column in columns)
+    lines = [_GAP.join(cells).rstrip() for cells in _rows(columns)]
+    rule = _GAP.join("-" * column.width for column in columns)
+    return "\n".join([*lines[:header_lines], rule, *lines[header_lines:]])
 
 
-def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
-    """Returns the lines of one row, as many as its longest cell needs."""
-    wrapped = [
-        textwrap.wrap(cell, size, break_on_hyphens=False) if len(cell) > size else [cell]
-        for cell, size in zip(row, widths, strict=True)
-    ]
-    return [
-        _GAP.join(_aligned(cells, widths, right)).rstrip() for cells in itertools.zip_longest(*wrapped, fillvalue="")
-    ]
-
-
-def _blocks(columns: list[list[str]], width: int | None) -> list[list[list[str]]]:
+def _blocks(columns: list[_Column], width: int | None) -> list[list[_Column]]:
     """Returns blocks of columns that fit side by side. Every block starts with the first column."""
     if width is None or len(columns) < 3:
         return [columns]
     first, *others = columns
-    blocks: list[list[list[str]]] = [[first]]
+    blocks = [[first]]
     for column in others:
-        if len(blocks[-1]) > 1 and _total([_least(beside) for beside in (*blocks[-1], column)]) > width:
-            blocks.append([first])
+        if len(blocks[-1]) > 1 and _total([beside.least for beside in (*blocks[-1], column)]) > width:
+            blocks.append([copy.copy(first)])
         blocks[-1].append(column)
     return blocks
 
 
-def _widths(columns: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Returns the natural widths of columns, with the widest ones narrowed until a line fits."""
-    widths = [max(map(len, column)) for column in columns]
-    least = [_least(column) for column in columns]
-    while width is not None and _total(widths) > width:
-        shrinkable = [index for index, size in enumerate(widths) if size > least[index]]
-        if not shrinkable:
-            break
-        widths[max(shrinkable, key=lambda index: widths[index])] -= 1
-    return widths
-
-
 def _total(widths: Sequence[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def _least(column: Sequence[str]) -> int:
-    """Returns the minimum width of a column. Numbers are not broken; text wraps between words."""
-    return max(
-        len(cell) if _is_number(cell) else min(_LONGEST_WORD, max(map(len, cell.split()), default=0)) for cell in column
-    )
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
-    return [
-        cell.rjust(width) if is_right else cell.ljust(width)
-        for cell, width, is_right in zip(cells, widths, right, strict=True)
-    ]
-
-
-def _is_right(column: Sequence[str]) -> bool:
-    return len(column) > 1 and all(_is_number(cell) for cell in column[1:])
 
 
 def format_number(value: float | None) -> str:

@@ -19,10 +19,9 @@ def refuse_dense_layers(parts: ModelParts, architecture: str) -> None:
     Raises:
         UnsupportedError: with the fields.
     """
-    config = parts.stack.config
-    fields = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-    found = {name: getattr(config, name, usual) for name, usual in fields.items()}
-    if any(found[name] != usual for name, usual in fields.items()):
+    usual = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    found = {name: getattr(parts.stack.config, name, value) for name, value in usual.items()}
+    if found != usual:
         raise UnsupportedError(
             f"some layers of {parts.name} have no experts ("
             + ", ".join(f"{name}={value}" for name, value in found.items())

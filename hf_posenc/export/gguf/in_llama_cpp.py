@@ -32,6 +32,10 @@ class Opaque(ctypes.Structure):
     _fields_ = [("words", ctypes.c_uint32 * 1024)]
 
 
+class Pointer(ctypes.c_void_p):
+    """A pointer to something of llama.cpp. ctypes returns a plain `c_void_p` as a number and passes it on as an int."""
+
+
 class Library:
     """llama.cpp's C functions in the shared library of xllamacpp. The file is loaded on the CPU.
 
@@ -116,39 +120,21 @@ class Library:
         return np.stack(rows)
 
     def _declare(self) -> None:
-        pointer, floats = ctypes.c_void_p, ctypes.POINTER(ctypes.c_float)
-        kinds: dict[str, tuple[Any, list[Any]]] = {
-            "llama_backend_init": (None, []),
-            "llama_model_default_params": (Opaque, []),
-            "llama_context_default_params": (Opaque, []),
-            "llama_model_load_from_file": (pointer, [ctypes.c_char_p, Opaque]),
-            "llama_init_from_model": (pointer, [pointer, Opaque]),
-            "llama_n_ubatch": (ctypes.c_uint32, [pointer]),
-            "llama_pooling_type": (ctypes.c_int, [pointer]),
-            "llama_set_n_threads": (None, [pointer, ctypes.c_int32, ctypes.c_int32]),
-            "llama_model_n_embd": (ctypes.c_int32, [pointer]),
-            "llama_model_get_vocab": (pointer, [pointer]),
-            "llama_vocab_n_tokens": (ctypes.c_int32, [pointer]),
-            "llama_tokenize": (
-                ctypes.c_int32,
-                [pointer, ctypes.c_char_p, ctypes.c_int32, pointer, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool],
-            ),
-            "llama_detokenize": (
-                ctypes.c_int32,
-                [pointer, pointer, ctypes.c_int32, pointer, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool],
-            ),
-            "llama_set_embeddings": (None, [pointer, ctypes.c_bool]),
-            "llama_get_memory": (pointer, [pointer]),
-            "llama_memory_clear": (None, [pointer, ctypes.c_bool]),
-            "llama_batch_get_one": (Opaque, [pointer, ctypes.c_int32]),
-            "llama_encode": (ctypes.c_int32, [pointer, Opaque]),
-            "llama_decode": (ctypes.c_int32, [pointer, Opaque]),
-            "llama_get_embeddings": (floats, [pointer]),
-            "llama_get_logits_ith": (floats, [pointer, ctypes.c_int32]),
+        """Sets the types of results other than C's int, which is that of the others."""
+        floats = ctypes.POINTER(ctypes.c_float)
+        kinds: dict[str, Any] = {
+            "llama_model_default_params": Opaque,
+            "llama_context_default_params": Opaque,
+            "llama_model_load_from_file": Pointer,
+            "llama_init_from_model": Pointer,
+            "llama_model_get_vocab": Pointer,
+            "llama_get_memory": Pointer,
+            "llama_batch_get_one": Opaque,
+            "llama_get_embeddings": floats,
+            "llama_get_logits_ith": floats,
         }
-        for name, (result, arguments) in kinds.items():
-            function = getattr(self.functions, name)
-            function.restype, function.argtypes = result, arguments
+        for name, kind in kinds.items():
+            getattr(self.functions, name).restype = kind
 
     def _model_parameters(self) -> Opaque:
         parameters: Opaque = self.functions.llama_model_default_params()

@@ -30,7 +30,6 @@ from hf_posenc.export.gguf.blocks import (
 from hf_posenc.export.gguf.experts import EXPERTS, expert_entries, refuse_dense_layers
 from hf_posenc.export.gguf.file import GgufForm, Metadata, named_weights
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, ModelParts, Rotation, rotations_of
-from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.needs import BIASES, Need
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
@@ -77,23 +76,21 @@ def is_llama(model: PreTrainedModel) -> bool:
 def shared_spectrum(parts: ModelParts) -> GgufForm:
     """One spectrum in all layers, as a factor of each pair of RoPE's spectrum."""
     rotations = rotations_of(parts)
-    form = _form(parts, "llama", "the architecture 'llama'")
-    reorder_heads(form, rotations)
-    return _with_spectrum(form, rotations[0].all_frequencies, _theta(parts.scheme))
+    form = _rotating(parts, rotations, "llama", "the architecture 'llama'")
+    return _with_spectrum(form, rotations[0].all_frequencies, parts.theta())
 
 
 def _with_scaling(parts: ModelParts, rotations: list[Rotation], entries: Metadata, what: str) -> GgufForm:
     if not bool(rotations[0].all_frequencies.all()):
         raise UnsupportedError("RoPE does not rotate the whole head")
-    form = _form(parts, "llama", f"the architecture 'llama'{what}")
-    reorder_heads(form, rotations)
+    form = _rotating(parts, rotations, "llama", f"the architecture 'llama'{what}")
     form.metadata.update({"rope.dimension_count": form.metadata["attention.key_length"], **entries})
     return form
 
 
 def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     """The layers of SmolLM3: RoPE, and no positions in every fourth layer."""
-    rotations, theta = rotations_of(parts, same=False), _theta(parts.scheme)
+    rotations, theta = rotations_of(parts, same=False), parts.theta()
     head_dim = rotations[0].head_dim
     rope = rope_inverse_frequencies(theta, head_dim).double()
     for layer, rotation in enumerate(rotations):
@@ -103,8 +100,9 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
             raise UnsupportedError(
                 f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
             )
-    form = _form(parts, "smollm3", "the architecture 'smollm3', which does not rotate in every fourth layer")
-    reorder_heads(form, rotations)
+    form = _rotating(
+        parts, rotations, "smollm3", "the architecture 'smollm3', which does not rotate in every fourth layer"
+    )
     form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": theta})
     return form
 
@@ -119,11 +117,10 @@ def spectrum_per_layer(parts: ModelParts) -> GgufForm:
         )
     head_dim = rotations[0].head_dim
     carrier = f"the architecture 'llama' with heads {len(spectra)} times as wide, a part for each spectrum"
-    form = _form(parts, "llama", carrier)
-    reorder_heads(form, rotations)
+    form = _rotating(parts, rotations, "llama", carrier)
     starts = [spectra.index(rotation.spectrum) * head_dim for rotation in rotations]
     _widen_heads(form, starts, head_dim, len(spectra) * head_dim)
-    return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), _theta(parts.scheme))
+    return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), parts.theta())
 
 
 def alibi(parts: ModelParts) -> GgufForm:
@@ -175,14 +172,6 @@ def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufFor
     return replace(form, carrier=f"{form.carrier} and rope_freqs.weight")
 
 
-def _theta(scheme: SchemeConfig) -> float:
-    """The base of the scheme or of a scheme inside it. Only its product with the factors matters."""
-    own = getattr(scheme, "theta", None)
-    if own is not None:
-        return float(own)
-    return next((theta for theta in map(_theta, scheme.children().values()) if theta != 10000.0), 10000.0)
-
-
 def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     """The weights and hyperparameters of Llama-like blocks, without a position encoding."""
     config, attention = parts.stack.config, parts.stack.attentions[0]
@@ -212,9 +201,11 @@ def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     )
 
 
-def reorder_heads(form: GgufForm, rotations: list[Rotation]) -> None:
-    """Puts the pairs of every query and key head next to each other, as llama.cpp rotates them."""
+def _rotating(parts: ModelParts, rotations: list[Rotation], architecture: str, carrier: str) -> GgufForm:
+    """Llama-like blocks with the pairs of every query and key head next to each other, as llama.cpp rotates them."""
+    form = _form(parts, architecture, carrier)
     fold_rotations(form, rotations, Rotation.neighbours)
+    return form
 
 
 def _widen_heads(form: GgufForm, starts: Sequence[int], old: int, width: int) -> None:

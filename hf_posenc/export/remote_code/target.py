@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.carriers import Carrier
 from hf_posenc.export.comparison import float32_reference
 from hf_posenc.export.layers import ModelParts, rotations_of
-from hf_posenc.export.programs import plain_checks, run_plain
+from hf_posenc.export.programs import padded, plain_checks, run_plain
 from hf_posenc.export.records import Check
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
 from hf_posenc.export.stock.rope_parameters import fold
@@ -95,8 +94,7 @@ class RemoteCodeExport(StockExport):
                 yield replace(check, allowed=_DECODED) if check.mode == "decode" else check
         except NotImplementedError as error:
             raise UnsupportedError(f"{error}.") from error
-        mask = torch.ones(1, _PADDED, dtype=torch.int64)
-        mask[:, : _PADDED // 3] = 0
+        mask = padded(_PADDED, _PADDED // 3)
         masks = [mask if self.parts.stacks[0][0].causal else mask.flip(-1)]
         written, runtime = self._loaded(form), f"transformers {transformers.__version__}"
         yield from plain_checks(

@@ -15,11 +15,8 @@ from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.carriers import Form
 from hf_posenc.export.layers import ModelParts
-from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.place.config_entry import detach_entry, native_lengths, write_lengths
-from hf_posenc.schemes.arrangement.of_parts import PartsConfig
-from hf_posenc.schemes.config import SchemeConfig
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,6 @@ def write_current_length(config: Any, parts: ModelParts) -> None:
     if lengths.current is None or lengths.current == lengths.native or any(stack.tables for stack, _ in parts.stacks):
         return
     write_lengths(config, dict.fromkeys(native_lengths(parts.model.config), lengths.current))
-
-
-def scheme_to_carry(parts: ModelParts) -> SchemeConfig:
-    """The scheme of a patched model. In a composite model, it is that of the text part, the only one with a scheme."""
-    return parts.scheme.by_part()[TEXT] if isinstance(parts.scheme, PartsConfig) else parts.scheme
 
 
 def config_of(stack: Stack, model: PreTrainedModel, config: Any) -> Any:

@@ -7,36 +7,22 @@ RoFormer (arXiv:2104.09864) is a BERT with a rotation, MPNet (arXiv:2004.09297) 
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import GPTNeoXConfig, MPNetConfig, PreTrainedModel, RoFormerConfig, SmolLM3Config
+from transformers import GPTNeoXConfig, MPNetConfig, PreTrainedConfig, PreTrainedModel, RoFormerConfig, SmolLM3Config
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import ModelParts, Rotation, rotations_of
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
-from hf_posenc.export.stock.rope_parameters import base_of, fold, rotation_parameters
+from hf_posenc.export.stock.rope_parameters import fold, rotation_parameters
 from hf_posenc.schemes.bias.t5 import T5Bias
 
-_BERT = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
-    "initializer_range", "layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings",
-    "id2label", "label2id", "problem_type", "classifier_dropout", "dtype",
-)  # fmt: skip
-_GPT2 = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "initializer_range", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype",
-)  # fmt: skip
-_LLAMA = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
-    "bos_token_id", "eos_token_id", "attention_bias", "attention_dropout", "mlp_bias", "tie_word_embeddings", "dtype",
-    "id2label", "label2id", "problem_type",
-)  # fmt: skip
+Config = TypeVar("Config", bound=PreTrainedConfig)
 #: The start of the names of Llama-like classes, by the type of the model.
 _LLAMAS = {"llama": "Llama", "mistral": "Mistral", "smollm3": "SmolLM3"}
 #: Classes whose names differ in more than the name of the family.
@@ -86,10 +72,11 @@ def smollm3(parts: ModelParts) -> StockForm:
     for layer, rotation in zip(parts.layers, rotations, strict=True):
         fold(state, layer, rotation, "half")
     shared, head_dim, length = (rotating or rotations)[0], rotations[0].head_dim, config.max_position_embeddings
-    written = SmolLM3Config(
-        **_copied(config, _LLAMA),
+    written = _converted(
+        config,
+        SmolLM3Config,
         no_rope_layers=[int(rotation.rotary_dim > 0) for rotation in rotations],
-        rope_parameters=rotation_parameters(shared, head_dim, head_dim, base_of(parts), length),
+        rope_parameters=rotation_parameters(shared, head_dim, head_dim, parts.theta(), length),
     )
     written.head_dim = head_dim
     return StockForm(model_class, written, state, carrier=f"{model_class.__name__} with no_rope_layers")
@@ -116,8 +103,9 @@ def gpt_neox(parts: ModelParts) -> StockForm:
         layer = re.search(r"layers\.(\d+)\.attention\.query_key_value\.", key)
         state[key] = value if layer is None else _by_head(value, rotations[int(layer[1])])
     length = parts.model.position_encoding.lengths.current or config.max_position_embeddings
-    written = GPTNeoXConfig(
-        **_copied(config, _GPT2),
+    written = _converted(
+        config,
+        GPTNeoXConfig,
         max_position_embeddings=length,
         intermediate_size=config.n_inner or 4 * config.hidden_size,
         hidden_act=config.activation_function,
@@ -125,7 +113,7 @@ def gpt_neox(parts: ModelParts) -> StockForm:
         hidden_dropout=config.resid_pdrop,
         attention_dropout=config.attn_pdrop,
         use_parallel_residual=False,
-        rope_parameters=rotation_parameters(rotations[0], rotations[0].rotary_dim, head_dim, base_of(parts), length),
+        rope_parameters=rotation_parameters(rotations[0], rotations[0].rotary_dim, head_dim, parts.theta(), length),
     )
     return StockForm(model_class, written, state, carrier=f"{model_class.__name__} with its rotation")
 
@@ -167,7 +155,7 @@ def roformer(parts: ModelParts) -> StockForm:
     inside = "" if model_class.__name__ == "RoFormerModel" else f"{prefix}."
     phases = torch.cat((angles.sin(), angles.cos()), dim=-1)
     state[f"{inside}encoder.embed_positions.weight"] = phases.to(parts.model.dtype)
-    written = RoFormerConfig(**_copied(config, _BERT))
+    written = _converted(config, RoFormerConfig)
     return StockForm(model_class, written, state, carrier=f"{model_class.__name__} with the phases in its table")
 
 
@@ -194,7 +182,7 @@ def mpnet(parts: ModelParts) -> StockForm:
     length = config.max_position_embeddings + 2
     state[f"{inside}embeddings.position_embeddings.weight"] = types[:1].expand(length, -1).clone()
     state[f"{inside}encoder.relative_attention_bias.weight"] = bias.weight.detach().clone()
-    written = MPNetConfig(**_copied(config, _BERT) | {"max_position_embeddings": length})
+    written = _converted(config, MPNetConfig, max_position_embeddings=length)
     carrier, restriction = f"{model_class.__name__} with relative_attention_bias", ""
     if not torch.equal(types, types[:1].expand_as(types)):
         carrier = f"{carrier}, which reads all tokens as type 0"
@@ -237,6 +225,7 @@ def _renamed(key: str, names: dict[str, str]) -> str:
     return key
 
 
-def _copied(config: Any, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the given fields that a config has."""
-    return {key: getattr(config, key) for key in fields if hasattr(config, key)}
+def _converted(config: Any, target: type[Config], **changed: Any) -> Config:
+    """A config of another class, with the values that both classes have, except those that are given."""
+    names = [field.name for field in dataclasses.fields(target) if hasattr(config, field.name)]
+    return target(**{name: getattr(config, name) for name in names} | changed)

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import ModelParts, rows_of
-from hf_posenc.export.stock.form import (
-    StockForm,
-    config_of,
-    scheme_to_carry,
-    stock_config,
-    stock_state,
-    write_current_length,
-)
+from hf_posenc.export.stock.form import StockForm, config_of, stock_config, stock_state, write_current_length
 from hf_posenc.export.stock.rope_parameters import stated_head_dim, write_rope_parameters
 from hf_posenc.patching.anatomy.discovery import table_weight
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
@@ -54,7 +47,7 @@ def own_class(parts: ModelParts) -> StockForm:
     model, carrier = parts.model, f"the config of {parts.name}"
     if parts.placed is None:
         return StockForm(type(model), model.config, model.state_dict(), carrier=carrier)
-    scheme, native = scheme_to_carry(parts), _native(parts)
+    scheme, native = parts.text_scheme, _native(parts)
     config, state = stock_config(model), stock_state(model)
     if not (isinstance(scheme, LayeredConfig) and scheme == native):
         with at_native_lengths(model.config):
@@ -92,7 +85,7 @@ def own_table(parts: ModelParts) -> StockForm:
 
 
 def _write_scheme(config: Any, state: dict[str, Tensor], parts: ModelParts, native: SchemeConfig) -> None:
-    scheme = scheme_to_carry(parts)
+    scheme = parts.text_scheme
     config = config_of(parts.stacks[0][0], parts.model, config)
     own = {type(part) for part in native.acting_together()}
     own -= {part for part in own if issubclass(part, LayeredConfig)}

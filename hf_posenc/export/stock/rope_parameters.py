@@ -10,14 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import QUERY_FACTOR, STOPPED, Layer, ModelParts, Rotation, rotation_of
-from hf_posenc.export.stock.form import (
-    StockForm,
-    config_of,
-    scheme_to_carry,
-    stock_config,
-    stock_state,
-    write_current_length,
-)
+from hf_posenc.export.stock.form import StockForm, config_of, stock_config, stock_state, write_current_length
 from hf_posenc.patching.anatomy.rotary_functions import reads_axes
 from hf_posenc.patching.anatomy.sites import build_context, native_pairing
 from hf_posenc.schemes import BuildContext
@@ -45,7 +38,7 @@ def own_rotation(parts: ModelParts) -> StockForm:
             rotation,
             context.rotary_dim,
             stated_head_dim(layer.stack.config, context),
-            base_of(parts, layer_type),
+            parts.theta(layer_type),
             context.max_positions,
         )
         if by_layer_type.setdefault(layer_type, parameters) != parameters:
@@ -118,17 +111,6 @@ def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:
     near = torch.cat((torch.ones(1), guess, guess.nextafter(infinity), guess.nextafter(-infinity)))
     found = 1.0 / (near * power)
     return float(near[(found - wanted).abs().argmin()])
-
-
-def base_of(parts: ModelParts, layer_type: str | None = None) -> float:
-    """The base of the scheme, or else that of the model's own rotation in layers of a type."""
-    for part in scheme_to_carry(parts).acting_together():
-        if isinstance(getattr(part, "theta", None), float):
-            return float(part.theta)  # type: ignore[attr-defined]
-    config = parts.model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    flat = parameters.get(layer_type, parameters)
-    return float(flat.get("rope_theta") or getattr(config, "default_theta", 10000.0))
 
 
 def write_rope_parameters(config: Any, by_layer_type: dict[str | None, dict[str, Any]]) -> None:
