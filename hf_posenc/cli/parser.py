@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     imports, command, words = _split(list(sys.argv[1:] if arguments is None else arguments))
     chosen = command[1] if command[:1] == ["eval"] and len(command) > 1 else None
     parser = _parser(chosen)
+    if not command and not words:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         if chosen is not None and chosen not in EVALUATIONS and not chosen.startswith("-"):
             raise UnknownNameError("evaluation", chosen, EVALUATIONS)

@@ -56,7 +56,8 @@ class TestProcess:
     @pytest.mark.parametrize(
         ("words", "printed"),
         [
-            *(([*words], ["usage: hf-posenc"]) for words in ([], ["eval"], ["nonsense"], ["patch", "model", "rope"])),
+            *(([*words], ["usage: hf-posenc"]) for words in (["eval"], ["nonsense"], ["patch", "model", "rope"])),
+            ([], ["usage: hf-posenc", "measure what a position encoding does"]),
             # A word too many shows the usage of the verb.
             (["plot", "ssmax", "pope"], ["usage: hf-posenc plot ", "unrecognized arguments: pope"]),
             (["run"], ["hf-posenc run -- COMMAND"]),
