@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser(chosen)
     if not command and not words:
         parser.print_help(sys.stderr)
-        return 2
+        parser.exit(2)
     try:
         if chosen is not None and chosen not in EVALUATIONS and not chosen.startswith("-"):
             raise UnknownNameError("evaluation", chosen, EVALUATIONS)
