@@ -108,14 +108,17 @@ class Measure:
             reading = run["exact_match"]
             lengths = self.at if isinstance(self.at, tuple) else (self.at,)
             return float(np.mean([reading["accuracy"][reading["lengths"].index(length)] for length in lengths]))
-        reading = run["by_length"]
-        place = reading["lengths"].index(self.at)
-        by_text = reading["window_tail_loss"][place]
-        if None in by_text:
-            # Texts of a masked model have different numbers of masked tokens, some of them none.
-            return float(reading["tail_loss"][place])
-        # The mean over texts has more digits than the loss that is stored beside it.
-        return float(np.mean(by_text))
+        return tail_loss(run, self.at)
+
+
+def tail_loss(run: Run, length: float | tuple[int, ...]) -> float:
+    """The loss of the same last tokens of every text, read at a length."""
+    reading = run["by_length"]
+    place = reading["lengths"].index(length)
+    by_text = reading["window_tail_loss"][place]
+    # Texts of a masked model have different numbers of masked tokens, some of them none. Otherwise, the mean over texts
+    # has more digits than the loss that is stored beside it.
+    return float(reading["tail_loss"][place] if None in by_text else np.mean(by_text))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from docs.study.significance import Interval
 from docs.study.swaps import above_control
 from docs.study.table_numbers import (
     LENGTHS,
-    NOT_RUN,
     SCALINGS,
     Run,
     Runs,
@@ -52,8 +51,6 @@ def one_seed_leaderboard(runs: Runs) -> str:
 
 def _table(runs: Runs, study: str, head: tuple[str, ...]) -> str:
     trained = {scheme: seeds for scheme, seeds in finished(runs, study).items() if scheme not in SCALINGS}
-    if not trained:
-        return NOT_RUN
     none, healed, rows = finished(runs, "reference").get("none", {}), finished(runs, "reference_heal"), []
     better = above_rope_at_better_rates(runs) if study == "reference" else {}
     plain = next(iter(none.values()))["parameters"] if none else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from docs.study.claims import Measure
-from docs.study.table_numbers import NOT_RUN, Runs, finished, markdown, mean_of, mean_paired, ranged, shown
+from docs.study.table_numbers import Runs, finished, markdown, mean_of, mean_paired, ranged, shown
 
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
@@ -78,10 +78,8 @@ def quoted_table(runs: Runs) -> str:
                     means[1], difference = "not reached", f"below {difference.split()[0]}"
                 rows.append((text, f"`{first}` and `{second}`", called, *means, difference, str(len(common))))
                 text = ""
-    if not rows:
-        return NOT_RUN
     head = ("quoted", "here", "value", "first", "second", "difference", "seeds")
-    return markdown(head, rows).replace("|---|---:|---:|", "|---|---|---|", 1)
+    return markdown(head, rows, texts=3)
 
 
 def _never_reached(runs: Runs, measure: Measure) -> bool:
