@@ -316,13 +316,13 @@ CLAIMS = (
 )
 
 
-def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
+def outcomes(runs: Runs) -> list[Outcome]:
     """The outcome of every test, in the order of the claims.
 
     A test that was not run, or is not decidable, takes part in Holm's correction with a p-value of 1, so that results
     cannot become more certain because others are missing.
     """
-    tests = [(claim, test, test.differences(runs)) for claim in claims for test in claim.tests]
+    tests = [(claim, test, test.differences(runs)) for claim in CLAIMS for test in claim.tests]
     decidable = [all(condition.holds(runs) for condition in test.conditions) for _, test, _ in tests]
     pairs = [
         test.p_values(differences) if differences and decided else (1.0, 1.0)
@@ -335,7 +335,7 @@ def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
             test,
             len(differences),
             mean_difference(differences) if differences else None,
-            _over_texts(test, runs),
+            over_texts(test.first, test.second, runs),
             p,
             p_opposite,
             decided,
@@ -344,12 +344,13 @@ def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
     ]
 
 
-def _over_texts(test: Comparison, runs: Runs) -> Interval | None:
-    first, second = test.first.by_text(runs), test.second.by_text(runs)
-    seeds = sorted(first.keys() & second.keys())
+def over_texts(first: Measure, second: Measure, runs: Runs) -> Interval | None:
+    """The mean of first less second with an interval over seeds and texts; `None` for fewer than two common seeds."""
+    by_text = first.by_text(runs), second.by_text(runs)
+    seeds = sorted(by_text[0].keys() & by_text[1].keys())
     if len(seeds) < 2:
         return None
-    pairs = ([losses[seed] for seed in seeds] for losses in (first, second))
+    pairs = ([losses[seed] for seed in seeds] for losses in by_text)
     return difference_over_texts(*pairs, neighbours=NEIGHBOURS)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,21 +23,21 @@ from docs.study.archive import study_in, trainings
 from docs.study.claims import (
     CLAIMS,
     LENGTH,
-    NEIGHBOURS,
     REACHED,
     Measure,
     Outcome,
     outcomes,
+    over_texts,
     read_runs,
     verdict_of,
 )
 from docs.study.grid import grid_table
-from docs.study.leaderboard import leaderboard, leaderboard_tasks, one_seed_leaderboard
+from docs.study.leaderboard import leaderboard_of
 from docs.study.measured import frequencies_table, moved_table, precision_table
 from docs.study.quoted import MASKED, quoted_table
 from docs.study.rates import other_rate_table, rates_table
 from docs.study.repeats import repeats_table
-from docs.study.significance import difference_over_texts, mean_difference, paired, prediction
+from docs.study.significance import prediction
 from docs.study.swaps import heal_table, pretrained_heal_table
 from docs.study.table_numbers import (
     LENGTHS,
@@ -50,6 +50,7 @@ from docs.study.table_numbers import (
     markdown,
     mean_of,
     mean_paired,
+    never_reached,
     ranged,
     ranked,
     seeds_of,
@@ -161,7 +162,7 @@ def losses_of(
                 if task == "causal":
                     other = shown(mean_of(run["by_length"]["sliding_loss"] for run in seeds.values()))
                 else:
-                    other = _steps_to(Measure(scheme, "steps", MASKED, study, task), runs, seeds.values())
+                    other = _steps_to(Measure(scheme, "steps", MASKED, study, task), runs, seeds)
                 cells = (f"`{scheme}`", *map(shown, tails), other, seeds_of(runs, study, scheme, task))
                 rows.append((tails[0].value, cells))
         return ranked(("scheme", *(f"{length:,}" for length in LENGTHS), beside, "seeds"), rows)
@@ -174,17 +175,12 @@ def differences_of(study: str) -> Callable[[Runs], str]:
 
     def table(runs: Runs) -> str:
         trained = finished(runs, study)
-        texts, rows = Measure("rope", study=study).by_text(runs), []
-        rope = tail_by_seed(trained.get("rope", {}), LENGTH)
-        for scheme in trained:
-            of_scheme, by_text = tail_by_seed(trained[scheme], LENGTH), Measure(scheme, study=study).by_text(runs)
-            common = sorted(by_text.keys() & texts.keys())
-            if scheme in ("rope", *SCALINGS) or len(common) < 2:
-                continue
-            pairs = ([losses[seed] for seed in common] for losses in (by_text, texts))
-            both = difference_over_texts(*pairs, neighbours=NEIGHBOURS)
-            over_seeds = mean_difference(paired(of_scheme, rope))
-            rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(len(common)))))
+        rope, rows = tail_by_seed(trained.get("rope", {}), LENGTH), []
+        for scheme, seeds in trained.items():
+            both = over_texts(Measure(scheme, study=study), Measure("rope", study=study), runs)
+            if scheme not in ("rope", *SCALINGS) and both is not None:
+                over_seeds, common = mean_paired(tail_by_seed(seeds, LENGTH), rope), len(seeds.keys() & rope.keys())
+                rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(common))))
         return ranked(("scheme", "over seeds", "over seeds and texts", "seeds"), rows)
 
     return table
@@ -243,7 +239,7 @@ def speed_table(runs: Runs) -> str:
         equal = mean_of(_loss_after(run, budget) for run in seeds.values())
         row = (
             f"`{scheme}`",
-            _steps_to(Measure(scheme, "steps", REACHED), runs, seeds.values()),
+            _steps_to(Measure(scheme, "steps", REACHED), runs, seeds),
             f"{seconds[scheme] / seconds['none']:.2f}",
             shown(mean_of(run["curve"]["validation_loss"][-1] for run in seeds.values())),
             shown(equal),
@@ -253,10 +249,9 @@ def speed_table(runs: Runs) -> str:
     return ranked(head, rows)
 
 
-def _steps_to(measure: Measure, runs: Runs, finished_runs: Iterable[Run]) -> str:
+def _steps_to(measure: Measure, runs: Runs, seeds: Mapping[int, Run]) -> str:
     """The steps to a loss of the trainings that finished, if all of them have reached it."""
-    seeds = {run["seed"]: min(run["curve"]["validation_loss"]) for run in finished_runs}
-    if any(lowest >= measure.at for lowest in seeds.values()):
+    if never_reached(runs, measure):
         return "not reached"
     return shown(mean_of(steps for seed, steps in measure.values(runs).items() if seed in seeds), 0)
 
@@ -319,9 +314,11 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "heal_pretrained": pretrained_heal_table,
     "windows": losses_of("reference_windows"),
     "window_differences": window_differences,
-    "leaderboard": leaderboard,
-    "leaderboard_tasks": leaderboard_tasks,
-    "one_seed": one_seed_leaderboard,
+    "leaderboard": leaderboard_of("reference", "trained length", "minus RoPE", "4 times", "8 times", "time", "seeds"),
+    "leaderboard_tasks": leaderboard_of("reference", "copy", "retrieval", "healed", "cache", "parameters"),
+    "one_seed": leaderboard_of(
+        "reference_catalogue", "trained length", "minus RoPE", "4 times", "8 times", "time", "cache", "parameters"
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from docs.study.claims import LENGTH, Run, Runs, tail_loss
+from docs.study.claims import LENGTH, Measure, Run, Runs, tail_loss
 from docs.study.significance import Interval, mean_difference, share
 
 LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
@@ -84,6 +84,12 @@ def tail(seeds: Mapping[int, Run], length: int) -> Interval:
 def tail_by_seed(seeds: Mapping[int, Run], length: int) -> dict[int, float]:
     """The loss of the same last tokens by seed."""
     return {seed: tail_loss(run, length) for seed, run in seeds.items()}
+
+
+def never_reached(runs: Runs, measure: Measure) -> bool:
+    """Whether a training did not reach the loss to which steps are counted, so that its number is a lower bound."""
+    trained = finished(runs, measure.study, measure.task).get(measure.scheme, {})
+    return any(min(run["curve"]["validation_loss"]) >= measure.at for run in trained.values())
 
 
 def share_of_answers(seeds: Iterable[Run], length: int) -> str:
