@@ -182,12 +182,6 @@ def bias_matrix(subject: Subject, length: int) -> Tensor:
     return (biased - plain)[0]
 
 
-def visible(subject: Subject, length: int) -> Tensor:
-    """`(length, length)` bool, one row per query: which keys a model at this place can see."""
-    every = torch.ones(length, length, dtype=torch.bool)
-    return every.tril() if subject.context.causal else every
-
-
 def equal_query_key_logits(subject: Subject, positions: Positions, samples: int) -> Tensor:
     """`(samples, heads, length, length)`: logits of tokens whose queries and keys are all one random vector.
 
