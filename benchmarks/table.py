@@ -11,6 +11,7 @@ from benchmarks.lineup import CONTROL
 from benchmarks.machine import machine_line, subnormal_line
 from benchmarks.subjects import BARE, STOCK
 from benchmarks.targets import verdicts
+from benchmarks.timing import spread
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.report.tables import format_table
 
@@ -22,20 +23,20 @@ _PHASES = {
     "decode_compiled": "one token after a static cache of T, compiled",
     "decode_batch16": "a token for each of 16 sequences after a cache of T",
 }
-#: By quantity: the heading of its columns, and the addition to level and phase in the titles of its tables.
+#: By quantity: the heading and style of its columns, and the addition to level and phase in the titles of its tables.
 _QUANTITIES = {
-    "to_bare": ("T = {T}", ", over bare"),
-    "to_stock": ("T = {T}", ", over stock"),
-    "peer": ("T = {T}", ", other ways and other libraries, over bare"),
-    "peer_own": ("T = {T}, over its own code without position", ""),
-    "milliseconds": ("ms, T = {T}", ", milliseconds"),
-    "rounds": ("rounds, T = {T}", ""),
-    "peak_bytes": ("T = {T}", ", peak of the GPU's memory above what was held before, in MB"),
-    "peak_over_bare": ("over bare, T = {T}", ""),
-    "phase_bytes": ("peak of the call in MB, T = {T}", ", peak memory of a process of its own"),
-    "phase_over_bare": ("over bare, T = {T}", ""),
-    "total_over_bare": ("whole process over bare, T = {T}", ""),
-    "seconds": ("seconds of this one call, T = {T}", ""),
+    "to_bare": ("T = {T}", "number", ", over bare"),
+    "to_stock": ("T = {T}", "number", ", over stock"),
+    "peer": ("T = {T}", "number", ", other ways and other libraries, over bare"),
+    "peer_own": ("T = {T}, over its own code without position", "number", ""),
+    "milliseconds": ("ms, T = {T}", "loss", ", milliseconds"),
+    "rounds": ("rounds, T = {T}", "number", ""),
+    "peak_bytes": ("T = {T}", "count", ", peak of the GPU's memory above what was held before, in MB"),
+    "peak_over_bare": ("over bare, T = {T}", "fraction", ""),
+    "phase_bytes": ("peak of the call in MB, T = {T}", "count", ", peak memory of a process of its own"),
+    "phase_over_bare": ("over bare, T = {T}", "fraction", ""),
+    "total_over_bare": ("whole process over bare, T = {T}", "fraction", ""),
+    "seconds": ("seconds of this one call, T = {T}", "number", ""),
 }
 _TABLES = (
     ("milliseconds", "rounds"), ("to_bare",), ("to_stock",), ("peer", "peer_own"), ("peak_bytes", "peak_over_bare"),
@@ -91,7 +92,7 @@ def price_result(content: dict[str, Any]) -> Result:
     views = [
         View(
             names,
-            f"{title}, {_PHASES[phase]}{_QUANTITIES[names[0]][1]}",
+            f"{title}, {_PHASES[phase]}{_QUANTITIES[names[0]][2]}",
             rows=("kind",) if names == ("to_bare",) else (),
             shown={"level": (level,), "phase": (phase,)},
             order=names[0],
@@ -104,7 +105,7 @@ def price_result(content: dict[str, Any]) -> Result:
     return Result(
         task="price",
         title="",
-        quantities=tuple(Quantity(name, heading) for name, (heading, _) in _QUANTITIES.items()),
+        quantities=tuple(Quantity(name, heading, style=style) for name, (heading, style, _) in _QUANTITIES.items()),
         subjects=tuple(
             Subject(name, name.partition("@")[0].partition(":")[0])
             for name in dict.fromkeys(figure.subject for figure in records)
@@ -133,13 +134,12 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
                     if over in row and name != over.removeprefix("to_"):
                         yield Record(name, over, row[over]["median"], at, shown=spread(row[over]), details=row[over])
             if name in (BARE, STOCK):
-                yield Record(name, "milliseconds", row["milliseconds"], at, shown=f"{row['milliseconds']:.4g}")
+                yield Record(name, "milliseconds", row["milliseconds"], at)
                 yield Record(name, "rounds", cell["rounds"], at)
             if "peak_bytes" in row and name != CONTROL:
-                yield Record(name, "peak_bytes", row["peak_bytes"] / 1e6, at, shown=f"{row['peak_bytes'] / 1e6:.0f}")
+                yield Record(name, "peak_bytes", row["peak_bytes"] / 1e6, at)
                 if held.get(BARE):
-                    ratio = row["peak_bytes"] / held[BARE]
-                    yield Record(name, "peak_over_bare", ratio, at, shown=f"{ratio:.3f}")
+                    yield Record(name, "peak_over_bare", row["peak_bytes"] / held[BARE], at)
 
 
 def _peaks(content: dict[str, Any]) -> Iterator[Record]:
@@ -150,17 +150,10 @@ def _peaks(content: dict[str, Any]) -> Iterator[Record]:
         floor = bare.get((peak["level"], peak["phase"], peak["length"]))
         if floor is not None:
             at = {"level": peak["level"], "phase": peak["phase"], "T": peak["length"]}
-            megabytes = peak["phase_bytes"] / 1e6
-            yield Record(peak["subject"], "phase_bytes", megabytes, at, shown=f"{megabytes:.0f}")
+            yield Record(peak["subject"], "phase_bytes", peak["phase_bytes"] / 1e6, at)
             for kind in ("phase", "total"):
-                ratio = peak[f"{kind}_bytes"] / floor[f"{kind}_bytes"]
-                yield Record(peak["subject"], f"{kind}_over_bare", ratio, at, shown=f"{ratio:.3f}")
+                yield Record(peak["subject"], f"{kind}_over_bare", peak[f"{kind}_bytes"] / floor[f"{kind}_bytes"], at)
             yield Record(peak["subject"], "seconds", peak["seconds"], at)
-
-
-def spread(quartiles: dict[str, float]) -> str:
-    """Formats a median with its quartiles, as in "1.073 (1.063-1.097)"."""
-    return f"{quartiles['median']:.3f} ({quartiles['low']:.3f}-{quartiles['high']:.3f})"
 
 
 def _noise(content: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.levels import NARROW_LEVEL, SMOLLM2_LEVEL, has_smollm2_shape
 from benchmarks.subjects import BARE
+from benchmarks.timing import spread
 
 _LONG = 16384
 #: The schemes that a target is about, by the family of their rows or by name.
@@ -77,10 +78,9 @@ def _ratios(content: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
             if rows:
                 worst = max(rows, key=lambda row: row[over]["median"])
                 kept = sum(row[over]["median"] <= limit for row in rows)
-                figures = "{median:.3f} ({low:.3f}-{high:.3f})".format(**worst[over])
                 yield (
                     f"{whom}: at most {limit:g} {over.replace('_', ' ')}, {level} {cell['phase']} {cell['length']}",
-                    f"{kept} of {len(rows)}; worst: {worst['subject']} {figures}",
+                    f"{kept} of {len(rows)}; worst: {worst['subject']} {spread(worst[over])}",
                     kept == len(rows),
                 )
 

@@ -157,6 +157,11 @@ def quartiles(times: Sequence[float], others: Sequence[float]) -> dict[str, floa
     return {"median": median, "low": low, "high": high}
 
 
+def spread(quartiles: dict[str, float]) -> str:
+    """Formats a median with its quartiles, as in "1.073 (1.063-1.097)"."""
+    return f"{quartiles['median']:.3f} ({quartiles['low']:.3f}-{quartiles['high']:.3f})"
+
+
 def reason_of(error: Exception) -> tuple[str, bool]:
     """Returns why a subject cannot run, and whether that also applies to longer inputs."""
     if isinstance(error, BenchmarkError):

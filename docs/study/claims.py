@@ -108,14 +108,17 @@ class Measure:
             reading = run["exact_match"]
             lengths = self.at if isinstance(self.at, tuple) else (self.at,)
             return float(np.mean([reading["accuracy"][reading["lengths"].index(length)] for length in lengths]))
-        reading = run["by_length"]
-        place = reading["lengths"].index(self.at)
-        by_text = reading["window_tail_loss"][place]
-        if None in by_text:
-            # Texts of a masked model have different numbers of masked tokens, some of them none.
-            return float(reading["tail_loss"][place])
-        # The mean over texts has more digits than the loss that is stored beside it.
-        return float(np.mean(by_text))
+        return tail_loss(run, self.at)
+
+
+def tail_loss(run: Run, length: float | tuple[int, ...]) -> float:
+    """The loss of the same last tokens of every text, read at a length."""
+    reading = run["by_length"]
+    place = reading["lengths"].index(length)
+    by_text = reading["window_tail_loss"][place]
+    # Texts of a masked model have different numbers of masked tokens, some of them none. Otherwise, the mean over texts
+    # has more digits than the loss that is stored beside it.
+    return float(reading["tail_loss"][place] if None in by_text else np.mean(by_text))
 
 
 @dataclass(frozen=True)
@@ -313,13 +316,13 @@ CLAIMS = (
 )
 
 
-def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
+def outcomes(runs: Runs) -> list[Outcome]:
     """The outcome of every test, in the order of the claims.
 
     A test that was not run, or is not decidable, takes part in Holm's correction with a p-value of 1, so that results
     cannot become more certain because others are missing.
     """
-    tests = [(claim, test, test.differences(runs)) for claim in claims for test in claim.tests]
+    tests = [(claim, test, test.differences(runs)) for claim in CLAIMS for test in claim.tests]
     decidable = [all(condition.holds(runs) for condition in test.conditions) for _, test, _ in tests]
     pairs = [
         test.p_values(differences) if differences and decided else (1.0, 1.0)
@@ -332,7 +335,7 @@ def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
             test,
             len(differences),
             mean_difference(differences) if differences else None,
-            _over_texts(test, runs),
+            over_texts(test.first, test.second, runs),
             p,
             p_opposite,
             decided,
@@ -341,12 +344,13 @@ def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
     ]
 
 
-def _over_texts(test: Comparison, runs: Runs) -> Interval | None:
-    first, second = test.first.by_text(runs), test.second.by_text(runs)
-    seeds = sorted(first.keys() & second.keys())
+def over_texts(first: Measure, second: Measure, runs: Runs) -> Interval | None:
+    """The mean of first less second with an interval over seeds and texts; `None` for fewer than two common seeds."""
+    by_text = first.by_text(runs), second.by_text(runs)
+    seeds = sorted(by_text[0].keys() & by_text[1].keys())
     if len(seeds) < 2:
         return None
-    pairs = ([losses[seed] for seed in seeds] for losses in (first, second))
+    pairs = ([losses[seed] for seed in seeds] for losses in by_text)
     return difference_over_texts(*pairs, neighbours=NEIGHBOURS)
 
 

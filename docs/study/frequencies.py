@@ -6,6 +6,7 @@ python docs/study/frequencies.py outputs/reference --schemes rope --output docs/
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -76,9 +77,7 @@ def frequency_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     return pd.DataFrame({"share": usage.flatten().numpy().round(5)}, index=index).reset_index()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
-    return write_measurement("frequencies", (__doc__ or "").partition("\n")[0], frequency_rows, arguments)
+main = partial(write_measurement, "frequencies", (__doc__ or "").partition("\n")[0], frequency_rows)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def measure_kept_models(models: Sequence[KeptModel], measurement: Measurement) -
     return pd.concat(frames, ignore_index=True)
 
 
-def write_measurement(name: str, description: str, measurement: Measurement, words: list[str] | None) -> int:
+def write_measurement(name: str, description: str, measurement: Measurement, words: list[str] | None = None) -> int:
     """The command line of a measurement. Returns the exit status.
 
     Args:

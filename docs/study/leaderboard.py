@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from docs.study.significance import Interval
 from docs.study.swaps import above_control
 from docs.study.table_numbers import (
     LENGTHS,
-    NOT_RUN,
     SCALINGS,
     Run,
     Runs,
@@ -33,27 +33,13 @@ from docs.study.table_numbers import (
 _OTHER_ROPE = ("reference_control", "reference_half_rate")
 
 
-def leaderboard(runs: Runs) -> str:
-    """The losses of every scheme with several seeds, from the lowest at the trained length."""
-    head = ("scheme", "trained length", "minus RoPE", "4 times", "8 times", "time", "seeds")
-    return _table(runs, "reference", head)
-
-
-def leaderboard_tasks(runs: Runs) -> str:
-    """What else was measured of these schemes."""
-    return _table(runs, "reference", ("scheme", "copy", "retrieval", "healed", "cache", "parameters"))
-
-
-def one_seed_leaderboard(runs: Runs) -> str:
-    """Every scheme of the catalogue."""
-    head = ("scheme", "trained length", "minus RoPE", "4 times", "8 times", "time", "cache", "parameters")
-    return _table(runs, "reference_catalogue", head)
+def leaderboard_of(study: str, *columns: str) -> Callable[[Runs], str]:
+    """Some columns of the table of all schemes of a study, from the lowest loss at the trained length."""
+    return partial(_table, study=study, head=("scheme", *columns))
 
 
 def _table(runs: Runs, study: str, head: tuple[str, ...]) -> str:
     trained = {scheme: seeds for scheme, seeds in finished(runs, study).items() if scheme not in SCALINGS}
-    if not trained:
-        return NOT_RUN
     none, healed, rows = finished(runs, "reference").get("none", {}), finished(runs, "reference_heal"), []
     better = above_rope_at_better_rates(runs) if study == "reference" else {}
     plain = next(iter(none.values()))["parameters"] if none else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -59,9 +60,7 @@ def _mean_loss(model: PreTrainedModel, tokens: Tensor) -> float:
     return float(token_losses(model, tokens, tokens, causal=True).double().nanmean())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
-    return write_measurement("low_precision", (__doc__ or "").partition("\n")[0], precision_rows, arguments)
+main = partial(write_measurement, "low_precision", (__doc__ or "").partition("\n")[0], precision_rows)
 
 
 if __name__ == "__main__":

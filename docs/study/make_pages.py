@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,21 +23,21 @@ from docs.study.archive import study_in, trainings
 from docs.study.claims import (
     CLAIMS,
     LENGTH,
-    NEIGHBOURS,
     REACHED,
     Measure,
     Outcome,
     outcomes,
+    over_texts,
     read_runs,
     verdict_of,
 )
 from docs.study.grid import grid_table
-from docs.study.leaderboard import leaderboard, leaderboard_tasks, one_seed_leaderboard
+from docs.study.leaderboard import leaderboard_of
 from docs.study.measured import frequencies_table, moved_table, precision_table
 from docs.study.quoted import MASKED, quoted_table
 from docs.study.rates import other_rate_table, rates_table
 from docs.study.repeats import repeats_table
-from docs.study.significance import difference_over_texts, mean_difference, paired, prediction
+from docs.study.significance import prediction
 from docs.study.swaps import heal_table, pretrained_heal_table
 from docs.study.table_numbers import (
     LENGTHS,
@@ -50,7 +50,9 @@ from docs.study.table_numbers import (
     markdown,
     mean_of,
     mean_paired,
+    never_reached,
     ranged,
+    ranked,
     seeds_of,
     share_of_answers,
     shown,
@@ -121,7 +123,7 @@ def claims_table(runs: Runs) -> str:
         for outcome in of_claim:
             rows.append((text, f"`{outcome.test}`", *_difference(outcome), outcome.verdict))
             text = ""
-    return markdown(head, rows).replace("|---|---:|", "|---|---|", 1)
+    return markdown(head, rows, texts=2)
 
 
 def _difference(outcome: Outcome) -> tuple[str, str, str, str]:
@@ -143,25 +145,27 @@ def diverged_table(runs: Runs) -> str:
     return "\n".join(lines) or "None."
 
 
-def losses_of(study: str, only: Callable[[str], bool] = lambda scheme: True) -> Callable[[Runs], str]:
-    """The table of losses of a study by length, from the lowest at the trained length."""
+def losses_of(
+    study: str, only: Callable[[str], bool] = lambda scheme: True, task: str = "causal"
+) -> Callable[[Runs], str]:
+    """The table of losses of a study by length, from the lowest at the trained length.
+
+    Causal models have the loss in a sliding window beside them, and masked models the steps to a loss.
+    """
+    beside = "sliding" if task == "causal" else f"steps to {MASKED:.2f}"
 
     def table(runs: Runs) -> str:
-        trained = {scheme: seeds for scheme, seeds in finished(runs, study).items() if only(scheme)}
-        if not trained:
-            return NOT_RUN
         rows = []
-        for scheme, seeds in sorted(trained.items(), key=lambda item: tail(item[1], LENGTH).value):
-            sliding = mean_of(run["by_length"]["sliding_loss"] for run in seeds.values())
-            rows.append(
-                (
-                    f"`{scheme}`",
-                    *(shown(tail(seeds, length)) for length in LENGTHS),
-                    shown(sliding),
-                    seeds_of(runs, study, scheme),
-                )
-            )
-        return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "sliding", "seeds"), rows)
+        for scheme, seeds in finished(runs, study, task).items():
+            if only(scheme):
+                tails = [tail(seeds, length) for length in LENGTHS]
+                if task == "causal":
+                    other = shown(mean_of(run["by_length"]["sliding_loss"] for run in seeds.values()))
+                else:
+                    other = _steps_to(Measure(scheme, "steps", MASKED, study, task), runs, seeds)
+                cells = (f"`{scheme}`", *map(shown, tails), other, seeds_of(runs, study, scheme, task))
+                rows.append((tails[0].value, cells))
+        return ranked(("scheme", *(f"{length:,}" for length in LENGTHS), beside, "seeds"), rows)
 
     return table
 
@@ -171,20 +175,13 @@ def differences_of(study: str) -> Callable[[Runs], str]:
 
     def table(runs: Runs) -> str:
         trained = finished(runs, study)
-        texts, rows = Measure("rope", study=study).by_text(runs), []
-        rope = tail_by_seed(trained.get("rope", {}), LENGTH)
-        for scheme in trained:
-            of_scheme, by_text = tail_by_seed(trained[scheme], LENGTH), Measure(scheme, study=study).by_text(runs)
-            common = sorted(by_text.keys() & texts.keys())
-            if scheme in ("rope", *SCALINGS) or len(common) < 2:
-                continue
-            pairs = ([losses[seed] for seed in common] for losses in (by_text, texts))
-            both = difference_over_texts(*pairs, neighbours=NEIGHBOURS)
-            over_seeds = mean_difference(paired(of_scheme, rope))
-            rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(len(common)))))
-        if not rows:
-            return NOT_RUN
-        return markdown(("scheme", "over seeds", "over seeds and texts", "seeds"), [row for _, row in sorted(rows)])
+        rope, rows = tail_by_seed(trained.get("rope", {}), LENGTH), []
+        for scheme, seeds in trained.items():
+            both = over_texts(Measure(scheme, study=study), Measure("rope", study=study), runs)
+            if scheme not in ("rope", *SCALINGS) and both is not None:
+                over_seeds, common = mean_paired(tail_by_seed(seeds, LENGTH), rope), len(seeds.keys() & rope.keys())
+                rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(common))))
+        return ranked(("scheme", "over seeds", "over seeds and texts", "seeds"), rows)
 
     return table
 
@@ -197,8 +194,6 @@ def window_differences(runs: Runs) -> str:
     for scheme, losses in by_length.items():
         above = ["" if scheme == "native" else ranged(mean_paired(*pair)) for pair in zip(losses, native, strict=True)]
         rows.append((f"`{scheme}`", *above, ranged(mean_paired(losses[-1], losses[0]))))
-    if not rows:
-        return NOT_RUN
     head = (f"{LENGTHS[0]}, less `native`", *(f"{length:,}" for length in LENGTHS[1:]))
     return markdown(("scheme", *head, f"from {LENGTHS[0]} to {LENGTHS[-1]:,}"), rows)
 
@@ -217,8 +212,6 @@ def rerun_table(runs: Runs) -> str:
             interval = f"[{expected.low:.3f}, {expected.high:.3f}]"
             seeds = str(len(trained[scheme]))
             rows.append((f"`{scheme}`", f"{length:,}", seeds, interval, str(seed), f"{loss:.3f}", inside))
-    if not rows:
-        return NOT_RUN
     return markdown(("scheme", "tokens", "seeds", "expected", "new seed", "its loss", "inside"), rows)
 
 
@@ -232,8 +225,6 @@ def control_table(runs: Runs) -> str:
                 losses = [tail_by_seed({seed: run}, length)[seed] for run in (first, again)]
                 cells = (*(f"{loss:.3f}" for loss in losses), f"{losses[1] - losses[0]:+.3f}")
                 rows.append((f"`{again['scheme']}`", f"{length:,}", str(seed), *cells))
-    if not rows:
-        return NOT_RUN
     return markdown(("scheme", "tokens", "seed", "main study", "repeated", "difference"), rows)
 
 
@@ -248,20 +239,19 @@ def speed_table(runs: Runs) -> str:
         equal = mean_of(_loss_after(run, budget) for run in seeds.values())
         row = (
             f"`{scheme}`",
-            _steps_to(Measure(scheme, "steps", REACHED), runs, seeds.values()),
+            _steps_to(Measure(scheme, "steps", REACHED), runs, seeds),
             f"{seconds[scheme] / seconds['none']:.2f}",
             shown(mean_of(run["curve"]["validation_loss"][-1] for run in seeds.values())),
             shown(equal),
         )
         rows.append((equal.value, row))
     head = ("scheme", f"steps to {REACHED:.2f}", "time (none = 1)", "loss after all steps", "loss after equal time")
-    return markdown(head, [row for _, row in sorted(rows)])
+    return ranked(head, rows)
 
 
-def _steps_to(measure: Measure, runs: Runs, finished_runs: Iterable[Run]) -> str:
+def _steps_to(measure: Measure, runs: Runs, seeds: Mapping[int, Run]) -> str:
     """The steps to a loss of the trainings that finished, if all of them have reached it."""
-    seeds = {run["seed"]: min(run["curve"]["validation_loss"]) for run in finished_runs}
-    if any(lowest >= measure.at for lowest in seeds.values()):
+    if never_reached(runs, measure):
         return "not reached"
     return shown(mean_of(steps for seed, steps in measure.values(runs).items() if seed in seeds), 0)
 
@@ -298,23 +288,6 @@ def _answers(runs: Runs, study: str, task: str) -> str:
     return f"**{task}**\n\n{markdown(('scheme', *map(str, lengths), 'seeds'), rows)}"
 
 
-def masked_table(runs: Runs) -> str:
-    """Losses of the masked models at every length."""
-    trained = finished(runs, "reference_masked", "masked")
-    if not trained:
-        return NOT_RUN
-    rows = [
-        (
-            f"`{scheme}`",
-            *(shown(tail(seeds, length)) for length in LENGTHS),
-            _steps_to(Measure(scheme, "steps", MASKED, "reference_masked", "masked"), runs, seeds.values()),
-            seeds_of(runs, "reference_masked", scheme, "masked"),
-        )
-        for scheme, seeds in sorted(trained.items(), key=lambda item: tail(item[1], LENGTH).value)
-    ]
-    return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), f"steps to {MASKED:.2f}", "seeds"), rows)
-
-
 TABLES: dict[str, Callable[[Runs], str]] = {
     "claims": claims_table,
     "diverged": diverged_table,
@@ -335,15 +308,17 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "precision": precision_table,
     "tasks": answers_of("reference_tasks"),
     "encoder_decoders": answers_of("reference_marian"),
-    "masked": masked_table,
+    "masked": losses_of("reference_masked", task="masked"),
     "quoted": quoted_table,
     "heal": heal_table,
     "heal_pretrained": pretrained_heal_table,
     "windows": losses_of("reference_windows"),
     "window_differences": window_differences,
-    "leaderboard": leaderboard,
-    "leaderboard_tasks": leaderboard_tasks,
-    "one_seed": one_seed_leaderboard,
+    "leaderboard": leaderboard_of("reference", "trained length", "minus RoPE", "4 times", "8 times", "time", "seeds"),
+    "leaderboard_tasks": leaderboard_of("reference", "copy", "retrieval", "healed", "cache", "parameters"),
+    "one_seed": leaderboard_of(
+        "reference_catalogue", "trained length", "minus RoPE", "4 times", "8 times", "time", "cache", "parameters"
+    ),
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from docs.study.table_numbers import NOT_RUN, Runs, markdown, mean_of, ranged, shown
+from docs.study.table_numbers import NOT_RUN, Runs, markdown, mean_of, ranged, ranked, shown
 from hf_posenc import RopeConfig
 
 FOLDER = Path(__file__).resolve().parent
@@ -27,46 +28,34 @@ _HELD = {
 
 def frequencies_table(runs: Runs) -> str:
     """The share of each frequency in what the heads of the trained RoPE could use."""
-    frame = _read("frequencies")
-    if frame is None:
+    rope = _by_scheme("frequencies").get("rope")
+    if rope is None:
         return NOT_RUN
-    shares = frame[frame.scheme == "rope"].groupby(["pair", "seed"]).share.mean().unstack()
-    theta, pairs = RopeConfig().theta, len(shares)
-    rows = [
-        (
-            str(pair),
-            f"{2 * np.pi * theta ** (pair / pairs):,.0f}",
-            shown(mean_of(100 * shares.loc[pair]), 1),
-            str(len(shares.columns)),
-        )
-        for pair in shares.index
-    ]
+    shares = rope.groupby(["pair", "seed"]).share.mean().unstack()
+    rows = []
+    for pair in shares.index:
+        turn = 2 * np.pi * RopeConfig().theta ** (pair / len(shares))
+        rows.append((str(pair), f"{turn:,.0f}", shown(mean_of(100 * shares.loc[pair]), 1), str(len(shares.columns))))
     return markdown(("pair", "tokens per turn", "share (%)", "seeds"), rows)
 
 
 def moved_table(runs: Runs) -> str:
     """How much the predictions change if all positions move by one, by scheme."""
-    frame = _read("moved_positions")
-    if frame is None:
-        return NOT_RUN
     rows = []
-    for scheme, of_scheme in frame.groupby("scheme"):
+    for scheme, of_scheme in _by_scheme("moved_positions").items():
         by_position = of_scheme.groupby("position").divergence.mean()
         largest = by_position.idxmax()
         where = f"{largest} to {largest + 1}" if by_position[largest] >= _SAME else ""
         figures = (f"{value:.3f}" for value in (by_position.mean(), by_position.median(), by_position[largest]))
         rows.append((by_position.mean(), (f"`{scheme}`", *figures, where, str(of_scheme.seed.nunique()))))
     head = ("scheme", "mean", "median", "largest", "from position", "seeds")
-    return markdown(head, [row for _, row in sorted(rows)])
+    return ranked(head, rows)
 
 
 def precision_table(runs: Runs) -> str:
     """What schemes lose in low precision: the change of the loss in thousandths of a nat."""
-    frame = _read("low_precision")
-    if frame is None:
-        return NOT_RUN
     rows = []
-    for scheme, of_scheme in frame.groupby("scheme"):
+    for scheme, of_scheme in _by_scheme("low_precision").items():
         values = of_scheme.set_index(["held_in", "position", "seed"]).sort_index()
         exact = values.loc["model float32"].loss.groupby("position").mean()[0]
         places = values.loc["float32"].loss.groupby("position").mean() if "float32" in values.index else pd.Series()
@@ -80,9 +69,10 @@ def precision_table(runs: Runs) -> str:
             cells.append(ranged(mean_of(1000 * values.loc[at].change), 1) if known else "")
         rows.append((exact, (f"`{scheme}`", f"{exact:.3f}", *cells, str(place), str(of_scheme.seed.nunique()))))
     head = ("scheme", "loss (nats)", *_HELD, "position", "seeds")
-    return markdown(head, [row for _, row in sorted(rows)])
+    return ranked(head, rows)
 
 
-def _read(name: str) -> pd.DataFrame | None:
+def _by_scheme(name: str) -> dict[Any, pd.DataFrame]:
+    """The rows of a CSV file by scheme; empty without the file."""
     path = FOLDER / f"{name}.csv"
-    return pd.read_csv(path) if path.is_file() else None
+    return dict(iter(pd.read_csv(path).groupby("scheme"))) if path.is_file() else {}

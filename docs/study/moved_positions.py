@@ -6,6 +6,7 @@ python docs/study/moved_positions.py outputs/reference --output docs/study/moved
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -67,9 +68,7 @@ def moved_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     return pd.DataFrame({"position": measured.tolist(), "divergence": values})
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
-    return write_measurement("moved_positions", (__doc__ or "").partition("\n")[0], moved_rows, arguments)
+main = partial(write_measurement, "moved_positions", (__doc__ or "").partition("\n")[0], moved_rows)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from docs.study.claims import Measure
-from docs.study.table_numbers import NOT_RUN, Runs, finished, markdown, mean_of, mean_paired, ranged, shown
+from docs.study.table_numbers import Runs, markdown, mean_of, mean_paired, never_reached, ranged, shown
 
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
@@ -31,60 +31,41 @@ _CALLED: Mapping[Measure, tuple[str, int]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Quoted:
-    """What is quoted, and the pairs of schemes it is about here, as labels of the studies."""
-
-    text: str
-    pairs: tuple[tuple[str, str, Measure], ...]
-
-
-# The unpatched BERT has a table of learned positions, and the unpatched Marian has sinusoids.
-_QUOTED = (
-    _Quoted(
-        "Learned and sinusoidal positions: BLEU 25.7 and 25.8 (arXiv:1706.03762, table 3, E and base)",
-        (
-            ("learned", "sinusoidal", _LOSS),
-            ("learned", "sinusoidal", _LOSS_AT_HALF_RATE),
-            ("native", "sinusoidal", _MASKED_LOSS),
-            ("learned", "native", _REVERSE),
-            ("learned", "native", _ADDITION),
-        ),
+#: What is quoted, and the pairs of schemes that it is about here, as labels of the studies. The unpatched BERT has a
+#: table of learned positions, and the unpatched Marian has sinusoids.
+_QUOTED: Mapping[str, Sequence[tuple[str, str, Measure]]] = {
+    "Learned and sinusoidal positions: BLEU 25.7 and 25.8 (arXiv:1706.03762, table 3, E and base)": (
+        ("learned", "sinusoidal", _LOSS),
+        ("learned", "sinusoidal", _LOSS_AT_HALF_RATE),
+        ("native", "sinusoidal", _MASKED_LOSS),
+        ("learned", "native", _REVERSE),
+        ("learned", "native", _ADDITION),
     ),
-    _Quoted(
-        "RoPE and sinusoidal positions: BLEU 27.5 and 27.3 (arXiv:2104.09864, table 1)",
-        (("rope", "native", _REVERSE), ("rope", "native", _ADDITION)),
+    "RoPE and sinusoidal positions: BLEU 27.5 and 27.3 (arXiv:2104.09864, table 1)": (
+        ("rope", "native", _REVERSE),
+        ("rope", "native", _ADDITION),
     ),
-    _Quoted(
-        "A BERT with RoPE learns faster than with learned positions (arXiv:2104.09864, figure 3)",
-        (("rope", "native", _MASKED_STEPS), ("rope", "sinusoidal", _MASKED_STEPS)),
+    "A BERT with RoPE learns faster than with learned positions (arXiv:2104.09864, figure 3)": (
+        ("rope", "native", _MASKED_STEPS),
+        ("rope", "sinusoidal", _MASKED_STEPS),
     ),
-)
+}
 
 
 def quoted_table(runs: Runs) -> str:
     """The values of both schemes of each pair, and their difference by seed."""
     rows = []
-    for quoted in _QUOTED:
-        text = quoted.text
-        for first, second, measure in quoted.pairs:
+    for text, pairs in _QUOTED.items():
+        for first, second, measure in pairs:
             values = [replace(measure, scheme=scheme).values(runs) for scheme in (first, second)]
             common = sorted(values[0].keys() & values[1].keys())
             if common:
                 called, digits = _CALLED[measure]
                 means = [shown(mean_of(by_seed[seed] for seed in common), digits) for by_seed in values]
                 difference = ranged(mean_paired(*values), digits)
-                if measure.quantity == "steps" and _never_reached(runs, replace(measure, scheme=second)):
+                if measure.quantity == "steps" and never_reached(runs, replace(measure, scheme=second)):
                     means[1], difference = "not reached", f"below {difference.split()[0]}"
                 rows.append((text, f"`{first}` and `{second}`", called, *means, difference, str(len(common))))
                 text = ""
-    if not rows:
-        return NOT_RUN
     head = ("quoted", "here", "value", "first", "second", "difference", "seeds")
-    return markdown(head, rows).replace("|---|---:|---:|", "|---|---|---|", 1)
-
-
-def _never_reached(runs: Runs, measure: Measure) -> bool:
-    """Whether a training did not reach the loss to which steps are counted, so that its number is a lower bound."""
-    trained = finished(runs, measure.study, measure.task).get(measure.scheme, {})
-    return any(min(run["curve"]["validation_loss"]) >= measure.at for run in trained.values())
+    return markdown(head, rows, texts=3)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from docs.study.table_numbers import (
     LENGTH,
-    NOT_RUN,
     Run,
     Runs,
     finished,
@@ -15,6 +14,7 @@ from docs.study.table_numbers import (
     mean_paired,
     processors,
     ranged,
+    ranked,
     shown,
     tail_by_seed,
 )
@@ -30,8 +30,6 @@ def rates_table(runs: Runs) -> str:
             for (task, label), loss in losses_by_rate(trainings).items():
                 place = study.removesuffix("_rates"), task, label.removesuffix(f"-{rate_of[label]:g}")
                 losses.setdefault(place, {})[rate_of[label]] = loss
-    if not losses:
-        return NOT_RUN
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     rows = []
     for (study, task, scheme), by_rate in losses.items():
@@ -55,10 +53,8 @@ def other_rate_table(runs: Runs) -> str:
         means = [mean_of(by_seed[seed] for seed in common) for by_seed in (chosen, other)]
         cells = (*map(shown, means), ranged(mean_paired(other, chosen)), above.get(scheme, ""), str(len(common)))
         rows.append((min(mean.value for mean in means), (f"`{scheme}`", *cells)))
-    if not rows:
-        return NOT_RUN
     head = ("scheme", "0.004, the chosen rate", "0.002", "difference", "above RoPE, better rates", "seeds")
-    return markdown(head, [row for _, row in sorted(rows)])
+    return ranked(head, rows)
 
 
 def above_rope_at_better_rates(runs: Runs) -> dict[str, str]:

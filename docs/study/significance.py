@@ -58,13 +58,10 @@ def mean_difference(differences: ArrayLike) -> Interval:
     Args:
         differences: `(seeds,)`, at least two.
     """
-    from scipy import stats
-
     values = np.asarray(differences, dtype=np.float64)
     if np.ptp(values) == 0:
         return Interval(float(values[0]), float(values[0]), float(values[0]))
-    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(_LEVEL)
-    return Interval(float(values.mean()), float(low), float(high))
+    return _student(values.mean(), values.var(ddof=1) / len(values), len(values) - 1)
 
 
 def prediction(values: ArrayLike) -> Interval:
@@ -73,11 +70,16 @@ def prediction(values: ArrayLike) -> Interval:
     Args:
         values: `(seeds,)`, at least two, from a normal distribution.
     """
+    known = np.asarray(values, dtype=np.float64)
+    return _student(known.mean(), known.var(ddof=1) * (1 + 1 / len(known)), len(known) - 1)
+
+
+def _student(mean: float, variance: float, freedom: float) -> Interval:
+    """Student's interval around a mean with this variance of its own and these degrees of freedom."""
     from scipy import stats
 
-    known = np.asarray(values, dtype=np.float64)
-    half = stats.t.ppf((1 + _LEVEL) / 2, len(known) - 1) * known.std(ddof=1) * np.sqrt(1 + 1 / len(known))
-    return Interval(float(known.mean()), float(known.mean() - half), float(known.mean() + half))
+    half = float(stats.t.ppf((1 + _LEVEL) / 2, freedom) * np.sqrt(variance))
+    return Interval(float(mean), float(mean) - half, float(mean) + half)
 
 
 def p_less(differences: ArrayLike) -> float:
@@ -92,7 +94,7 @@ def p_less(differences: ArrayLike) -> float:
     values = np.asarray(differences, dtype=np.float64)
     if np.ptp(values) == 0:
         return float(0.5 ** len(values)) if values[0] < 0 else 1.0
-    return float(stats.ttest_1samp(np.asarray(differences, dtype=np.float64), 0.0, alternative="less").pvalue)
+    return float(stats.ttest_1samp(values, 0.0, alternative="less").pvalue)
 
 
 def p_equivalent(differences: ArrayLike, margin: float) -> float:
@@ -141,8 +143,6 @@ def difference_over_texts(first: ArrayLike, second: ArrayLike, *, neighbours: in
     Raises:
         SettingsError: if the two have different shapes, or too few seeds or texts.
     """
-    from scipy import stats
-
     minuend, subtrahend = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if minuend.shape != subtrahend.shape or minuend.ndim != 2 or min(minuend.shape) < 2:
         raise SettingsError(
@@ -159,8 +159,7 @@ def difference_over_texts(first: ArrayLike, second: ArrayLike, *, neighbours: in
     freedom = variance**2 / sum(
         part**2 / (len(values) - 1) for part, values in zip(parts, (of_seeds, of_texts), strict=True)
     )
-    half = float(stats.t.ppf((1 + _LEVEL) / 2, freedom) * np.sqrt(variance))
-    return Interval(mean, mean - half, mean + half)
+    return _student(mean, variance, freedom)
 
 
 def share(successes: Sequence[int], trials: Sequence[int]) -> Interval:

@@ -14,10 +14,10 @@ from docs.study.table_numbers import (
     Run,
     Runs,
     finished,
-    markdown,
     mean_of,
     mean_paired,
     ranged,
+    ranked,
     seeds_of,
     shown,
     tail,
@@ -46,7 +46,7 @@ def heal_table(runs: Runs) -> str:
         row = (f"`{scheme}`", shown(swapped), *map(shown, losses), ranged(above), far, str(len(best)))
         rows.append((above.value, row))
     head = ("scheme", "after the swap", "healed at 0.001", "healed at 0.004", "above the control", "4 times", "seeds")
-    return markdown(head, [row for _, row in sorted(rows)])
+    return ranked(head, rows)
 
 
 def pretrained_heal_table(runs: Runs) -> str:
@@ -64,11 +64,9 @@ def pretrained_heal_table(runs: Runs) -> str:
         tails = (shown(tail(seeds, at)) for at in (length, longest))
         number = seeds_of(runs, "reference_heal_smollm2", scheme)
         rows.append((mean_of(after.values()).value, (f"`{scheme}`", *losses, ranged(above), *tails, number)))
-    if not rows:
-        return NOT_RUN
     tails_of = f"last 32 of {length}", f"of {longest:,}"
     head = ("scheme", "after the swap", "healed", "above the control", *tails_of, "seeds")
-    return markdown(head, [row for _, row in sorted(rows)])
+    return ranked(head, rows)
 
 
 def above_control(trained: Mapping[str, Mapping[int, Run]], scheme: str) -> Interval:

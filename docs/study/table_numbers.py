@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-
-from docs.study.claims import LENGTH
+from docs.study.claims import LENGTH, Measure, Run, Runs, tail_loss
 from docs.study.significance import Interval, mean_difference, share
 
 LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
@@ -18,9 +15,6 @@ SCALINGS = ("pi", "ntk", "yarn", "self_extend", "rerope")
 NOT_RUN = "*Not run yet.*"
 #: Examples of a task per length and seed.
 _SAMPLES = 100
-
-Run = Mapping[str, Any]
-Runs = Mapping[str, Sequence[Run]]
 
 
 def filled(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
@@ -88,14 +82,14 @@ def tail(seeds: Mapping[int, Run], length: int) -> Interval:
 
 
 def tail_by_seed(seeds: Mapping[int, Run], length: int) -> dict[int, float]:
-    """The loss of the same last tokens by seed, with all digits where all texts have equally many targets."""
-    losses = {}
-    for seed, run in seeds.items():
-        reading = run["by_length"]
-        place = reading["lengths"].index(length)
-        by_text = reading["window_tail_loss"][place]
-        losses[seed] = float(reading["tail_loss"][place] if None in by_text else np.mean(by_text))
-    return losses
+    """The loss of the same last tokens by seed."""
+    return {seed: tail_loss(run, length) for seed, run in seeds.items()}
+
+
+def never_reached(runs: Runs, measure: Measure) -> bool:
+    """Whether a training did not reach the loss to which steps are counted, so that its number is a lower bound."""
+    trained = finished(runs, measure.study, measure.task).get(measure.scheme, {})
+    return any(min(run["curve"]["validation_loss"]) >= measure.at for run in trained.values())
 
 
 def share_of_answers(seeds: Iterable[Run], length: int) -> str:
@@ -106,7 +100,13 @@ def share_of_answers(seeds: Iterable[Run], length: int) -> str:
     return f"{interval.value:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A table whose first `texts` columns are text and whose others are numbers; `NOT_RUN` without rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
+    lines.insert(1, "|" + "---|" * texts + "---:|" * (len(head) - texts))
+    return "\n".join(lines) if len(lines) > 2 else NOT_RUN
+
+
+def ranked(head: Sequence[str], rows: Iterable[tuple[float, Sequence[str]]]) -> str:
+    """A table whose rows are sorted by a number that stands before each of them, the lowest first."""
+    return markdown(head, [cells for _, cells in sorted(rows)])

@@ -24,6 +24,10 @@ from hf_posenc.schemes.config import SchemeConfig
 
 GAPS = (2, 4, 8, 16, 32, 64, 128)
 SHIFTS = (1, 16, 256)
+#: Number of tokens that are shuffled within each block, and of those before left-padded text.
+_BLOCK, _PADDING = 8, 5
+#: Length of the windows whose positions are shifted, and how many there are at most.
+_SHIFTED, _SHIFTED_WINDOWS = 32, 8
 _CAUSAL_NOTE = (
     "The model is causal: the mask gives every token a different prefix, so the order has an effect without positions "
     "too. Compare each number with that of 'none'."
@@ -107,7 +111,7 @@ def sensitivity_test(
         ]
         largest = max(record.value or 0.0 for record in order if not record.quantity.endswith("loss"))
         sees_order = Record("", "sees_order", passed=None if causal else largest > tolerance)
-        return [*order, *shifted_positions(patched, tokens, offsets=offsets), sees_order]
+        return [*order, *shifted_positions(patched, tokens, offsets), sees_order]
 
     styles = {"loss": "loss", "sees_order": "verdict"}
     return evaluation_result(
@@ -209,11 +213,10 @@ def permuted_context(
     *,
     causal: bool,
     context: int = 48,
-    within: Sequence[int | None] = (None, 8),
     max_windows: int = 64,
     seed: int = 0,
 ) -> list[Record]:
-    """Shuffles all tokens before the last one, together (`None`) or `within` small blocks, and compares the last one.
+    """Shuffles all tokens before the last one, together or within blocks of 8, and compares the last one.
 
     At the last token, a causal model predicts the next one, and a masked model the token itself, which is masked. An
     encoder without positions does not change at all. Windows are evenly spread over the text and may overlap.
@@ -221,8 +224,8 @@ def permuted_context(
     Returns the mean `loss` of the last token, the mean change of its output (`shuffled`, and `shuffled_block` by
     `block`) and the rise of its loss. There are no losses for a model without a language head.
     """
-    if context < 2 or any(size is not None and size < 2 for size in within):
-        raise MeasurementError(f"At least 2 tokens must be shuffled; got context={context} and within={list(within)}.")
+    if context < 2:
+        raise MeasurementError(f"At least 2 tokens must be shuffled; got context={context}.")
     windows = stream_windows(tokens.passage, context + 2, max_windows=max_windows, overlap=True)
     count = windows.shape[0]
     text, targets = windows[:, :-1].clone(), windows[:, -1]
@@ -243,10 +246,8 @@ def permuted_context(
 
     before, loss = read(text)
     records = [] if loss is None else [Record("", "loss", float(loss.mean()), count=count)]
-    for size in within:
-        name, at = ("shuffled", {}) if size is None else ("shuffled_block", {"block": size})
-        generator = torch.Generator().manual_seed(seed)
-        order = shuffled_order(context, context if size is None else size, count, generator)
+    for name, size, at in (("shuffled", context, {}), ("shuffled_block", _BLOCK, {"block": _BLOCK})):
+        order = shuffled_order(context, size, count, torch.Generator().manual_seed(seed))
         after, changed = read(torch.cat([text[:, :-1].gather(1, order), text[:, -1:]], dim=1))
         records.append(Record("", name, float(relative_changes(before, after).mean()), at, count=count))
         if loss is not None and changed is not None:
@@ -260,16 +261,8 @@ def shuffled_order(length: int, block: int, rows: int, generator: torch.Generato
     return keys.argsort(dim=1)
 
 
-def shifted_positions(
-    model: Any,
-    tokens: TokenizedMaterial,
-    *,
-    length: int = 32,
-    offsets: Sequence[int] = SHIFTS,
-    padding: int = 5,
-    max_windows: int = 8,
-) -> list[Record]:
-    """Adds a number to all position ids, and then puts padding before the text.
+def shifted_positions(model: Any, tokens: TokenizedMaterial, offsets: Sequence[int] = SHIFTS) -> list[Record]:
+    """Adds a number to all position ids, and then puts padding before the text, which is read in short windows.
 
     A relative scheme does not change with the offset, except for rounding; an absolute one does. Left padding has no
     effect if it is not counted.
@@ -277,14 +270,12 @@ def shifted_positions(
     Returns the mean change of the output over all tokens: by `offset` (`shift`), or the reason if there is none, and
     with padding (`left_padding`).
     """
-    if length < 1 or padding < 1 or any(offset < 1 for offset in offsets):
-        raise MeasurementError(
-            f"length, padding and offsets must be at least 1; got {length}, {padding} and {list(offsets)}."
-        )
-    whole = tokens.passage.shape[0] // length
+    if any(offset < 1 for offset in offsets):
+        raise MeasurementError(f"offsets must be at least 1; got {list(offsets)}.")
+    whole = min(tokens.passage.shape[0] // _SHIFTED, _SHIFTED_WINDOWS)
     if whole == 0:
-        raise MeasurementError(f"The text has {tokens.passage.shape[0]} tokens, but one window needs {length}.")
-    ids = tokens.frame.around(tokens.passage[: whole * length].view(-1, length)[:max_windows], targets=False)
+        raise MeasurementError(f"The text has {tokens.passage.shape[0]} tokens, but one window needs {_SHIFTED}.")
+    ids = tokens.frame.around(tokens.passage[: whole * _SHIFTED].view(-1, _SHIFTED), targets=False)
     before = outputs_of(model, ids).last
     records = []
     first: int | None = None
@@ -297,11 +288,11 @@ def shifted_positions(
             records.append(Record("", "shift", None, at, note=f"+{offset}: {error}"))
         else:
             records.append(Record("", "shift", float(relative_changes(before, after).mean()), at))
-    pads = ids.new_full((ids.shape[0], padding), tokens.pad_token_id)
+    pads = ids.new_full((ids.shape[0], _PADDING), tokens.pad_token_id)
     mask = torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
-    padded = outputs_of(model, torch.cat([pads, ids], dim=1), attention_mask=mask).last[:, padding:]
+    padded = outputs_of(model, torch.cat([pads, ids], dim=1), attention_mask=mask).last[:, _PADDING:]
     change = float(relative_changes(before, padded).mean())
-    return [*records, Record("", "left_padding", change, {"tokens": padding})]
+    return [*records, Record("", "left_padding", change, {"tokens": _PADDING})]
 
 
 def _first_position(model: Any, ids: Tensor, before: Tensor) -> int:

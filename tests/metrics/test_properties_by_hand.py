@@ -19,7 +19,6 @@ from hf_posenc.metrics.properties import (
     low_precision,
     norm_preservation,
     relativity,
-    rotary_envelope,
     sinusoidal_shift,
     uniqueness,
 )
@@ -84,7 +83,6 @@ def mean_of_sums(distance):
         (lambda: norm_preservation(yarn(8.0)).details["by_position"], 0, 1e-6),
         (lambda: [mean_of_sums(distance) for distance in DISTANCES], [16.5, 15.95, 8.81, 7.47, 4.09, 1.67], 0.006),
         # float32 frequencies are off by 6e-8, which 4000 positions make an angle of 2e-4.
-        (rotary_envelope, [mean_of_sums(distance) for distance in DISTANCES], 1e-3),
         (lambda: list(long_term_decay("rope").details["envelope"].values()), list(map(mean_of_sums, DISTANCES)), 1e-3),
         (
             lambda: decay_curve("rope")[[0, 1, 10, 100, 255]].tolist(),

@@ -81,7 +81,7 @@ def test_an_encoder_without_positions_sees_a_set(encoder, tokenizer, material):
 
 def test_relative_schemes_do_not_see_a_shift_and_absolute_ones_do(encoder, tokens):
     for scheme, absolute in {"none": False, "alibi": False, "rope": False, "t5": False, "sinusoidal": True}.items():
-        shifts = shifted_positions(patch_model(encoder, scheme), tokens, offsets=(1, 100), padding=5)
+        shifts = shifted_positions(patch_model(encoder, scheme), tokens, offsets=(1, 100))
         assert [dict(shift.at) for shift in shifts] == [{"offset": 1}, {"offset": 100}, {"tokens": 5}]
         for shift in shifts[:2]:
             # Phases of positions near 100 are rounded a little otherwise than those near 0.
@@ -150,7 +150,7 @@ def test_distances_are_those_of_single_sentences(encoder, tokens):
 
 
 def test_the_loss_of_a_shuffled_context_is_that_of_the_token_in_question(decoder, tokens):
-    loss, _, _ = permuted_context(decoder, tokens, causal=True, context=8, within=(None,), max_windows=3)
+    loss, *_ = permuted_context(decoder, tokens, causal=True, context=8, max_windows=3)
     frame, count = tokens.frame, tokens.passage.shape[0] - 10
     windows = torch.stack([tokens.passage[start : start + 10] for start in (0, count // 2, count)])
     assert (frame.before, loss.quantity, loss.count) == ((2,), "loss", 3)
@@ -189,11 +189,11 @@ def test_words_the_tokenizer_does_not_know_are_named(byte_tokenizer, tokenizer, 
     with pytest.raises(MeasurementError, match="one window needs 402"):
         permuted_context(encoder, tokens, causal=False, context=400)
     with pytest.raises(MeasurementError, match="At least 2 tokens"):
-        permuted_context(encoder, tokens, causal=False, within=(1,))
+        permuted_context(encoder, tokens, causal=False, context=1)
     with pytest.raises(MeasurementError, match="at least 1"):
         shifted_positions(encoder, tokens, offsets=(0,))
-    with pytest.raises(MeasurementError, match="one window needs 400"):
-        shifted_positions(encoder, tokens, length=400)
+    with pytest.raises(MeasurementError, match="one window needs 32"):
+        shifted_positions(encoder, dataclasses.replace(tokens, passage=tokens.passage[:31]))
 
 
 def test_roles_are_exchanged_for_every_two_nouns(encoder, tokens):

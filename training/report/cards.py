@@ -60,12 +60,9 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
     own_pictures = task.pictures is not None and task.pictures["source"] != DIGITS_SOURCE
     own_data = own_pictures or (corpus is not None and not default_text)
     dataset: dict[str, Any] = {"dataset_type": "synthetic", "dataset_name": f"Synthetic task '{result.task}'"}
-    if corpus is not None:
-        source = DEFAULT_PACKAGE if default_text else corpus["source"]
-        dataset = {"dataset_type": source, "dataset_name": source, "dataset_revision": corpus["digest"]}
-    if task.pictures is not None:
-        source = task.pictures["source"]
-        dataset = {"dataset_type": source, "dataset_name": source, "dataset_revision": task.pictures["digest"]}
+    if read := task.pictures or corpus:
+        source = DEFAULT_PACKAGE if default_text else read["source"]
+        dataset = {"dataset_type": source, "dataset_name": source, "dataset_revision": read["digest"]}
     data = card_data(
         name,
         task.model,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,9 @@ class Executor:
     threads: int | None = None
 
 
-@contextmanager
-def open_executor(study: StudySettings, jobs: int) -> Iterator[Executor]:
+def open_executor(study: StudySettings, jobs: int) -> AbstractContextManager[Executor]:
     """Starts the executor of a study, and stops it at the end."""
-    with {"local": _local, "dask": _dask, "submitit": _submitit}[study.executor](study, jobs) as executor:
-        yield executor
+    return {"local": _local, "dask": _dask, "submitit": _submitit}[study.executor](study, jobs)
 
 
 @contextmanager

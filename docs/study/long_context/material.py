@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,12 @@ def text_files() -> dict[str, Path]:
 def text_of(tokenizer: PreTrainedTokenizerBase, file: Path) -> Tensor:
     """The first tokens of a file, `(tokens,)`: the longest context and the targets."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: max(BEFORE) + TARGETS]
-    return torch.tensor(ids)
+    return torch.tensor(_ids(tokenizer, text)[: max(BEFORE) + TARGETS])
 
 
-def digest_of(ids: Tensor) -> str:
-    """A name of token ids, by which a text is recognised."""
-    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
 
 
 def needles(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> tuple[Tensor, list[Answer]]:
@@ -151,11 +150,7 @@ def needles(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> tuple
     cities = drawn.sample(_CITIES, len(DEPTHS))
     numbers = ["".join(drawn.choice("0123456789") for _ in range(5)) for _ in cities]
     facts = [_FACT.format(city, number) for city, number in zip(cities, numbers, strict=True)]
-
-    def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
-
+    ids = partial(_ids, tokenizer)
     questions: list[int] = []
     asked: list[tuple[int, int, list[int]]] = []
     for index in drawn.sample(range(len(facts)), len(facts)):
@@ -181,11 +176,7 @@ def needles(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> tuple
 
 def passkey(tokenizer: PreTrainedTokenizerBase, length: int, depth: float, seed: int) -> tuple[Tensor, list[Answer]]:
     """The passkey task of Mohtashami and Jaggi (arXiv:2305.16300) with about `length` tokens, and its answer."""
-
-    def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
-
+    ids = partial(_ids, tokenizer)
     drawn = random.Random(f"passkey {length} {depth} {seed}")
     number = "".join(drawn.choice("0123456789") for _ in range(5))
     task, key, question, digits = ids(_PASSKEY_TASK), ids(_PASSKEY.format(number)), ids(_PASSKEY_QUESTION), ids(number)

@@ -42,13 +42,13 @@ from docs.study.long_context.material import (
     TARGETS,
     Answer,
     Method,
-    digest_of,
     needles,
     passkey,
     text_files,
     text_of,
 )
 from hf_posenc import patch_model
+from hf_posenc.metrics.evaluation import digest
 from training.files import read_json, write_json
 
 HERE = Path(__file__).resolve().parent
@@ -94,7 +94,7 @@ def run_all(options: argparse.Namespace) -> None:
         patch_model(model, METHODS[method].scheme)
         begun, on_clock = time.process_time(), time.perf_counter()
         found = measure(model, METHODS[method], ids, answers)
-        row |= {"method": method, "text_digest": digest_of(ids), **found}
+        row |= {"method": method, "text_digest": digest(ids), **found}
         row |= {"seconds": time.process_time() - begun, "on_clock": time.perf_counter() - on_clock}
         if options.part == "price":
             row["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

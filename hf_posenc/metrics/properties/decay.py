@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,17 +11,17 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 #: At or below this rank correlation with distance, logits fall overall. They may oscillate.
 DECAYS_BELOW = -0.5
-ENVELOPE_DISTANCES = (0, 1, 10, 100, 1000, 4000)
-_SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 255)
+_ENVELOPE_DISTANCES = (0, 1, 10, 100, 1000, 4000)
+#: Number of distances, and those that details show.
+_LENGTH, _SHOWN = 256, (0, 1, 2, 4, 8, 16, 32, 64, 128, 255)
 
 
 @measured(DECAYS_BELOW)
-def long_term_decay(specimen: Specimen, refusals: Refusals, *, length: int = 256) -> Found | None:
-    """Measures the rank correlation (Spearman) of distance and logit, for equal queries and keys at `length` distances.
+def long_term_decay(specimen: Specimen, refusals: Refusals) -> Found | None:
+    """Measures the rank correlation (Spearman) of distance and logit, for equal queries and keys at 256 distances.
 
     The curve is `decay_curve`. A scheme with learned weights is measured with three draws of them, and the weakest
     decay counts, because an accidental trend of a random table is not a property of the mechanism. Passes at or below
@@ -31,27 +29,27 @@ def long_term_decay(specimen: Specimen, refusals: Refusals, *, length: int = 256
 
     `details["half"]` is the first distance with less than half the logit of distance 0 (`None` if there is none), and
     `details["at"]` the curve at some distances. For rotations by position times frequency that all heads share,
-    `details["envelope"]` is RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
+    `details["envelope"]` is RoFormer's mean of `|S_i|` by distance (`envelope`).
     """
     specimens = [specimen]
     if any(True for part in specimen.parts for _ in part.parameters()):
         specimens += [build_specimen(specimen.config, causal=specimen.causal, seed=seed) for seed in (1, 2)]
     curves = []
-    with refusals.at(f"positions up to {_total(length) - 1}"):
-        curves = [decay_curve(drawn, length=length) for drawn in specimens]
+    with refusals.at(f"positions up to {_total(_LENGTH) - 1}"):
+        curves = [decay_curve(drawn, length=_LENGTH) for drawn in specimens]
     if refusals:
         return None
-    distances = torch.arange(length)
+    distances = torch.arange(_LENGTH)
     value, curve = max(((spearman(distances, curve), curve) for curve in curves), key=lambda pair: pair[0])
     below = distances[curve < 0.5]
     details: dict[str, object] = {
         "half": int(below[0]) if below.numel() else None,
-        "at": {distance: float(curve[distance]) for distance in _SHOWN if distance < length},
+        "at": {distance: float(curve[distance]) for distance in _SHOWN},
     }
-    frequencies = rotation_frequencies(specimen.parts, length)
+    frequencies = rotation_frequencies(specimen.parts, _LENGTH)
     if frequencies is not None:
-        values = envelope(frequencies, torch.tensor(ENVELOPE_DISTANCES)).tolist()
-        details["envelope"] = dict(zip(ENVELOPE_DISTANCES, values, strict=True))
+        values = envelope(frequencies, torch.tensor(_ENVELOPE_DISTANCES)).tolist()
+        details["envelope"] = dict(zip(_ENVELOPE_DISTANCES, values, strict=True))
     return value, details
 
 
@@ -103,24 +101,14 @@ def decay_curve(scheme: str | SchemeConfig | Specimen, *, length: int = 256, ind
     return by_distance if independent else 1 + by_distance - by_distance[0]
 
 
-def rotary_envelope(
-    distances: Sequence[int] = ENVELOPE_DISTANCES, head_dim: int = 64, theta: float = 10000.0
-) -> list[float]:
-    """Returns RoFormer's bound on the decay of RoPE (arXiv:2104.09864, section 3.4.3 and figure 2).
+def envelope(inverse_frequencies: Tensor, distances: Tensor) -> Tensor:
+    """Returns RoFormer's bound on the decay of a rotation (arXiv:2104.09864, section 3.4.3 and figure 2).
 
-    It is the mean of `|S_i|` over `i = 1 .. head_dim / 2`. `S_i` is the sum of the first `i` terms
+    It is the mean of `|S_i|` over all pairs `i`. `S_i` is the sum of the first `i` terms
     `exp(1j * distance * frequency_m)`.
 
-    Args:
-        distances: in positions.
-        head_dim: width of a head, even.
-        theta: the base of the frequencies.
+    Returns `(distances,)` float64 for frequencies `(pairs,)` in radians per position.
     """
-    return envelope(rope_inverse_frequencies(theta, head_dim), torch.tensor(distances)).tolist()
-
-
-def envelope(inverse_frequencies: Tensor, distances: Tensor) -> Tensor:
-    """Returns `rotary_envelope` for any frequencies, `(pairs,)` radians per position, at `(distances,)`; float64."""
     angles = distances.double().unsqueeze(-1) * inverse_frequencies.double()
     return torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1).abs().mean(dim=-1)
 

@@ -131,17 +131,18 @@ def uniqueness(specimen: Specimen, refusals: Refusals, *, length: int = 2 * TRAI
 
 
 @measured(CONSISTENT_UP_TO)
-def length_consistency(specimen: Specimen, refusals: Refusals, *, length: int = 256) -> Found | None:
+def length_consistency(specimen: Specimen, refusals: Refusals) -> Found | None:
     """Measures how far encodings move in a longer sequence: the largest `max_p |enc_T(p) - enc_S(p)|` over lengths `S`.
 
-    A scheme that fails cannot extend a cache, because the encodings of cached tokens change. The sequence grows from `T
-    = length`, less than the training length, to twice `T`, and to 2 and 32 times the training length, because many
-    schemes depend on the length only beyond the one that they were built for. Logits are compared too, for different
-    contents, because a bias or a scale may depend on the length without an encoding. Passes up to 1e-5, relative to the
-    largest encoding if that is more than 1. `details["by_length"]` has the difference for each `S`.
+    A scheme that fails cannot extend a cache, because the encodings of cached tokens change. The sequence grows from
+    `T = 256` to twice `T`, and to 2 and 32 times the training length, because many schemes depend on the length only
+    beyond the one that they were built for. Logits are compared too, for different contents, because a bias or a scale
+    may depend on the length without an encoding. Passes up to 1e-5, relative to the largest encoding if that is more
+    than 1. `details["by_length"]` has the difference for each `S`.
     """
     if not any(True for _ in specimen.parts):
         raise DoesNotApplyError("the scheme encodes nothing")
+    length = 256
     by_length: dict[int, float] = {}
     ids = torch.arange(length)
     with refusals.at(f"sequences of {length} tokens"):

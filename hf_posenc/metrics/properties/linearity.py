@@ -18,6 +18,7 @@ from hf_posenc.metrics.properties.specimen import (
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.parts import PairwiseBias, QueryKeyMap
 
+LENGTH = 131072
 SHIFTS = (1, 7, 64, 500)
 #: Maps are compared up to here: the rounding of float32 angles grows with their size, and the residual with it.
 MAPS_UP_TO = 16384
@@ -31,9 +32,7 @@ _ROWS = 1024
 
 
 @measured(LINEAR_UP_TO)
-def linearity(
-    specimen: Specimen, refusals: Refusals, *, length: int = 131072, shifts: tuple[int, ...] = SHIFTS
-) -> Found | None:
+def linearity(specimen: Specimen, refusals: Refusals) -> Found | None:
     """Measures how far `PE(p + k) = M_k PE(p)` or `R_{p+k} = M_k R_p` is from true, for the best `M_k`.
 
     For vectors, `M_k` is fitted by least squares to the first half of the positions, and the residual is that of the
@@ -41,10 +40,10 @@ def linearity(
     rotation (`sinusoidal_shift`). For maps of queries and keys, `M_k = R_k R_0^{-1}`, that is `R_k` if position 0 is
     not mapped at all. A map that changes the width of a head is fitted like vectors. Passes up to 1e-3.
 
-    Some of `length` positions are sampled, or of the training length if the scheme has no more. By default, the slowest
-    frequencies of a table turn within `length`; otherwise a fit could not distinguish them from a constant. The
-    `shifts` are the `k`. `details["by_shift"]` has the largest residual per shift, `details["affine"]` the largest
-    residual of `PE(p + k) = M_k PE(p) + c_k`, `details["explicit"]` that of the explicit rotations.
+    Some of 131072 positions are sampled, or of the training length if the scheme has no more. The slowest frequencies
+    of a table turn within this length; otherwise a fit could not distinguish them from a constant. `k` is one of 1, 7,
+    64 and 500. `details["by_shift"]` has the largest residual per shift, `details["affine"]` the largest residual of
+    `PE(p + k) = M_k PE(p) + c_k`, `details["explicit"]` that of the explicit rotations.
     """
     parts = specimen.parts
     if parts.additive is None and parts.query_key_map is None:
@@ -54,9 +53,9 @@ def linearity(
     by_shift: dict[int, float] = {}
     largest: dict[str, float] = {}
     # A table ends at the training length.
-    for count in (length, TRAINING_LENGTH):
+    for count in (LENGTH, TRAINING_LENGTH):
         with refusals.at(f"positions up to {count - 1}"):
-            for shift in shifts:
+            for shift in SHIFTS:
                 residuals = {} if parts.additive is None else _vector_residuals(specimen, count, shift)
                 if parts.query_key_map is not None:
                     residuals["map"] = _map_residual(specimen, parts.query_key_map, min(count, MAPS_UP_TO), shift)

@@ -82,21 +82,21 @@ def logit_change(specimen: Specimen, logits: Tensor, reference: Tensor) -> float
 
 
 @measured(BOUNDED_UP_TO)
-def defined_past_training(specimen: Specimen, refusals: Refusals, *, far: tuple[int, ...] = FAR) -> Found:
+def defined_past_training(specimen: Specimen, refusals: Refusals) -> Found:
     """Measures whether a scheme can be evaluated beyond the training length, with finite logits of the usual size.
 
     This is what can be said about extrapolation without training. It is necessary, not sufficient: RoPE passes, but
     models trained with it still collapse there. Training shows what happens to the *loss* (`hf-posenc compare`).
 
-    48 tokens at the start of a sequence and 48 at its far end, which begins at one of the `far` positions, attend to
-    each other. The value is the largest far logit over the largest near one. Passes if all logits are finite and the
+    48 tokens at the start of a sequence and 48 at its far end, which begins at 2048, 4096 or 30000, attend to each
+    other. The value is the largest far logit over the largest near one. Passes if all logits are finite and the
     value is at most 2 (a bias may fall without limit).
     """
     contents, start, visible = random_contents(4, 96), torch.arange(48), specimen.visible(96)
     near = specimen.logits(positions_at(torch.cat((start, start + TRAINING_LENGTH - 48))), contents)[..., visible]
     by_position: dict[int, float] = {}
     finite = True
-    for position in far:
+    for position in FAR:
         with refusals.at(f"positions from {position}"):
             logits = specimen.logits(positions_at(torch.cat((start, start + position))), contents)[..., visible]
             finite = finite and bool(logits.isfinite().all())
@@ -182,13 +182,13 @@ def norm_preservation(specimen: Specimen, refusals: Refusals) -> Found | None:
 
 
 @measured(RELATIVE_UP_TO)
-def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, ...] = AXIS_SHIFTS) -> Found:
+def extensibility(specimen: Specimen, refusals: Refusals) -> Found:
     """Measures whether logits depend on every axis, and on each only through distances along it.
 
     48 tokens are placed at random on a grid of 64 steps per axis. Passes if logits change when the coordinates of any
     one axis are drawn again (by more than 1e-3), and do not when all of them move together along one axis by any of the
-    `shifts` (up to 2e-3). With all axes but one fixed, it is then a relative scheme of one dimension. The two axes of a
-    hierarchical scheme are the segment and the place in it.
+    shifts 1, 17 and 500 (up to 2e-3). With all axes but one fixed, it is then a relative scheme of one dimension. The
+    two axes of a hierarchical scheme are the segment and the place in it.
 
     The value is the largest change under a shift. `details` has it by axis, with the change when that axis is drawn
     again, and `text`: the change from no coordinates at all to coordinates that all equal the position, which is 0 if
@@ -225,7 +225,7 @@ def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, 
     for axis in range(axes):
         here = torch.arange(axes).unsqueeze(-1) == axis
         seen.append(logit_change(specimen, logits(torch.where(here, other, grid)), reference))
-        allowed = [s for s in shifts if segment_length is None or axis == 0 or s + steps <= segment_length]
+        allowed = [s for s in AXIS_SHIFTS if segment_length is None or axis == 0 or s + steps <= segment_length]
         moved.append(max(logit_change(specimen, logits(grid + here * shift), reference) for shift in allowed))
     text = None
     if segment_length is None:

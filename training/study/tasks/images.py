@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import default_collate
 from transformers import AutoModelForImageClassification, PreTrainedTokenizerBase
 
-from hf_posenc.errors import UsageError
-from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
+from hf_posenc.metrics.images.pictures import Normalization, Pictures
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution
 from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureRows, image_processor
+from training.data.pictures import Augmentation, PictureRows, image_processor, named_pictures
 from training.errors import SettingsError
 from training.study.corpus import Corpus
 from training.study.models import new_image_model
@@ -95,7 +94,7 @@ class ImagesTask(StudyTask):
     def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         grid = cell.settings.train_resolution // cell.settings.patch_size
         # In opposite corners, so that both fit into small grids.
-        return dog_figures(lambda: picture_dog_test(model, grid=grid, first=(0, 0), second=(0, grid - SIDE)))[0]
+        return dog_figures(lambda: picture_dog_test(model, grid=grid, first=(0, 0), second=(0, grid - SIDE)))
 
     def processor(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Any:
         return image_processor(cell.settings.train_resolution, Normalization(), _CHANNELS)
@@ -106,10 +105,7 @@ class ImagesTask(StudyTask):
 
 def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
     """Returns the pictures for training, for the curves, and for the accuracy by resolution."""
-    try:
-        pictures = load_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
-    except UsageError as error:
-        raise SettingsError(f"--dataset_name: {error}") from error
+    pictures = named_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
     sizes = [round(len(pictures) * share) for share in (study.validation_fraction, study.test_fraction)]
     train, validation, test = split_rows(pictures, sizes, study.split_seed)
     most = study.max_train_samples, study.max_eval_samples

@@ -139,15 +139,7 @@ class StudyTask:
 
     def dogs(self, cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Returns the distances between the two dogs of the dog test, for the embeddings, then for each layer."""
-        figures, result = dog_figures(lambda: dog_test(model, tokenizer))
-        if result is None:
-            return figures
-        probe = result.value(result.subjects[0].label, "probe")
-        return {
-            "layers": figures["layers"],
-            "probe": None if probe is None else float(f"{probe:.4g}"),
-            "told_apart": figures["told_apart"],
-        }
+        return dog_figures(lambda: dog_test(model, tokenizer))
 
     def processor(self, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Returns the processor that is saved with a model and prepares its inputs."""
@@ -158,17 +150,21 @@ class StudyTask:
         return {}
 
 
-def dog_figures(test: Callable[[], Result]) -> tuple[dict[str, Any], Result | None]:
-    """Returns the figures of a dog test and its result, or the reason why there are none."""
+def dog_figures(test: Callable[[], Result]) -> dict[str, Any]:
+    """Returns the figures of a dog test, or the reason why there are none. Pictures need no probe."""
     try:
         result = test()
     except (MeasurementError, SequenceLengthError, UnsupportedError) as error:
-        return {"error": str(error)}, None
+        return {"error": str(error)}
     (subject,) = result.subjects
     if subject.error is not None:
-        return {"error": subject.error}, None
-    layers = [float(f"{record.value:.4g}") for record in result.of(quantity="relative_l2")]
-    return {"layers": layers, "told_apart": result.record(subject.label, "told_apart").passed}, result
+        return {"error": subject.error}
+    layers, probe = (
+        [None if record.value is None else float(f"{record.value:.4g}") for record in result.of(quantity=quantity)]
+        for quantity in ("relative_l2", "probe")
+    )
+    told_apart = result.record(subject.label, "told_apart").passed
+    return {"layers": layers} | ({"probe": probe[0]} if probe else {}) | {"told_apart": told_apart}
 
 
 def rounded(values: Any) -> list[float | None]:
