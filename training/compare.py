@@ -181,9 +181,12 @@ def _progress_bar(cells: list[Cell], disable: bool) -> Iterator[tqdm]:
 
         def follow() -> None:
             while not ended.wait(1.0):
-                bar.n = sum(cell.steps_done() for cell in cells)
+                steps = sum(cell.steps_done() for cell in cells)
+                if bar.n == done < steps:
+                    bar.unpause()  # The time until the first step is no measure of those that follow.
+                bar.n = steps
                 running = [cell.name for cell in cells if cell.step_file.exists()]
-                bar.set_postfix_str(", ".join(running))
+                bar.set_postfix_str(", ".join(running) or "starting")
 
         follower = Thread(target=follow, daemon=True)
         if not disable:

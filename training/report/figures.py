@@ -45,7 +45,8 @@ _FLAT = "A line that stays flat to the right of the dotted line keeps what it le
 _COSINE = "1 means the same embeddings as before the swap."
 _DRAWN = (
     _Lines("loss_curves", "Loss on held-out text while training", "validation_loss", "step", "loss (nats per token)",
-           f"{_LOWER} A line that falls earlier learns faster."),
+           f"{_LOWER} A line that falls earlier learns faster. The text is another part of the held-out text than that "
+           "of the tables, so the last points are not exactly the losses there."),
     _Lines("similarity_curves", "Cosine while training", "validation_similarity", "step", "mean cosine", _COSINE),
     _Lines("accuracy_curves", "Right answers on held-out pictures while training", "validation_accuracy", "step",
            "share of right answers", "Higher is better."),

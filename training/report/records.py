@@ -22,6 +22,8 @@ ROUNDING = 1e-5
 #: No perplexity is shown for a loss above this. It would have dozens of digits.
 LARGEST_LOSS = 50.0
 
+#: The class of a tokenizer whose tokens are bytes.
+_OF_BYTES = "ByT5Tokenizer"
 _CURVES = ("train_loss", "validation_loss", "validation_similarity", "validation_accuracy")
 
 _MEASURED = {
@@ -56,7 +58,7 @@ def _result(study: Study, name: str) -> Result:
         records=tuple(record for label in labels for record in _records(label, study.of(name, label), frame)),
         views=_views(task, frame),
         settings={"command": study.command, "task": task.model_dump(), "control": control, "versions": study.versions},
-        remarks=tuple(_remarks(task, frame, finished)),
+        remarks=tuple(_remarks(task, frame, finished, study.corpus or {})),
     )
 
 
@@ -76,10 +78,13 @@ def _subject(label: str, runs: list[Run], task: Task) -> Subject:
         if not run.finished:
             ends.setdefault(f"{run.status}: {run.reason}", []).append(str(run.seed))
     notes += [f"seed {', '.join(seeds)} {end}" for end, seeds in ends.items()]
+    name = "native" if first.config is None else first.config["scheme"]
+    trained = max(task.trained)
+    if name == "learned" and finished and not first.start and task.axis == "length" and task.lengths[-1] > trained:
+        notes += [f"no text in training was long enough for its vectors of positions from {trained}"]
     notes += [note for run in finished for note in (*run.notes, *run.reading.get("reasons", ()))]
     notes += [f"dog test: {run.dog['error']}" for run in finished if run.dog and run.dog.get("error")]
     lines = [f"`{label}`: {note.rstrip('.')}." for note in dict.fromkeys(notes)]
-    name = "native" if first.config is None else first.config["scheme"]
     return Subject(label, name, first.config, (" ".join(lines),) if lines else ())
 
 
@@ -224,7 +229,8 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
             "The two dogs: the distance between the model's vectors for the two occurrences of 'dog' in 'The dog "
             "chased another dog', relative to their norm. At 0 the model cannot distinguish them. A causal mask alone "
             "makes them differ. The column without a mask is therefore the distance after one random attention layer "
-            "without a mask, which reads the model's embeddings.",
+            "without a mask, which reads the model's embeddings. There, only whether it is 0 matters: its size depends "
+            "on how large the numbers of a scheme are, and later layers may make it larger.",
         ),
         "dog_probe": ("number", f"{dogs}, no mask"),
         "residual": (
@@ -287,7 +293,7 @@ def _views(task: Task, frame: pd.DataFrame) -> tuple[View, ...]:
     return tuple(views) or (View(("seeds",)),)
 
 
-def _remarks(task: Task, frame: pd.DataFrame, finished: list[Run]) -> Iterator[str]:
+def _remarks(task: Task, frame: pd.DataFrame, finished: list[Run], corpus: dict[str, Any]) -> Iterator[str]:
     lengths = ", ".join(map(str, task.trained))
     if task.pictures is not None:
         read = f"pictures of {task.pictures['source']}, at {lengths} pixels along each side"
@@ -296,7 +302,8 @@ def _remarks(task: Task, frame: pd.DataFrame, finished: list[Run]) -> Iterator[s
     alike = [run.training for run in finished if run.start is None and "train_length" not in run.training]
     asked = {training.get("max_steps", task.max_steps) for training in alike}
     steps = asked.pop() if len(asked) == 1 else task.max_steps
-    yield f"Trained for {steps:,} steps of {task.batch_size} {read}. {_MEASURED[task.kind]}"
+    bytes_ = " A token is a byte." if task.kind == "language_modeling" and corpus.get("tokenizer") == _OF_BYTES else ""
+    yield f"Trained for {steps:,} steps of {task.batch_size} {read}. {_MEASURED[task.kind]}{bytes_}"
     if task.pictures is not None:
         parts = ", ".join(f"{task.pictures[f'{part}_pictures']:,}" for part in ("train", "validation", "test"))
         yield f"Pictures to train on, for the curves, and for the accuracy by resolution: {parts}."
