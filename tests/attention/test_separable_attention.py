@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.folding import fold
 from hf_posenc.attention.forms import SeparableForm
 from hf_posenc.attention.fused_attention import _fused_attention
+from hf_posenc.schemes.bias.alibi import alibi_slopes
 
 from .block_sizes import set_sizes
 from .fused import separable_attention
@@ -135,3 +137,23 @@ def test_terms_of_ten_million_fit_into_half_precision() -> None:
     bias = SeparableForm(terms, torch.arange(1500)).rows()
     wanted = plain_attention(query, key, value, bias, None, 0.25, True)
     torch.testing.assert_close(found.double(), wanted, atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("scaling", [0.25, 128**-0.5])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_terms_that_have_grown_large_keep_their_differences(dtype: torch.dtype, bound: float, scaling: float) -> None:
+    """ALiBi at 32k tokens: terms of 16384, whose sum with a product would be off by 1e-3 in float32.
+
+    In bfloat16 what is left comes from the content: the parts of the terms are exact.
+    """
+    generator, slots = torch.Generator().manual_seed(0), torch.arange(24)
+    terms = (torch.tensor(alibi_slopes(4)).unsqueeze(-1) * (slots + 32768)).unsqueeze(0)
+    query, key = (torch.randn(1, 4, 24, 16, generator=generator).to(dtype) for _ in range(2))
+    wide_query, wide_key, factor = fold(query, key, terms, slots, scaling)
+    # As a kernel has it: products in the dtype of the heads, summed in float32 in order.
+    scores = torch.zeros(1, 4, 24, 24)
+    for dimension in range(wide_query.shape[-1]):
+        scores += wide_query[..., dimension].float().unsqueeze(-1) * wide_key[..., dimension].float().unsqueeze(-2)
+    form = SeparableForm(terms.double(), slots)
+    exact = query.double() @ key.double().transpose(-1, -2) * scaling + form.rows()
+    torch.testing.assert_close(scores.double() * factor, exact.expand_as(scores), atol=bound, rtol=0)

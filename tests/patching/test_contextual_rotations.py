@@ -28,6 +28,7 @@ from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
+from tests.kits.decoding import decoded
 from tests.matrix import running as matrix
 from tests.matrix.running import tokens
 from tests.thinning import in_turn
@@ -112,14 +113,13 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
     others, width = BESIDE[beside]
     scheme: Any = [*others, {"scheme": "repo", **SCHEMES["repo"]}]
     model = patched(scheme).to(dtype)
-    ids, found, caches = IDS, [], []
+    found, caches = [], []
     for rotated in (True, False):
         for layer in model.model.layers:
             if not rotated:
                 layer.self_attn.__dict__["forward"].encoding.rotation_before_cache = None
         cache = DynamicCache(config=model.config)
-        parts = [slice(0, 9), slice(9, 13), *(slice(start, start + 1) for start in range(13, 24))]
-        found.append(torch.cat([model(ids[:, part], past_key_values=cache).logits for part in parts], dim=1))
+        found.append(decoded(model, IDS, cache, [9, 4] + [1] * 11))
         caches.append(cache)
     numbers = num_channels(width - 16, dtype)
     assert [layer.keys.shape[-1] for layer in caches[0].layers] == [16 + numbers] * 2
@@ -140,10 +140,9 @@ def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
     if find_spec("hqq") is not None:
         with pytest.raises(UnsupportedError, match="rounded to a few bits"):
             model(IDS, past_key_values=QuantizedCache("hqq", config, **FEW_BITS))
-    ids, cache = IDS, DynamicCache(config=config)
-    parts = [slice(0, 9), *(slice(start, start + 1) for start in range(9, 24))]
-    steps = [logits(model, ids[:, part], past_key_values=cache) for part in parts]
-    torch.testing.assert_close(torch.cat(steps, dim=1), logits(model, ids, use_cache=False), **CLOSE)
+    cache = DynamicCache(config=config)
+    steps = decoded(model, IDS, cache, [9] + [1] * 15)
+    torch.testing.assert_close(steps, logits(model, IDS, use_cache=False), **CLOSE)
     width = cache.layers[0].keys.shape[-1]
     assert width > 16
     assert page_width(model.position_encoding.stacks["model"].layers[0], torch.float32) == width

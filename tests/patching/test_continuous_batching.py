@@ -322,11 +322,3 @@ def test_a_manager_that_is_kept_does_not_outlive_its_scheme() -> None:
     unpatch_model(model)
     assert kept(model, prompt) == stock
     model.destroy_cached_continuous_batching_manager()
-
-
-def test_the_stock_model_underneath_batches_again() -> None:
-    model = patched("llama_gqa", None)
-    expected = [alone(model, prompt)[0] for prompt in prompts()]
-    again = unpatch_model(patched("llama_gqa", "alibi"))
-    assert "init_continuous_batching" not in again.__dict__
-    assert [found for found, _ in batched(again, prompts())] == expected

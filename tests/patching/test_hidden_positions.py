@@ -66,11 +66,6 @@ def test_a_mechanism_that_was_not_found_is_refused(scheme: str, hidden: tuple[An
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_native_scheme_does_not_say_none_of_a_hidden_table() -> None:
-    with pytest.raises(UnsupportedError, match="No position table"):
-        native_scheme(hidden_table())
-
-
 def test_a_table_hidden_in_one_of_two_stacks_is_found() -> None:
     torch.manual_seed(0)
     model = tiny("BartModel").eval()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_posenc import (
     ClippedScaling,
@@ -29,6 +29,7 @@ from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.recipes import SchemePhases, begin_blend, set_blend_strength
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.registry import parse_scheme
+from tests.kits.decoding import decoded
 from tests.models import tiny
 
 YARN = YarnScaling(factor=4.0, original_max_positions=32)
@@ -167,10 +168,9 @@ def test_a_scaling_survives_decoding_padding_saving_and_undoing(name: str, tmp_p
     torch.manual_seed(1)
     ids = torch.randint(1, 60, (1, 100))
     with torch.no_grad():
-        cache = model(ids[:, :20]).past_key_values
-        steps = [model(ids[:, [place]], past_key_values=cache).logits for place in range(20, 32)]
-        expected = model(ids[:, :32], use_cache=False).logits
-        torch.testing.assert_close(torch.cat(steps, dim=1), expected[:, 20:], rtol=0, atol=1e-4)
+        cache = DynamicCache(config=model.config)
+        steps = decoded(model, ids, cache, [20] + [1] * 12)
+        torch.testing.assert_close(steps, model(ids[:, :32], use_cache=False).logits, rtol=0, atol=1e-4)
         if "dynamic" in name:
             with pytest.raises(UnsupportedError, match="Dynamic YaRN changes the frequencies of all 32 cached keys"):
                 model(ids[:, 32:40], past_key_values=cache)

@@ -22,6 +22,7 @@ from hf_posenc.schemes.needs import Environment, Need
 from tests.architectures.inputs import inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.kits.decoding import decoded
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.matrix.test_behaviour import CLOSE, SCHEMES
 from tests.models import tiny
@@ -67,24 +68,12 @@ def logits(model: Any, ids: Tensor = IDS, **inputs: Any) -> Tensor:
         return model(ids, **inputs).logits
 
 
-def stepwise(model: Any) -> Tensor:
-    """The logits of tokens that are read one by one with a cache, behind the first ones."""
-    inputs: dict[str, Any] = {"use_cache": True}
-    rows = []
-    for step in (IDS[:, :8], *IDS[:, 8:].split(1, dim=1)):
-        with torch.no_grad():
-            result = model(step, **inputs)
-        rows.append(result.logits)
-        inputs["past_key_values"] = result.past_key_values
-    return torch.cat(rows, dim=1)
-
-
 def refused_or_stepwise(model: Any, scheme: str) -> tuple[Tensor, Tensor]:
     """Of a decoder: the logits with a cache, and without. A scheme that no cache can hold is compared without one."""
     model = with_scheme(model, scheme)
     whole = logits(model, use_cache=False)
     grows = not refusals.GROWING_CACHE.problem(model.position_encoding.needs())
-    return (stepwise(model) if grows else logits(model, use_cache=False)), whole
+    return (decoded(model, IDS, None, [8, 1, 1, 1, 1]) if grows else logits(model, use_cache=False)), whole
 
 
 def generated(model: Any, **options: Any) -> Tensor:
