@@ -97,18 +97,6 @@ def test_scalings_count_from_the_length_before_a_trained_scaling_and_the_others_
     assert kept == ReRopeConfig(native_scheme(llama(rope_parameters=scaling)), window=32)
 
 
-def test_a_model_with_its_native_scheme_in_place_takes_a_method_too() -> None:
-    model = extend_context(patch_model(llama(), "native"), length=128, method="yarn")
-    assert model.position_encoding.config.scaling == YarnScaling(2.0, 64)
-
-
-def test_the_text_part_of_a_composite() -> None:
-    model = tiny_model(pair_named("image-text-llava"))
-    length = 2 * model.config.text_config.max_position_embeddings
-    extend_context(model, length=length, method="rerope")
-    assert model.config.text_config.max_position_embeddings == length
-
-
 @pytest.mark.parametrize(
     ("pair", "method"),
     [

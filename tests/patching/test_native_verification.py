@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LukeConfig, LukeModel
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from tests.matrix.running import patched, tokens
@@ -45,12 +44,6 @@ def test_a_table_with_other_numbers_is_refused_and_left_alone() -> None:
     assert torch.equal(model.roformer.encoder.embed_positions.weight, before)
     assert table.requires_grad == trained
     assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def test_a_learned_bias_may_have_any_numbers_and_a_model_in_training_keeps_its_mode() -> None:
-    model = enlarged(tiny("T5ForConditionalGeneration")).train()
-    assert native_scheme(model).name == "t5"
-    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("scheme", ["t5", "alibi", "native"])
@@ -200,11 +193,3 @@ def test_looking_at_a_rotary_module_leaves_its_buffers_alone(parameters: dict[st
     before |= {name: buffer.clone() for name, buffer in rotary.named_buffers()}
     native_scheme(model)
     assert all(torch.equal(getattr(rotary, name), value) for name, value in before.items())
-
-
-def test_a_model_with_two_position_tables_has_no_native_scheme() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    model = LukeModel(LukeConfig(**sizes, vocab_size=50, entity_vocab_size=20, entity_emb_size=32))
-    with pytest.raises(UnsupportedError, match="several position tables"):
-        native_scheme(model)
-    assert patch_model(model, "alibi").position_encoding.report
