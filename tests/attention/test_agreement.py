@@ -335,37 +335,23 @@ def test_the_gradient_of_a_mask_that_is_learned() -> None:
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-3)
 
 
-def test_per_sample_gradients() -> None:
-    """torch.func sees through plain operations only."""
-    model = patched("llama_gqa", BIASED["t5-0"], attn_implementation="sdpa")
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    table = next(name for name in parameters if "position_encoding" in name)
+@pytest.mark.parametrize("scheme", ["t5", "kerple", "pope"])
+def test_transforms_of_torch_func(scheme: str) -> None:
+    """They see through plain operations only. Gradients are those of the inputs and of the scheme."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
+    embedded = model.get_input_embeddings()(ids).detach()
+    parameters = {name: one.detach() for name, one in model.named_parameters() if "position_encoding" in name}
 
-    def loss(weight: Tensor, input_ids: Tensor) -> Tensor:
-        output = torch.func.functional_call(model, parameters | {table: weight}, (input_ids.unsqueeze(0),))
-        return output.logits.square().mean()
+    def outputs_of(row: Tensor, own: dict[str, Tensor] = parameters) -> Tensor:
+        given = {"inputs_embeds": row.unsqueeze(0), "use_cache": False}
+        return torch.func.functional_call(model, own, (), given).logits[0]
 
-    found = torch.func.grad(loss)(parameters[table], tokens(length=LENGTH)[0])
-    model(tokens(length=LENGTH)[:1]).logits.square().mean().backward()
-    wanted = dict(model.named_parameters())[table].grad
+    torch.testing.assert_close(torch.func.vmap(outputs_of)(embedded), model(ids).logits, atol=1e-5, rtol=1e-4)
+    row = embedded[0].clone().requires_grad_()
+    found = torch.func.grad(lambda *given: outputs_of(*given).square().mean(), argnums=(0, 1))(embedded[0], parameters)
+    model(inputs_embeds=row.unsqueeze(0), use_cache=False).logits.square().mean().backward()
+    wanted = row.grad, {name: model.get_parameter(name).grad for name in parameters}
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-3)
-
-
-def test_transforms_of_torch_func() -> None:
-    ids = tokens(2, LENGTH)
-    for scheme in ("t5", "kerple", "pope"):
-        model = patched("llama_gqa", scheme, attn_implementation="sdpa")
-        embedded = model.get_input_embeddings()(ids).detach()
-
-        def outputs_of(row: Tensor, model: nn.Module = model) -> Tensor:
-            return model(inputs_embeds=row.unsqueeze(0), use_cache=False).logits[0]
-
-        torch.testing.assert_close(torch.func.vmap(outputs_of)(embedded), model(ids).logits, atol=1e-5, rtol=1e-4)
-        found = torch.func.grad(lambda row, of=outputs_of: of(row).square().mean())(embedded[0])
-        row = embedded[0].requires_grad_()
-        outputs_of(row).square().mean().backward()
-        assert row.grad is not None
-        torch.testing.assert_close(found, row.grad, atol=1e-6, rtol=1e-3)
 
 
 def test_a_function_of_somebody_else_gets_the_matrix() -> None:

@@ -176,40 +176,30 @@ def test_flash_kernels_attend_to_requests(scheme: str) -> None:
         return output.transpose(1, 2).contiguous(), None
 
     model = patched("llama_gqa", scheme)
-    expected = [alone(model, prompt) for prompt in prompts()]
+    expected = [alone(model, prompt)[1][0] for prompt in prompts()]
     AttentionInterface.register("flash_attention_for_tests", kernel)
-    seen = _FlashRow(model)
-    assert seen.logits(prompts()) == pytest.approx([values[0] for _, values in expected], abs=1e-4)
+    model.config._attn_implementation = "flash_attention_for_tests"
+    # As continuous batching hands them to such a model. The last token of each prompt comes in a second call.
+    pages, lengths = _Pages(), torch.tensor([len(prompt) for prompt in prompts()])
+    in_one_row(model, pages, [prompt[:-1] for prompt in prompts()], torch.zeros_like(lengths))
+    found = in_one_row(model, pages, [prompt[-1:] for prompt in prompts()], lengths - 1)
+    assert found[0].log_softmax(-1).amax(-1).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-class _FlashRow:
-    """Prompts of several requests in one row, as continuous batching would hand them to a model with flash kernels."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        model.config._attn_implementation = "flash_attention_for_tests"
-
-    @torch.no_grad()
-    def logits(self, given: list[list[int]]) -> list[float]:
-        """The best logarithm of a probability behind each prompt, whose last token comes in a second call."""
-        lengths = torch.tensor([len(prompt) for prompt in given])
-        pages = _Pages()
-        self._call([prompt[:-1] for prompt in given], torch.zeros_like(lengths), pages)
-        logits = self._call([prompt[-1:] for prompt in given], lengths - 1, pages)
-        return logits[0].log_softmax(-1).amax(-1).tolist()
-
-    def _call(self, given: list[list[int]], cached: torch.Tensor, pages: Any) -> Any:
-        lengths = torch.tensor([len(prompt) for prompt in given])
-        starts = [range(int(start), int(start) + len(prompt)) for start, prompt in zip(cached, given, strict=True)]
-        return self.model(
-            torch.tensor([[token for prompt in given for token in prompt]]),
-            position_ids=torch.tensor([[place for places in starts for place in places]]),
-            use_cache=False,
-            cache=pages,
-            read_index=[],
-            cu_seq_lens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-            cu_seq_lens_k={"full_attention": torch.nn.functional.pad((cached + lengths).cumsum(0), (1, 0)).int()},
-        ).logits
+@torch.no_grad()
+def in_one_row(model: Any, pages: Any, given: list[list[int]], cached: torch.Tensor) -> torch.Tensor:
+    """The logits of tokens of several requests, some tokens of which are cached."""
+    lengths = torch.tensor([len(prompt) for prompt in given])
+    starts = [range(int(start), int(start) + len(prompt)) for start, prompt in zip(cached, given, strict=True)]
+    return model(
+        torch.tensor([[token for prompt in given for token in prompt]]),
+        position_ids=torch.tensor([[place for places in starts for place in places]]),
+        use_cache=False,
+        cache=pages,
+        read_index=[],
+        cu_seq_lens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        cu_seq_lens_k={"full_attention": torch.nn.functional.pad((cached + lengths).cumsum(0), (1, 0)).int()},
+    ).logits
 
 
 class _Pages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -214,6 +215,10 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
     [
         (llama, {"method": "yarm"}, UnknownNameError, "Did you mean 'yarn'"),
         (llama, {"method": "yarn", "length": 64}, ValueError, "reaches 64 tokens"),
+        *(
+            (lambda: patch_model(llama(), "alibi"), {"method": None, "length": length}, ValueError, "expected an int")
+            for length in (0, -1, 2.5, True, "512", None, 2**31, np.int64(512))
+        ),
         (llama, {"method": "yarn", "length": 2.5}, ValueError, "expected an int"),
         (llama, {"method": ["yarn"]}, UnknownNameError, "yarn"),
         (

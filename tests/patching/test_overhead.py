@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
@@ -137,30 +136,6 @@ def test_a_model_on_the_meta_device_stays_there():
     for scheme in ("rope", "learned", "none"):
         patch_model(model, scheme)
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-
-
-@pytest.mark.parametrize(("scheme", "wrapped"), in_turn(["rope", "learned_rope", "sinusoidal", "t5"], [False, True]))
-def test_layers_are_recomputed_at_their_positions_if_checkpointing_begins_late(scheme, wrapped):
-    """After a first forward, when the layers have been looked through once."""
-    model, ids = model_of("LlamaModel", scheme), tokens()
-    position_ids = torch.arange(ids.shape[1]).unsqueeze(0) * 3
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model.train()
-        output = model(ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        model(ids, position_ids=position_ids + 1, use_cache=False)
-        output.square().sum().backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-    expected = gradients()
-    if wrapped:
-        for index, layer in enumerate(model.layers):
-            model.layers[index] = checkpoint_wrapper(layer)
-    else:
-        model.gradient_checkpointing_enable()
-    for found, wanted in zip(gradients(), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 # Biases over the steps of a decoding loop
