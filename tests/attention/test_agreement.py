@@ -23,6 +23,7 @@ from tests.schemes.table import VARIANTS, parts_for
 from tests.thinning import mostly_slow
 
 from .block_sizes import set_sizes
+from .fused import causal, flash_kernel
 
 LENGTH = 14
 
@@ -231,21 +232,10 @@ def test_dropout_is_drawn_again_alike_in_the_backward_pass(label: str) -> None:
     assert derivative == pytest.approx(float(parameter.grad.norm()), rel=3e-2)
 
 
-def _flash_kernel(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    """One that knows queries, keys, values and a scale, and nothing of a bias."""
-    assert query.shape[-1] == value.shape[-1]
-    output = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return output.transpose(1, 2).contiguous(), None
-
-
 def with_flash(label: str) -> Any:
     from transformers import AttentionInterface
 
-    AttentionInterface.register("flash_kernel_for_tests", _flash_kernel)
+    AttentionInterface.register("flash_kernel_for_tests", flash_kernel(causal))
     model = patched("llama_gqa", BIASED[label], attn_implementation="sdpa")
     model.config._attn_implementation = "flash_kernel_for_tests"
     return model
@@ -285,18 +275,12 @@ def test_a_flash_kernel_that_separates_documents_gets_packed_ones() -> None:
 
     document = (RESTARTING == 0).cumsum(0)
 
-    def separating(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
-    ) -> tuple[Tensor, None]:
-        of_keys = document[: key.shape[2]]  # A new function is first tried on fewer.
-        visible = (of_keys == of_keys[:, None]).tril()
-        output = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
-        )
-        return output.transpose(1, 2).contiguous(), None
+    def same_document(queries: int, keys: int, mask: Any) -> Tensor:
+        of_keys = document[:keys]  # A new function is first tried on fewer.
+        return (of_keys == of_keys[:, None]).tril()
 
     ids, model = tokens(1, LENGTH), with_flash("alibi-0")
-    AttentionInterface.register("flash_kernel_for_tests", separating)
+    AttentionInterface.register("flash_kernel_for_tests", flash_kernel(same_document))
     found = model(ids, position_ids=RESTARTING[None], use_cache=False).logits
     plain = patched("llama_gqa", BIASED["alibi-0"], attn_implementation="sdpa")
     alone = [plain(part, use_cache=False).logits for part in ids.split([8, LENGTH - 8], dim=1)]
@@ -315,7 +299,7 @@ def test_a_flash_kernel_with_a_soft_cap_is_refused() -> None:
     heads = torch.zeros(1, 4, 3, 8)
     with pytest.raises(UnsupportedError, match="caps its logits"):
         backends.attend_with_bias(
-            "flash_attention_2", _flash_kernel, form, nn.Module(), heads, heads, heads, None, softcap=30.0
+            "flash_attention_2", flash_kernel(causal), form, nn.Module(), heads, heads, heads, None, softcap=30.0
         )
 
 

@@ -75,25 +75,6 @@ def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> No
     assert per_layer.position_encoding.config.per_layer
 
 
-@torch.no_grad()
-def test_rope_and_forget_gate_are_each_there():
-    """With gates that forget nothing it is RoPE; with frequencies of zero it is the forget gate alone."""
-    both = patched("llama_gqa", ["rope", "forget_gate"])
-    together = outputs(both, LLAMA, tokens())
-    assert distance(together, logits_of("rope")) > 1e-2
-    still = patched("llama_gqa", [scheme("p_rope", fraction=0.0), "forget_gate"])
-    alone = patched("llama_gqa", "forget_gate")
-    state = alone.position_encoding.stacks.state_dict()
-    names = list(still.position_encoding.stacks.state_dict())
-    still.position_encoding.stacks.load_state_dict(dict(zip(names, state.values(), strict=True)))
-    assert distance(outputs(still, LLAMA, tokens()), outputs(alone, LLAMA, tokens())) <= CLOSE
-    for module in both.position_encoding.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # sigmoid(50) is 1 in float32: log of the gate is 0.
-            parameter.fill_(50.0 if "bias" in name else 0.0)
-    assert distance(outputs(both, LLAMA, tokens()), logits_of("rope")) <= CLOSE
-
-
 #: log n / log L, at the length of the tokens.
 FACTOR = math.log(tokens().shape[1]) / math.log(4)
 LOG_N = scheme("log_n_scale", training_length=4)

@@ -13,6 +13,7 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 from hf_posenc import SequenceLengthError, UnsupportedError, patch_model, unpatch_model
+from tests.attention.fused import causal, flash_kernel
 from tests.matrix.running import patched, tokens
 from tests.matrix.test_behaviour import SCHEMES
 from tests.thinning import mostly_slow
@@ -164,20 +165,13 @@ def test_flash_kernels_attend_to_requests(scheme: str) -> None:
     """A stand-in that knows queries, keys, values, a scale and which keys are padding."""
     from transformers import AttentionInterface
 
-    def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
-        assert query.shape[-1] == value.shape[-1]
-        lengths = query.shape[2], key.shape[2]
-        visible = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
-        if mask is not None:
-            visible = visible & mask[:, None, None].bool()
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
-        )
-        return output.transpose(1, 2).contiguous(), None
+    def visible(queries: int, keys: int, mask: Any) -> torch.Tensor:
+        seen = causal(queries, keys)
+        return seen if mask is None else seen & mask[:, None, None].bool()
 
     model = patched("llama_gqa", scheme)
     expected = [alone(model, prompt)[1][0] for prompt in prompts()]
-    AttentionInterface.register("flash_attention_for_tests", kernel)
+    AttentionInterface.register("flash_attention_for_tests", flash_kernel(visible))
     model.config._attn_implementation = "flash_attention_for_tests"
     # As continuous batching hands them to such a model. The last token of each prompt comes in a second call.
     pages, lengths = _Pages(), torch.tensor([len(prompt) for prompt in prompts()])

@@ -24,28 +24,6 @@ def enlarged(model: Any) -> Any:
     return model.eval()
 
 
-def roformer() -> Any:
-    return enlarged(tiny("RoFormerForMaskedLM"))
-
-
-def test_a_table_with_other_numbers_is_refused_and_left_alone() -> None:
-    model = roformer()
-    assert native_scheme(model).name == "rope"
-    table = model.roformer.encoder.embed_positions.weight
-    with torch.no_grad():
-        table.mul_(3)
-    before, trained = table.clone(), table.requires_grad
-    state = torch.get_rng_state()
-    with pytest.raises(
-        UnsupportedError, match="RoFormerForMaskedLM does not match the declaration of its architecture"
-    ):
-        native_scheme(model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(model.roformer.encoder.embed_positions.weight, before)
-    assert table.requires_grad == trained
-    assert not any("forward" in module.__dict__ for module in model.modules())
-
-
 @pytest.mark.parametrize("scheme", ["t5", "alibi", "native"])
 @pytest.mark.parametrize("family", ["T5", "UMT5"])
 def test_tables_that_a_model_reads_in_another_way_are_not_adopted(family: str, scheme: str) -> None:

@@ -191,13 +191,6 @@ def test_a_stock_config_that_asks_for_a_scheme_is_not_ignored(value: Any) -> Non
             build(config)
 
 
-@pytest.mark.parametrize("value", ["1d-conv", None, {"kind": "alibi"}, 3])
-def test_a_field_of_another_project_is_left_alone(value: Any) -> None:
-    config = LlamaConfig(**_BERT)
-    config.position_encoding = value
-    assert LlamaForCausalLM(config).config.position_encoding == value
-
-
 # Freezing
 
 
