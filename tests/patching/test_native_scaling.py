@@ -116,22 +116,6 @@ def test_the_phases_of_a_training_may_have_it() -> None:
     assert model.position_encoding.config.scaling == YARN
 
 
-@pytest.mark.parametrize(
-    ("stock", "length"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, 128),
-        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 128),
-        # The same scaling reaches as far as the model was made to.
-        (IN_TRANSFORMERS | {"rope_theta": 1e4}, 32),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:NativeConfig.scaling replaces")
-def test_the_length_is_that_of_the_new_scaling(stock: dict[str, Any], length: int) -> None:
-    model = built("LlamaForCausalLM", rope_parameters=stock, max_position_embeddings=32)
-    patch_model(model, NativeConfig(YARN))
-    assert model.config.max_position_embeddings == length
-
-
 def test_an_evaluation_records_the_options_of_the_model() -> None:
     model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e4, "rope_type": "default"})
     (subject,), _ = measure_schemes(model, [NativeConfig(YARN)], lambda patched: [])

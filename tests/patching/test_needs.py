@@ -185,12 +185,12 @@ class Trial:
     """A run of an environment.
 
     Args:
-        environments: what is tried.
+        environment: what is tried.
         run: returns what it computes with a scheme, and what it should be.
         exact: whether these are tokens.
     """
 
-    environments: tuple[Environment, ...]
+    environment: Environment
     run: Callable[[str], tuple[Tensor, Tensor]]
     exact: bool = False
 
@@ -200,22 +200,22 @@ def of_decoder(name: str, **options: Any) -> Callable[[str], tuple[Tensor, Tenso
 
 
 TRIALS = {
-    "growing cache": Trial((refusals.GROWING_CACHE,), growing, exact=True),
-    "quantised cache": Trial((refusals.QUANTISED_CACHE,), quantised, exact=True),
-    "sliding cache": Trial((refusals.SLIDING_CACHE,), of_decoder("MistralForCausalLM", sliding_window=6)),
-    "packed rows": Trial((refusals.PACKED_ROWS,), packed),
-    "pages": Trial((refusals.PAGES,), paged, exact=True),
-    "pages in graphs": Trial((refusals.PAGES_IN_GRAPHS,), in_graphs),
-    "adaption prompts": Trial((refusals.ADAPTION_PROMPTS,), prompted),
-    "latent attention": Trial((refusals.LATENT_ATTENTION,), of_decoder("DeepseekV3ForCausalLM", **MLA)),
+    "growing cache": Trial(refusals.GROWING_CACHE, growing, exact=True),
+    "quantised cache": Trial(refusals.QUANTISED_CACHE, quantised, exact=True),
+    "sliding cache": Trial(refusals.SLIDING_CACHE, of_decoder("MistralForCausalLM", sliding_window=6)),
+    "packed rows": Trial(refusals.PACKED_ROWS, packed),
+    "pages": Trial(refusals.PAGES, paged, exact=True),
+    "pages in graphs": Trial(refusals.PAGES_IN_GRAPHS, in_graphs),
+    "adaption prompts": Trial(refusals.ADAPTION_PROMPTS, prompted),
+    "latent attention": Trial(refusals.LATENT_ATTENTION, of_decoder("DeepseekV3ForCausalLM", **MLA)),
     "capped logits": Trial(
-        (refusals.CAPPED_LOGITS,), of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
+        refusals.CAPPED_LOGITS, of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
     ),
-    "shared keys": Trial((refusals.SHARED_KEYS,), of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
-    "changed queries": Trial((refusals.CHANGED_QUERIES,), of_decoder("HunYuanDenseV1ForCausalLM", head_dim=8)),
-    "pooled patches": Trial((refusals.POOLED_PATCHES,), pooled),
-    "sparse attention": Trial((refusals.SPARSE_ATTENTION,), sparse),
-    "gradual swap": Trial((refusals.GRADUAL_SWAP,), gradual),
+    "shared keys": Trial(refusals.SHARED_KEYS, of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
+    "changed queries": Trial(refusals.CHANGED_QUERIES, of_decoder("HunYuanDenseV1ForCausalLM", head_dim=8)),
+    "pooled patches": Trial(refusals.POOLED_PATCHES, pooled),
+    "sparse attention": Trial(refusals.SPARSE_ATTENTION, sparse),
+    "gradual swap": Trial(refusals.GRADUAL_SWAP, gradual),
 }
 #: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
 #: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving. What a cache that drops tokens
@@ -234,15 +234,13 @@ ELSEWHERE = (
 
 
 def test_every_environment_is_tried() -> None:
-    assert {id(each) for trial in TRIALS.values() for each in trial.environments} | set(map(id, ELSEWHERE)) == set(
-        map(id, refusals.ENVIRONMENTS)
-    )
+    tried = [*(trial.environment for trial in TRIALS.values()), *ELSEWHERE]
+    assert set(map(id, tried)) == set(map(id, refusals.ENVIRONMENTS))
 
 
 def lacking(scheme: str, name: str) -> list[tuple[Need, str]]:
     """What a scheme needs and an environment has not, in the order of the table."""
-    rows = [each.lacks.items() for each in TRIALS[name].environments]
-    return [(need, why) for lacks in rows for need, why in lacks if need in NEEDS[scheme]]
+    return [(need, why) for need, why in TRIALS[name].environment.lacks.items() if need in NEEDS[scheme]]
 
 
 def cells() -> list[Any]:
