@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 from hf_posenc import patch_model
 from hf_posenc.attention import backends
 from tests.kits.decoding import decoded
+from tests.models import tiny
 
 #: More than a block of rows.
 LENGTH = 900
@@ -28,11 +29,8 @@ SCHEMES: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture
 def llama() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 2048}
+    return tiny("LlamaForCausalLM", initializer_range=0.3, **sizes).eval()
 
 
 def tokens(length: int = LENGTH) -> Tensor:

@@ -64,10 +64,8 @@ def step_by_step(model: PreTrainedModel, cache: Any = None) -> Tensor:
     with torch.no_grad():
         encoded = model.get_encoder()(**inputs_of(model))
         rows = []
-        for place in range(TARGET.shape[1]):
-            out = model(
-                encoder_outputs=encoded, decoder_input_ids=TARGET[:, place : place + 1], cache=cache, use_cache=True
-            )
+        for token in TARGET.split(1, dim=1):
+            out = model(encoder_outputs=encoded, decoder_input_ids=token, cache=cache, use_cache=True)
             cache = out.cache
             rows.append(out.logits)
     return torch.cat(rows, 1)
@@ -154,10 +152,10 @@ def test_decoders_that_are_given_the_states_of_an_encoder(name: str, cross: str)
         stock = model(TARGET, encoder_hidden_states=states).logits
         patch_model(model, "native", cross_attention=cross)
         full = model(TARGET, encoder_hidden_states=states, use_cache=False).logits
-        cache, rows = EncoderDecoderCache(DynamicCache(), DynamicCache()), []
-        for place in range(TARGET.shape[1]):
-            out = model(TARGET[:, place : place + 1], encoder_hidden_states=states, cache=cache, use_cache=True)
-            rows.append(out.logits)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        rows = [
+            model(one, encoder_hidden_states=states, cache=cache, use_cache=True).logits for one in TARGET.split(1, 1)
+        ]
         assert (full - stock).abs().max() > 1e-3
         assert torch.allclose(torch.cat(rows, 1), full, atol=TOLERANCE)
         # Without an encoder, such a decoder has no cross-attention.

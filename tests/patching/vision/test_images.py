@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from hf_posenc import (
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.models import tiny
 from tests.thinning import in_turn
 
 from .models import image, packed, vit
@@ -58,6 +60,17 @@ def hidden(model: Any, *args: Any, **inputs: Any) -> Tensor:
 
 def tokens(model: ViTForImageClassification, pixels: Tensor, **options: Any) -> Tensor:
     return hidden(model.vit, pixels, **options)
+
+
+def assert_native(model: Any, run: Callable[[], Tensor], atol: float = 1e-5, **options: Any) -> None:
+    """The native scheme computes what the stock model computes, and without positions it computes something else."""
+    stock = run()
+    patch_model(model, "native", **options)
+    torch.testing.assert_close(run(), stock, rtol=0, atol=atol)
+    patch_model(model, "none", **options)
+    assert (run() - stock).abs().max() > 0.1
+    unpatch_model(model)
+    assert torch.equal(run(), stock)
 
 
 # What is said
@@ -94,8 +107,7 @@ def test_embeddings_that_were_exchanged_after_the_patch_are_noticed(model: ViTFo
 
 
 def test_a_grid_scheme_where_tokens_have_one_axis_is_pointed_out() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=50))
+    model = tiny("LlamaModel")
     for scheme, options in (("rope_nd", {}), ("swin", {}), ("alibi", {"axes": 2})):
         with pytest.warns(UserWarning, match="reads rows and columns, but the tokens of the text part have one axis"):
             patch_model(model, scheme, **options)
@@ -199,13 +211,7 @@ def test_the_outputs_that_a_stock_model_records_are_recorded(name: str) -> None:
 
 def test_the_vision_tower_of_llama4_has_a_table_and_a_complex_rotation() -> None:
     model = built("image-text-llama4")
-    stock = hidden(model.vision_model, image())
-    patch_model(model, "native", part="vision")
-    assert torch.allclose(hidden(model.vision_model, image()), stock, atol=1e-5)
-    patch_model(model, "none", part="vision")
-    assert not torch.allclose(hidden(model.vision_model, image()), stock, atol=1e-2)
-    unpatch_model(model)
-    assert torch.equal(hidden(model.vision_model, image()), stock)
+    assert_native(model, lambda: hidden(model.vision_model, image()), part="vision")
 
 
 # Places
@@ -312,15 +318,9 @@ def swin_v2(**options: Any) -> Any:
 def test_networks_of_swin_v2_are_log_cpb(options: dict[str, Any], window: int) -> None:
     model = swin_v2(**options)
     pixels = torch.randn(2, 3, model.config.image_size, model.config.image_size)
-    expected = model(pixels).last_hidden_state
     assert native_scheme(model) == LogCpbConfig(window, axes=2)
-    patch_model(model, "native")
     # Biases of up to 16 in another order of float32 operations, in four layers; outputs of about 3.
-    torch.testing.assert_close(model(pixels).last_hidden_state, expected, rtol=0, atol=3e-5)
-    patch_model(model, "none")
-    assert (model(pixels).last_hidden_state - expected).abs().max() > 0.1
-    unpatch_model(model)
-    assert torch.equal(model(pixels).last_hidden_state, expected)
+    assert_native(model, lambda: hidden(model, pixels), atol=3e-5)
 
 
 def test_other_networks_of_displacements_have_no_name() -> None:
