@@ -16,7 +16,6 @@ from transformers import ViTForImageClassification
 from hf_posenc import (
     LogCpbConfig,
     SequenceLengthError,
-    SinusoidalConfig,
     UnsupportedError,
     inspect_model,
     native_scheme,
@@ -273,25 +272,6 @@ def test_the_order_in_which_a_model_keeps_its_patches_does_not_matter(scheme: st
         patch_model(model, scheme, part="vision", **options)
         outputs.append(model.model.visual(**packed([1, 4, 6], [1, 6, 4])).pooler_output)
     assert torch.allclose(*outputs, atol=1e-4)
-
-
-FIXED_TABLES = ["vit", "clip_vision_model", "siglip_vision_model", "deit", "vit_mae", "yolos", "ijepa"]
-
-
-@pytest.mark.parametrize(("name", "scheme"), in_turn(FIXED_TABLES, ["none", "rope_nd", "sinusoidal"]))
-@pytest.mark.filterwarnings("ignore:The order of tokens is read")
-@torch.no_grad()
-def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: str) -> None:
-    """Stock models refuse them, unless they are told to interpolate their tables."""
-    model = built(f"vision-{name}")
-    patch_model(model, SinusoidalConfig(axes=2) if scheme == "sinusoidal" else scheme)
-    for rows, columns in ((4, 5), (6, 4), (2, 2)):
-        outputs = []
-        for options in ({}, {} if name == "yolos" else {"interpolate_pos_encoding": True}):
-            torch.manual_seed(0)
-            outputs.append(model(image(rows, columns), **options)[0])
-        assert torch.equal(*outputs)
-        assert outputs[0].isfinite().all()
 
 
 def swin_v2(**options: Any) -> Any:
