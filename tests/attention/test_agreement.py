@@ -307,12 +307,7 @@ def test_the_gradient_of_a_mask_that_is_learned() -> None:
     found = []
     for backend in ("sdpa", "eager"):
         model = patched("llama_gqa", BIASED["t5-0"], attn_implementation=backend)
-        mask = (
-            torch.zeros(1, 1, LENGTH, LENGTH)
-            .triu(1)
-            .masked_fill_(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min)
-        )
-        mask.requires_grad_()
+        mask = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).requires_grad_()
         model(tokens(length=LENGTH), attention_mask=mask).logits.square().mean().backward()
         assert mask.grad is not None
         found.append(mask.grad)

@@ -170,12 +170,6 @@ def test_a_scaling_survives_decoding_padding_saving_and_undoing(name: str, tmp_p
     assert torch.equal(logits(unpatch_model(model)), before)
 
 
-def test_a_short_text_is_read_as_before_dynamic_yarn() -> None:
-    model = built("LlamaForCausalLM")
-    before = logits(model, 32)
-    assert torch.equal(logits(patch_model(model, NativeConfig(scaling=DynamicYarnScaling(32))), 32), before)
-
-
 def test_a_swap_to_dynamic_yarn_moves_its_temperature_with_the_share() -> None:
     """A blend has a power of the factor of each rotation, also where that depends on the length."""
     losses = {}
