@@ -109,24 +109,6 @@ def test_two_ways_to_write_a_scheme(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("first", "second"), [("rope", "none"), ("alibi", "rope"), ("pope", "shaw"), ("forget_gate", "t5")]
-)
-def test_each_layer_has_its_own_scheme(first: str, second: str):
-    """Behind the first layer the model is that of the first scheme; behind the second it is neither."""
-    schedule = patched("llama_gqa", ScheduleConfig((scheme(first), scheme(second))))
-    alone = patched("llama_gqa", ScheduleConfig((scheme(first), NoneConfig())))
-    alone.position_encoding.load_state_dict(schedule.position_encoding.state_dict(), strict=False)
-    hidden, other = (
-        model(tokens(), output_hidden_states=True, use_cache=False).hidden_states for model in (schedule, alone)
-    )
-    assert torch.equal(hidden[1], other[1])
-    if second != "none":
-        assert distance(hidden[2], other[2]) > 1e-3
-    assert distance(hidden[2], patched("llama_gqa", first)(tokens(), output_hidden_states=True).hidden_states[2]) > 1e-3
-
-
-@torch.no_grad()
 def test_local_and_global_layers_are_told_apart_by_the_model():
     """Cohere 2 rotates in local layers only, which is the preset; Gemma 3 rotates everywhere."""
     row, model = ARCHITECTURES["cohere2_interleaved"], patched("cohere2_interleaved", None)
