@@ -95,21 +95,12 @@ def test_the_gradient_of_gates_over_a_long_row(dtype: torch.dtype, bound: float)
     assert float((found[0] - found[1]).norm() / found[1].norm()) <= bound
 
 
-def test_half_precision_does_not_overflow() -> None:
-    """Terms of 4096 tokens that forget nine tenths each, over a small factor: beyond the largest float16."""
-    query, key, value, _ = tensors(1, 1, 32, torch.float16)
-    terms = (torch.arange(32) + 4064.0).mul(2.3).expand(1, 4, -1)
-    output = separable_attention(query, key, value, terms, torch.arange(32), None, 64**-0.5 / 8, True)
-    wanted = exact(query, key, value, terms, 64**-0.5 / 8)
-    torch.testing.assert_close(output.double(), wanted, atol=5e-3, rtol=5e-3)
-
-
 def test_autocast_of_float32_heads() -> None:
     """As norms of queries and keys leave them: the parts of a term have to be those of the dtype of the kernel."""
-    query, key, value, _ = tensors(1, 2, 64, torch.float32)
-    terms = torch.arange(64.0).mul(0.7).expand(1, 4, -1)
+    query, key, value, _ = tensors(1, 2, 1100, torch.float32)
+    terms = torch.arange(1100.0).mul(0.7).expand(1, 4, -1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = separable_attention(query, key, value, terms, torch.arange(64), None, 0.3, True)
+        found = separable_attention(query, key, value, terms, torch.arange(1100), None, 0.3, True)
     halves = (tensor.detach().to(torch.bfloat16) for tensor in (query, key, value))
     wanted = exact(*halves, terms, 0.3)
     torch.testing.assert_close(found.double(), wanted, atol=2e-2, rtol=2e-2)
