@@ -189,6 +189,12 @@ def test_what_fails_in_a_stock_model_is_refused_in_place_of_another_scheme_too()
     assert not difference(before, trace_of(model))
 
 
+@pytest.mark.parametrize("config", [InterleavedConfig, LocalGlobalConfig])
+def test_arrangements_are_not_nested(config: Any) -> None:
+    with pytest.raises(ValueError, match="one layer"):
+        config(ScheduleConfig((NoneConfig(),)))
+
+
 def test_what_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(TypeError, match="PreTrainedModel"):
         patch_model(nn.Linear(2, 2), "alibi")
