@@ -284,14 +284,9 @@ def test_any_cache_may_state_the_positions_of_its_keys(scheme: str, states: bool
     assert cache.layers[0].keys.shape[2] < LENGTH
 
 
-class _MaskOfLayer:
+def giving(mask: Tensor) -> Callable[..., Any]:
     """A forward pre-hook that gives a layer a mask of its own."""
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-
-    def __call__(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return args, kwargs | {"attention_mask": self.mask}
+    return lambda module, args, kwargs: (args, kwargs | {"attention_mask": mask})
 
 
 @pytest.mark.parametrize("counts_all", [False, True])
@@ -301,7 +296,7 @@ def test_layers_may_hold_different_tokens(scheme: Any, counts_all: bool) -> None
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     found = with_own_cache(model, ids, _OwnCache(True, counts_all, by_layer=True))
     for index, layer in enumerate(model.model.layers):
-        layer.self_attn.register_forward_pre_hook(_MaskOfLayer(without_third(1 + index)), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(giving(without_third(1 + index)), with_kwargs=True)
     assert distance(found, model(ids, use_cache=False).logits) <= CLOSE
 
 
