@@ -240,7 +240,7 @@ FIRST_INPUT = "input of its first layer depends on the position"
 HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a table": (hidden_table, r"wpe\.0.*register_architecture"),
     "a bias": (hidden_bias, r"the output of h\.0\.attn \(GPT2Attention\) depends"),
-    "a table in one of two stacks": (hidden_in_one_of_two_stacks, "in this BartDecoder"),
+    "a table in one of two stacks": (hidden_in_one_of_two_stacks, "No position table.* in this BartDecoder"),
     "rotating": (lambda: llama(ATTENTION, Rotating), r"output of layers\.1\.self_attn \(Rotating\)"),
     "foreign": (
         with_foreign_attention,
