@@ -142,10 +142,7 @@ _RULES: dict[str, Rules] = {
         "attention_mask": ones(8),
     },
     "gemma4_audio": {"input_features": lambda context: context.normal(context.batch, FRAMES[context.size], 128)},
-    "granite_docling": {
-        "pixel_values": tiles(1),
-        "pixel_attention_mask": lambda context: torch.ones(context.batch, 1, dtype=torch.bool),
-    },
+    "granite_docling": {"pixel_attention_mask": lambda context: torch.ones(context.batch, 1, dtype=torch.bool)},
     "idefics": {
         "pixel_values": tiles(1),
         "image_attention_mask": lambda context: torch.ones_like(context.needed("input_ids")).unsqueeze(-1),
@@ -155,7 +152,6 @@ _RULES: dict[str, Rules] = {
     "kimi_k25 kimi_k25_vision paddleocr_vl": {"pixel_values": patches},
     "lightglue superglue efficientloftr": {"pixel_values": tiles(2)},
     "llava": {"image_sizes": absent},
-    "llava_onevision": {"batch_num_images": absent},
     "mllama": {
         "pixel_values": lambda context: context.normal(context.batch, 1, 4, 3, *picture_size(context)),
         "aspect_ratio_ids": lambda context: torch.full((context.batch, 1), 6),
@@ -163,19 +159,15 @@ _RULES: dict[str, Rules] = {
         "cross_attention_mask": lambda context: torch.ones(*context.needed("input_ids").shape, 1, 4, dtype=torch.int64),
     },
     "neucodec xcodec2": _WAVE | {"input_features": short_spectrogram},
-    "pop2piano": {
-        "input_ids": absent,
-        "attention_mask": absent,
-        "input_features": normal(16, 64),
-    },
+    "pop2piano": {"input_ids": absent, "input_features": normal(16, 64)},
     "speech-encoder-decoder": {"input_features": absent},
     "speech_to_text": {"input_features": frames_first},
     "xclip": {"pixel_values": lambda context: context.normal(context.batch, 8, 3, *picture_size(context))},
     "xcodec": _WAVE,
     "voxtral_realtime_text": {"t_cond": lambda context: context.normal(1, 64)},
     "colqwen2": {"pixel_values": rows_of_patches, "input_ids": prompt_with(8, "image_token_id")},
-    "fuyu": {"pixel_values": rows_of_patches, "image_patches": absent, "input_ids": prompt_with(32, "image_token_id")},
-    "neomme": {"pixel_values": all_patches, "input_ids": prompt_with(32, "image_token_id")},
+    "fuyu": {"pixel_values": rows_of_patches, "image_patches": absent},
+    "neomme": {"pixel_values": all_patches},
     "granite_speech granite_speech_plus": {"input_features_mask": absent},
     "moss_transcribe_diarize": {"padding_mask": mask_of_sound},
     "vibevoice": _WAVE | {"padding_mask": mask_of_sound},
@@ -188,12 +180,7 @@ _RULES: dict[str, Rules] = {
     "kyutai_speech_to_text": {"input_ids": codes(33), "input_values": absent, "attention_mask": absent},
     "csm": {"input_values": absent, "input_ids": codes(32), "attention_mask": ones(12)},
     "mimi_decoder pocket_tts_audio_tokenizer_decoder": {"latents": normal(64, 12)},
-    "blip_2_qformer": {
-        "encoder_hidden_states": normal(9, 64),
-        "query_embeds": normal(16, 64),
-        "input_ids": absent,
-        "attention_mask": absent,
-    },
+    "blip_2_qformer": {"encoder_hidden_states": normal(9, 64), "query_embeds": normal(16, 64)},
     "nemotron3_5_transcribe_word_timestamp": {"inputs_embeds": normal(16, 64)},
     "oneformer": {"task_inputs": lambda context: context.tokens(77)},
     "kosmos-2": {
@@ -223,11 +210,7 @@ _RULES: dict[str, Rules] = {
         "visual_pos": lambda context: context.normal(context.batch, 6, 4).sigmoid(),
     },
     "minicpm_ocr_vision minicpmv4_7_vision": {"pixel_values": patches_in_a_row, "target_sizes": shapes},
-    "nemotron_h_omni": {
-        "pixel_values": all_patches,
-        "image_grid_hw": shapes,
-        "image_grid_thw": absent,
-    },
+    "nemotron_h_omni": {"pixel_values": all_patches, "image_grid_hw": shapes},
     "nemotron3_5_asr": {"prompt_ids": lambda context: torch.zeros(context.batch, dtype=torch.int64)},
     "omdet-turbo": {
         "pixel_values": picture(64),
@@ -260,7 +243,6 @@ _RULES: dict[str, Rules] = {
     "pi0": {
         "pixel_attention_mask": lambda context: torch.ones(context.batch, 1, dtype=torch.bool),
         "state": lambda context: context.normal(context.batch, context.config.max_state_dim),
-        "pixel_values": tiles(1),
         "input_ids": prompt_with(16, "image_token_id", "image_token_index"),
     },
     "molmo2": {
@@ -271,7 +253,6 @@ _RULES: dict[str, Rules] = {
     },
     "jev": {
         "input_ids": lambda context: context.tokens(12, 1),
-        "attention_mask": absent,
         "marks": lambda context: torch.tensor([[6, 10]]),
         "num_options": lambda context: torch.tensor([[2, 2]]),
         "question_type_ids": lambda context: torch.tensor([[0, 0]]),

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_posenc import Architecture, UnsupportedError, native_scheme, patch_model, register_architecture
-from hf_posenc.patching.anatomy.anatomy import find_stacks
-from hf_posenc.patching.anatomy.architectures import architecture_of, declaration
+from hf_posenc.patching.anatomy.architectures import declaration
 
 from .population import pair_named
 from .tiny import tiny_model
@@ -88,14 +87,3 @@ def test_a_declaration_leaves_the_random_generator_alone() -> None:
     torch.manual_seed(5)
     native_scheme(model, part="vision")
     assert torch.equal(torch.rand(1), expected)
-
-
-def test_every_declaration_returns_arguments_of_the_forward() -> None:
-    pairs = {"audio-text-csm": "text", "video-videomt": "vision", "vision-seggpt": "vision"}
-    for pair, part in pairs.items():
-        model = tiny_model(pair_named(pair))
-        (stack,) = find_stacks(model, [part])
-        given = architecture_of(stack.config).example_inputs
-        assert given is not None
-        with torch.no_grad():
-            stack.module(**given(stack.module, 3))

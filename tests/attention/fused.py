@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from hf_posenc.attention.fused_attention import fused_attention
@@ -26,3 +30,28 @@ def separable_attention(
     causal: bool,
 ) -> Tensor:
     return fused_attention(query, key, value, SeparableForm(terms, query_slots), mask, scaling, causal)
+
+
+def flash_kernel(visible: Callable[[int, int, Any], Tensor]) -> Callable[..., Any]:
+    """An attention function that knows queries, keys, values and a scale, and nothing of a bias.
+
+    Args:
+        visible: says which pairs it shows, from the numbers of queries and keys and the mask that it is given.
+    """
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        assert query.shape[-1] == value.shape[-1]
+        seen = visible(query.shape[2], key.shape[2], mask)
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+def causal(queries: int, keys: int, mask: Any = None) -> Tensor:
+    """Each query sees the keys up to its own, which is the last one for the last query."""
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)

@@ -23,6 +23,7 @@ from tests.schemes.table import VARIANTS, parts_for
 from tests.thinning import mostly_slow
 
 from .block_sizes import set_sizes
+from .fused import causal, flash_kernel
 
 LENGTH = 14
 
@@ -231,21 +232,10 @@ def test_dropout_is_drawn_again_alike_in_the_backward_pass(label: str) -> None:
     assert derivative == pytest.approx(float(parameter.grad.norm()), rel=3e-2)
 
 
-def _flash_kernel(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    """One that knows queries, keys, values and a scale, and nothing of a bias."""
-    assert query.shape[-1] == value.shape[-1]
-    output = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return output.transpose(1, 2).contiguous(), None
-
-
 def with_flash(label: str) -> Any:
     from transformers import AttentionInterface
 
-    AttentionInterface.register("flash_kernel_for_tests", _flash_kernel)
+    AttentionInterface.register("flash_kernel_for_tests", flash_kernel(causal))
     model = patched("llama_gqa", BIASED[label], attn_implementation="sdpa")
     model.config._attn_implementation = "flash_kernel_for_tests"
     return model
@@ -285,18 +275,12 @@ def test_a_flash_kernel_that_separates_documents_gets_packed_ones() -> None:
 
     document = (RESTARTING == 0).cumsum(0)
 
-    def separating(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
-    ) -> tuple[Tensor, None]:
-        of_keys = document[: key.shape[2]]  # A new function is first tried on fewer.
-        visible = (of_keys == of_keys[:, None]).tril()
-        output = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
-        )
-        return output.transpose(1, 2).contiguous(), None
+    def same_document(queries: int, keys: int, mask: Any) -> Tensor:
+        of_keys = document[:keys]  # A new function is first tried on fewer.
+        return (of_keys == of_keys[:, None]).tril()
 
     ids, model = tokens(1, LENGTH), with_flash("alibi-0")
-    AttentionInterface.register("flash_kernel_for_tests", separating)
+    AttentionInterface.register("flash_kernel_for_tests", flash_kernel(same_document))
     found = model(ids, position_ids=RESTARTING[None], use_cache=False).logits
     plain = patched("llama_gqa", BIASED["alibi-0"], attn_implementation="sdpa")
     alone = [plain(part, use_cache=False).logits for part in ids.split([8, LENGTH - 8], dim=1)]
@@ -315,7 +299,7 @@ def test_a_flash_kernel_with_a_soft_cap_is_refused() -> None:
     heads = torch.zeros(1, 4, 3, 8)
     with pytest.raises(UnsupportedError, match="caps its logits"):
         backends.attend_with_bias(
-            "flash_attention_2", _flash_kernel, form, nn.Module(), heads, heads, heads, None, softcap=30.0
+            "flash_attention_2", flash_kernel(causal), form, nn.Module(), heads, heads, heads, None, softcap=30.0
         )
 
 
@@ -323,49 +307,30 @@ def test_the_gradient_of_a_mask_that_is_learned() -> None:
     found = []
     for backend in ("sdpa", "eager"):
         model = patched("llama_gqa", BIASED["t5-0"], attn_implementation=backend)
-        mask = (
-            torch.zeros(1, 1, LENGTH, LENGTH)
-            .triu(1)
-            .masked_fill_(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min)
-        )
-        mask.requires_grad_()
+        mask = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).requires_grad_()
         model(tokens(length=LENGTH), attention_mask=mask).logits.square().mean().backward()
         assert mask.grad is not None
         found.append(mask.grad)
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-3)
 
 
-def test_per_sample_gradients() -> None:
-    """torch.func sees through plain operations only."""
-    model = patched("llama_gqa", BIASED["t5-0"], attn_implementation="sdpa")
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    table = next(name for name in parameters if "position_encoding" in name)
+@pytest.mark.parametrize("scheme", ["t5", "kerple", "pope"])
+def test_transforms_of_torch_func(scheme: str) -> None:
+    """They see through plain operations only. Gradients are those of the inputs and of the scheme."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
+    embedded = model.get_input_embeddings()(ids).detach()
+    parameters = {name: one.detach() for name, one in model.named_parameters() if "position_encoding" in name}
 
-    def loss(weight: Tensor, input_ids: Tensor) -> Tensor:
-        output = torch.func.functional_call(model, parameters | {table: weight}, (input_ids.unsqueeze(0),))
-        return output.logits.square().mean()
+    def outputs_of(row: Tensor, own: dict[str, Tensor] = parameters) -> Tensor:
+        given = {"inputs_embeds": row.unsqueeze(0), "use_cache": False}
+        return torch.func.functional_call(model, own, (), given).logits[0]
 
-    found = torch.func.grad(loss)(parameters[table], tokens(length=LENGTH)[0])
-    model(tokens(length=LENGTH)[:1]).logits.square().mean().backward()
-    wanted = dict(model.named_parameters())[table].grad
+    torch.testing.assert_close(torch.func.vmap(outputs_of)(embedded), model(ids).logits, atol=1e-5, rtol=1e-4)
+    row = embedded[0].clone().requires_grad_()
+    found = torch.func.grad(lambda *given: outputs_of(*given).square().mean(), argnums=(0, 1))(embedded[0], parameters)
+    model(inputs_embeds=row.unsqueeze(0), use_cache=False).logits.square().mean().backward()
+    wanted = row.grad, {name: model.get_parameter(name).grad for name in parameters}
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-3)
-
-
-def test_transforms_of_torch_func() -> None:
-    ids = tokens(2, LENGTH)
-    for scheme in ("t5", "kerple", "pope"):
-        model = patched("llama_gqa", scheme, attn_implementation="sdpa")
-        embedded = model.get_input_embeddings()(ids).detach()
-
-        def outputs_of(row: Tensor, model: nn.Module = model) -> Tensor:
-            return model(inputs_embeds=row.unsqueeze(0), use_cache=False).logits[0]
-
-        torch.testing.assert_close(torch.func.vmap(outputs_of)(embedded), model(ids).logits, atol=1e-5, rtol=1e-4)
-        found = torch.func.grad(lambda row, of=outputs_of: of(row).square().mean())(embedded[0])
-        row = embedded[0].requires_grad_()
-        outputs_of(row).square().mean().backward()
-        assert row.grad is not None
-        torch.testing.assert_close(found, row.grad, atol=1e-6, rtol=1e-3)
 
 
 def test_a_function_of_somebody_else_gets_the_matrix() -> None:

@@ -74,7 +74,6 @@ def test_blocks_that_are_left_out_weigh_nothing(rule: Any, make: Any, attacked: 
     assert (before & ~after)[:, 0].any()
     # Without a slope there is nothing to leave out.
     assert torch.equal(before[:, 2], after[:, 2])
-    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     items = torch.arange(2).view(2, 1, 1, 1)
     rows, keys = torch.arange(LENGTH).view(-1, 1), torch.arange(LENGTH)
     visible = rule(items, items, rows, keys).expand(2, 1, LENGTH, LENGTH)

@@ -59,12 +59,8 @@ def compare(given: tuple[Tensor, ...], mask: Tensor | None, causal: bool, tolera
 
 @pytest.mark.parametrize(("kind", "dtype"), in_turn(MASKS, CLOSE), ids=str)
 def test_masks(kind: str, dtype: torch.dtype) -> None:
+    """Of a whole text, and of more keys than queries, as behind a cache."""
     compare(tensors(3, 4, 2, 17, 17, dtype), masks(3, 17, 17)[kind], kind == "none", CLOSE[dtype])
-
-
-@pytest.mark.parametrize("kind", MASKS)
-def test_cached_keys(kind: str) -> None:
-    """More keys than queries, as behind a cache."""
     compare(tensors(2, 4, 4, 9, 23, torch.float32), masks(2, 9, 23)[kind], False, CLOSE[torch.float32])
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 from hf_posenc import patch_model
 from hf_posenc.attention import backends
+from tests.kits.decoding import decoded
+from tests.models import tiny
 
 #: More than a block of rows.
 LENGTH = 900
@@ -26,11 +29,8 @@ SCHEMES: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture
 def llama() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 2048}
+    return tiny("LlamaForCausalLM", initializer_range=0.3, **sizes).eval()
 
 
 def tokens(length: int = LENGTH) -> Tensor:
@@ -85,25 +85,31 @@ def test_autocast(llama: PreTrainedModel) -> None:
     assert (fast - slow).abs().max() < 0.1 * slow.abs().max()  # bfloat16
 
 
-@pytest.mark.parametrize("case", ["float64", "padded", "packed", "eager", "scaled", "biased"])
+REROPE = {"scheme": "rerope", "inner": "native", "window": 100}
+DOCUMENTS = torch.cat((torch.arange(140), torch.arange(160))).expand(2, -1)
+PADDING = torch.ones(2, 300, dtype=torch.int64)
+PADDING[1, :50] = 0
+#: The scheme, what is done to the model, and the inputs.
+OTHER_CALLS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Tensor]]] = {
+    "float64": (REROPE, lambda model: model.double(), {}),
+    "padded": (REROPE, lambda model: None, {"attention_mask": PADDING}),
+    "packed": (
+        REROPE,
+        lambda model: None,
+        {"position_ids": DOCUMENTS},
+    ),
+    "eager": (REROPE, lambda model: model.set_attn_implementation("eager"), {}),
+    "scaled": ([REROPE, {"scheme": "log_n_scale", "training_length": 100}], lambda model: None, {}),
+    "biased": (REROPE | {"inner": "alibi"}, lambda model: None, {}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CALLS)
 def test_other_calls_keep_the_bias(llama: PreTrainedModel, case: str) -> None:
-    inputs: dict[str, Any] = {"input_ids": tokens(300)}
-    scheme: Any = {"scheme": "rerope", "inner": "native", "window": 100}
-    if case == "float64":
-        llama.double()
-    if case == "padded":
-        inputs["attention_mask"] = torch.ones(2, 300, dtype=torch.int64)
-        inputs["attention_mask"][1, :50] = 0
-    if case == "packed":
-        inputs["position_ids"] = torch.cat((torch.arange(140), torch.arange(160)))[None].expand(2, -1)
-    if case == "eager":
-        llama.set_attn_implementation("eager")
-    if case == "scaled":
-        scheme = [scheme, {"scheme": "log_n_scale", "training_length": 100}]
-    if case == "biased":
-        scheme = scheme | {"inner": "alibi"}
+    scheme, change, inputs = OTHER_CALLS[case]
+    change(llama)
     patch_model(llama, scheme)
-    fast, slow, calls = both(llama, **inputs)
+    fast, slow, calls = both(llama, input_ids=tokens(300), **inputs)
     assert calls == 0
     assert (fast - slow).abs().max() < 2e-5 * slow.abs().max()
 
@@ -112,9 +118,5 @@ def test_decoding_in_pieces_equals_the_whole_text(llama: PreTrainedModel) -> Non
     patch_model(llama, "self_extend", inner="native", window=40, group=4)
     with torch.no_grad():
         whole = llama(tokens(), use_cache=False).logits
-        first = llama(tokens()[:, :600], use_cache=True)
-        cache = first.past_key_values
-        second = llama(tokens()[:, 600:899], past_key_values=cache).logits
-        last = llama(tokens()[:, 899:], past_key_values=cache).logits
-    pieces = torch.cat((first.logits, second, last), dim=1)
+    pieces = decoded(llama, tokens(), None, [600, 299, 1])
     assert (pieces - whole).abs().max() < 2e-5 * whole.abs().max()

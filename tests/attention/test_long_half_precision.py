@@ -7,6 +7,7 @@ rounding of probabilities and of the output.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, Separabl
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from tests.schemes.table import parts_for
-from tests.thinning import in_turn
+from tests.thinning import in_turn, mostly_slow
 
 from .plain_attention import plain_attention
 
@@ -69,28 +70,22 @@ def errors(scheme: str, dtype: torch.dtype, length: int, queries: int) -> tuple[
     return found[0], found[1]
 
 
-def check(scheme: str, dtype: torch.dtype, length: int, queries: int) -> None:
-    """With the bias the error is that of the format: half an ulp of the output and half an ulp of probabilities.
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "queries", "length"),
+    [
+        *in_turn(SCHEMES, [torch.bfloat16, torch.float16], [1, QUERIES], [6000]),
+        *mostly_slow(
+            product(SCHEMES, [torch.bfloat16, torch.float16], [1, QUERIES], [16_000, 32_000]), lambda _: False
+        ),
+    ],
+    ids=str,
+)
+def test_the_error_is_that_of_the_format(scheme: str, dtype: torch.dtype, queries: int, length: int) -> None:
+    """With the bias: half an ulp of the output and half an ulp of probabilities.
 
     The same call without a bias shows that much too: 0.3 to 0.45 `eps`, beside at most 0.7 with one.
     """
     with_bias, without = errors(scheme, dtype, length, queries)
     eps = torch.finfo(dtype).eps
     assert without <= eps
-    assert with_bias <= eps, (scheme, dtype, length, queries)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "dtype", "queries"), in_turn(SCHEMES, [torch.bfloat16, torch.float16], [1, QUERIES]), ids=str
-)
-def test_at_6000_tokens(scheme: str, dtype: torch.dtype, queries: int) -> None:
-    check(scheme, dtype, 6000, queries)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("queries", [1, QUERIES])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("length", [16_000, 32_000])
-def test_further(length: int, scheme: str, dtype: torch.dtype, queries: int) -> None:
-    check(scheme, dtype, length, queries)
+    assert with_bias <= eps

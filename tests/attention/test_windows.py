@@ -15,7 +15,7 @@ from hf_posenc.attention.windows import Windows, call_of, windows_of
 
 from .block_sizes import set_sizes
 from .fused import distance_attention, separable_attention
-from .plain_attention import assert_gradients_agree
+from .plain_attention import assert_gradients_agree, plain_attention, toeplitz
 
 pytestmark = pytest.mark.on_cpu("windows are used on a CPU")
 
@@ -66,15 +66,13 @@ def every_head(tensor: Tensor) -> Tensor:
 
 def reference(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, visible: Tensor) -> Tensor:
     """In float64, `(batch, query_len, heads, width)`."""
-    query, key, value = query.double(), every_head(key).double(), every_head(value).double()
-    scores = SCALING * query @ key.transpose(-1, -2) + bias.double()
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return (weights @ value).transpose(1, 2)
+    return plain_attention(query, key, value, bias, visible, SCALING, False)
 
 
-def matrix(vector: Tensor, queries: int) -> Tensor:
-    """`(heads, query_len, key_len)` of a vector by rising distance."""
-    return vector[:, torch.arange(LENGTH) - torch.arange(queries).unsqueeze(-1) + queries - 1]
+def leaves(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of which gradients are asked for, and their copies in float64."""
+    given = [tensor.requires_grad_() for tensor in tensors]
+    return given, [tensor.detach().double().requires_grad_() for tensor in given]
 
 
 def visible(causal: bool, queries: int = LENGTH) -> Tensor:
@@ -107,7 +105,7 @@ def test_a_bias_of_distance(name: str, causal: bool, dtype: torch.dtype) -> None
     arguments = (query, key, value, vector, None, SCALING, causal)
     assert skipped(windows_of(call_of(query, key, value, None, SCALING, causal), vector, None)) > LENGTH
     found = distance_attention(*arguments)
-    expected = reference(query, key, value, matrix(vector, LENGTH), visible(causal))
+    expected = reference(query, key, value, toeplitz(vector, LENGTH, LENGTH), visible(causal))
     assert float((found - expected).abs().max()) <= rounding(dtype)
 
 
@@ -130,15 +128,14 @@ def test_masks(kind: str, queries: int) -> None:
     arguments = (query, key, value, alibi(queries), mask, SCALING, False)
     assert skipped(windows_of(call_of(query, key, value, mask, SCALING, False), alibi(queries), None), queries) > 0
     found = distance_attention(*arguments)
-    expected = reference(query, key, value, matrix(alibi(queries), queries), mask)
+    expected = reference(query, key, value, toeplitz(alibi(queries), queries, LENGTH), mask)
     assert float((found - expected).abs().max()) <= rounding(torch.float32)
 
 
 def test_gradients() -> None:
-    given = [tensor.requires_grad_() for tensor in (*inputs(), alibi())]
-    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    given, wanted = leaves(*inputs(), alibi())
     found = distance_attention(*given, None, SCALING, True)  # type: ignore[call-arg]
-    expected = reference(*wanted[:3], matrix(wanted[3], LENGTH), visible(True))
+    expected = reference(*wanted[:3], toeplitz(wanted[3], LENGTH, LENGTH), visible(True))
     assert_gradients_agree(found, given, expected, wanted, 1e-6)
 
 
@@ -154,8 +151,7 @@ def test_a_number_per_key(padded: bool) -> None:
         mask[1, ..., :40] = False
         mask[1, :, :40, 0] = True
         seen = mask
-    given = [tensor.requires_grad_() for tensor in (query, key, value, terms)]
-    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    given, wanted = leaves(query, key, value, terms)
     assert skipped(windows_of(call_of(*given[:3], mask, SCALING, not padded), None, terms)) > LENGTH
     found = separable_attention(*given, torch.arange(LENGTH), mask, SCALING, not padded)  # type: ignore[call-arg]
     bias = wanted[3].unsqueeze(-2) - wanted[3].unsqueeze(-1)
@@ -177,11 +173,10 @@ def test_the_sum_of_a_bias_of_distance_and_a_number_per_key(name: str, causal: b
     # What the vector may add to a far key is room that the terms have to make up for.
     alone = windows_of(call_of(*heads, None, SCALING, causal), None, terms)
     assert (skipped(alone) > skipped(windows)) == (name == "bump")
-    given = [tensor.requires_grad_() for tensor in (*heads, vector, terms)]
-    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    given, wanted = leaves(*heads, vector, terms)
     form = SumForm(DistanceForm(given[3], LENGTH, LENGTH), SeparableForm(given[4], torch.arange(LENGTH)))
     found = fused_attention(*given[:3], form, None, SCALING, causal)  # type: ignore[call-arg]
-    bias = matrix(wanted[3], LENGTH) + wanted[4].unsqueeze(-2) - wanted[4].unsqueeze(-1)
+    bias = toeplitz(wanted[3], LENGTH, LENGTH) + wanted[4].unsqueeze(-2) - wanted[4].unsqueeze(-1)
     expected = reference(*wanted[:3], bias, visible(causal))
     # Sums of terms of 9,000 are rounded to 9,000 eps before the softmax.
     assert float((found - expected).abs().max()) <= 9000 * torch.finfo(torch.float32).eps
@@ -224,7 +219,7 @@ def test_what_is_far_and_counts_is_seen(attack: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(windows, "SHORTEST", 2 * LENGTH)
     dense = distance_attention(*given)
     assert torch.equal(found.isfinite(), dense.isfinite())
-    expected = reference(query, key, value, matrix(alibi(), LENGTH), visible(True))
+    expected = reference(query, key, value, toeplitz(alibi(), LENGTH, LENGTH), visible(True))
     # Relative to the largest component of a row, in which both calls sum up the same numbers in another order.
     size = dense.abs().amax(-1, keepdim=True)
     rounded = float(((dense - expected).abs() / size).nan_to_num(0.0, 0.0, 0.0).max())
@@ -233,13 +228,12 @@ def test_what_is_far_and_counts_is_seen(attack: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_the_one_large_gradient_reaches_far_keys() -> None:
-    given = [tensor.requires_grad_() for tensor in inputs()]
-    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    given, wanted = leaves(*inputs())
     weight = torch.ones(2, LENGTH, 1, 1)
     weight[:, -1] = 1e12
     found = distance_attention(*given, alibi(), None, SCALING, True)  # type: ignore[call-arg]
     (found * weight).sum().backward()
-    (reference(*wanted, matrix(alibi(), LENGTH), visible(True)) * weight).sum().backward()
+    (reference(*wanted, toeplitz(alibi(), LENGTH, LENGTH), visible(True)) * weight).sum().backward()
     for one, other in zip(given[1:], wanted[1:], strict=True):
         assert one.grad is not None
         assert other.grad is not None
@@ -252,10 +246,9 @@ def test_the_gradient_of_a_query_reads_long_keys_that_are_far() -> None:
     query, key, value = inputs()
     query, long = query * 1e-9, torch.ones(LENGTH, 1)
     long[: LENGTH // 2] = 1e6
-    given = [tensor.requires_grad_() for tensor in (query, key * long, value)]
-    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    given, wanted = leaves(query, key * long, value)
     distance_attention(*given, alibi(), None, SCALING, True).sum().backward()  # type: ignore[call-arg]
-    reference(*wanted, matrix(alibi(), LENGTH), visible(True)).sum().backward()
+    reference(*wanted, toeplitz(alibi(), LENGTH, LENGTH), visible(True)).sum().backward()
     assert given[0].grad is not None
     assert wanted[0].grad is not None
     error = (given[0].grad - wanted[0].grad).norm(dim=-1) / wanted[0].grad.norm(dim=-1)

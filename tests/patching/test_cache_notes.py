@@ -96,17 +96,6 @@ def test_a_copy_continues_and_keeps_its_scheme_and_positions(kind: str, how: str
         made("t5")(IDS[:, 8:], past_key_values=COPIES[how](filled(model, kind)))
 
 
-@torch.no_grad()
-def test_a_copy_goes_its_own_way() -> None:
-    model = made()
-    cache = filled(model, position_ids=GAPPED)
-    twin = copy.deepcopy(cache)
-    other = torch.arange(200, 204)[None]
-    model(IDS[:, 8:], position_ids=other, past_key_values=twin)
-    found = model(IDS[:, 8:], position_ids=GAPPED[:, 8:], past_key_values=cache).logits
-    assert (found - model(IDS, position_ids=GAPPED).logits[:, 8:]).abs().max() < 1e-4
-
-
 def test_a_reducer_that_someone_registered_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Registered(DynamicCache):
         pass

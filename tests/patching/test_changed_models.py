@@ -76,10 +76,6 @@ class SomeTokens(nn.Module):
         return hidden_states.index_copy(1, torch.arange(0, hidden_states.shape[1], 2), some)
 
 
-def attention_of(model: Any) -> Any:
-    return model.model.layers[0].self_attn
-
-
 def put_beside(layer: Any) -> None:
     layer.self_attn = Beside(layer.self_attn)
 
@@ -100,31 +96,12 @@ def in_layers(change: Callable[[Any], None], which: slice) -> Callable[[Any], No
     return apply
 
 
-def replace_on_instance(model: Any) -> None:
-    attention = attention_of(model)
-    attention.forward = own_attention.__get__(attention)
-
-
-def replace_by_partial(model: Any) -> None:
-    attention_of(model).forward = functools.partial(own_attention, attention_of(model))
-
-
-def replace_inside_a_hook(model: Any) -> None:
-    add_hook_to_module(attention_of(model), ModelHook())
-    replace_on_instance(model)
-
-
-def replace_by_many_helpers(model: Any) -> None:
+def many_helpers(attention: Any) -> Any:
     """Functions that name each other, each of which is searched once."""
     script: dict[str, Any] = {"__name__": "a_script"}
     names = [f"helper_{number}" for number in range(60)]
     exec("\n".join(f"def {name}(*args, **kwargs):\n    return [{', '.join(names)}]" for name in names), script)
-    attention_of(model).forward = script[names[0]]
-
-
-def replace_rotary_forward(model: Any) -> None:
-    rotary = model.model.rotary_emb
-    rotary.forward = type(rotary).forward.__get__(rotary)
+    return script[names[0]]
 
 
 def rebuilt(module: Any, config: Any, index: int = 1) -> Any:
@@ -200,7 +177,15 @@ class Change:
     schemes: tuple[str, ...] = ("alibi", "rope", "none")
 
 
-def replaced(apply: Callable[[Any], None]) -> Change:
+def replaced(make: Callable[[Any], Any], path: str = "layers.0.self_attn", hooked: bool = False) -> Change:
+    """Another forward of a module, which may be set inside a hook of accelerate."""
+
+    def apply(model: Any) -> None:
+        module = model.model.get_submodule(path)
+        if hooked:
+            add_hook_to_module(module, ModelHook())
+        module.forward = make(module)
+
     return Change(apply, "was replaced after patch_model", "was replaced after patch_model", ("alibi", "rope"))
 
 
@@ -232,11 +217,11 @@ CHANGES: dict[str, Change] = {
     "a class that is called, in the last layer": bypassed(call_instead, slice(1, None)),
     "layers without their attention": bypassed(layer_without_its_attention, slice(None)),
     "a layer without its attention": bypassed(layer_without_its_attention, slice(1, None)),
-    "a forward on the instance": replaced(replace_on_instance),
-    "a partial": replaced(replace_by_partial),
-    "a forward inside a hook": replaced(replace_inside_a_hook),
-    "a forward of many helpers": replaced(replace_by_many_helpers),
-    "the forward of the rotary module": replaced(replace_rotary_forward),
+    "a forward on the instance": replaced(own_attention.__get__),
+    "a partial": replaced(functools.partial(functools.partial, own_attention)),
+    "a forward inside a hook": replaced(own_attention.__get__, hooked=True),
+    "a forward of many helpers": replaced(many_helpers),
+    "the forward of the rotary module": replaced(lambda rotary: type(rotary).forward.__get__(rotary), "rotary_emb"),
     "a stock layer": unpatched(put_a_stock_layer, "sinusoidal"),
     "stock attention": unpatched(put_stock_attention),
     "one layer more": unpatched(add_a_layer),

@@ -75,25 +75,6 @@ def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> No
     assert per_layer.position_encoding.config.per_layer
 
 
-@torch.no_grad()
-def test_rope_and_forget_gate_are_each_there():
-    """With gates that forget nothing it is RoPE; with frequencies of zero it is the forget gate alone."""
-    both = patched("llama_gqa", ["rope", "forget_gate"])
-    together = outputs(both, LLAMA, tokens())
-    assert distance(together, logits_of("rope")) > 1e-2
-    still = patched("llama_gqa", [scheme("p_rope", fraction=0.0), "forget_gate"])
-    alone = patched("llama_gqa", "forget_gate")
-    state = alone.position_encoding.stacks.state_dict()
-    names = list(still.position_encoding.stacks.state_dict())
-    still.position_encoding.stacks.load_state_dict(dict(zip(names, state.values(), strict=True)))
-    assert distance(outputs(still, LLAMA, tokens()), outputs(alone, LLAMA, tokens())) <= CLOSE
-    for module in both.position_encoding.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # sigmoid(50) is 1 in float32: log of the gate is 0.
-            parameter.fill_(50.0 if "bias" in name else 0.0)
-    assert distance(outputs(both, LLAMA, tokens()), logits_of("rope")) <= CLOSE
-
-
 #: log n / log L, at the length of the tokens.
 FACTOR = math.log(tokens().shape[1]) / math.log(4)
 LOG_N = scheme("log_n_scale", training_length=4)
@@ -125,24 +106,6 @@ def test_two_ways_to_write_a_scheme(name: str) -> None:
         parameter.add_(math.log(of_slopes))
     assert distance(found, outputs(model, LLAMA, tokens())[:, -1]) <= CLOSE
     assert (distance(found, before) > 1e-3) == (of_queries * of_slopes != 1)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("first", "second"), [("rope", "none"), ("alibi", "rope"), ("pope", "shaw"), ("forget_gate", "t5")]
-)
-def test_each_layer_has_its_own_scheme(first: str, second: str):
-    """Behind the first layer the model is that of the first scheme; behind the second it is neither."""
-    schedule = patched("llama_gqa", ScheduleConfig((scheme(first), scheme(second))))
-    alone = patched("llama_gqa", ScheduleConfig((scheme(first), NoneConfig())))
-    alone.position_encoding.load_state_dict(schedule.position_encoding.state_dict(), strict=False)
-    hidden, other = (
-        model(tokens(), output_hidden_states=True, use_cache=False).hidden_states for model in (schedule, alone)
-    )
-    assert torch.equal(hidden[1], other[1])
-    if second != "none":
-        assert distance(hidden[2], other[2]) > 1e-3
-    assert distance(hidden[2], patched("llama_gqa", first)(tokens(), output_hidden_states=True).hidden_states[2]) > 1e-3
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,6 +17,7 @@ from hf_posenc import (
     LearnedConfig,
     LinearScaling,
     Llama3Scaling,
+    NativeConfig,
     RandomizedConfig,
     RopeConfig,
     SequenceLengthError,
@@ -173,12 +173,6 @@ def test_interpolated_rows_reach_any_length() -> None:
     assert extend_context(model, length=5000).config.max_position_embeddings == 5000
 
 
-@pytest.mark.parametrize("length", [0, -1, 2.5, True, "512", None, 2**31, np.int64(512)])
-def test_a_length_is_a_positive_integer(length: Any) -> None:
-    with pytest.raises(ValueError, match="expected an int"):
-        extend_context(patched("bert", "alibi"), length=length)
-
-
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
 def test_the_longest_length_that_is_saved_is_loaded(architecture: str, tmp_path: Path) -> None:
     model, longest = patched(architecture, "alibi"), 2**31 - 1
@@ -199,43 +193,45 @@ def test_what_cannot_be_extended_is_refused() -> None:
     assert model.config.max_position_embeddings == NATIVE
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 48,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    ("scheme", "expected"),
+    ("scheme", "expected", "rope"),
     [
-        ("alibi", NATIVE),
-        (LearnedConfig(num_positions=20), 20),
-        (BinaryConfig(bits=4), 16),
-        (BinaryConfig(bits=9), NATIVE),
-        (RopeConfig(scaling=YarnScaling(4.0, NATIVE)), 4 * NATIVE),
-        (RopeConfig(scaling=YarnScaling(4.0, NATIVE // 4)), NATIVE),
-        (RopeConfig(scaling=LinearScaling(2.0)), 2 * NATIVE),
-        ([RopeConfig(scaling=YarnScaling(4.0, NATIVE)), BinaryConfig(bits=7)], 128),
+        ("alibi", NATIVE, {}),
+        (LearnedConfig(num_positions=20), 20, {}),
+        (BinaryConfig(bits=4), 16, {}),
+        (BinaryConfig(bits=9), NATIVE, {}),
+        (RopeConfig(scaling=YarnScaling(4.0, NATIVE)), 4 * NATIVE, {}),
+        (RopeConfig(scaling=YarnScaling(4.0, NATIVE // 4)), NATIVE, {}),
+        (RopeConfig(scaling=LinearScaling(2.0)), 2 * NATIVE, {}),
+        ([RopeConfig(scaling=YarnScaling(4.0, NATIVE)), BinaryConfig(bits=7)], 128, {}),
+        # What a config states holds for the scaling in it, and not for another one.
+        *(("native", NATIVE, rope) for rope in (LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0})),
+        (RopeConfig(theta=10000.0, scaling=Llama3Scaling(16.0, original_max_positions=48)), 16 * 48, LLAMA3),
+        (NativeConfig(YarnScaling(4.0, 32)), 4 * 32, {}),
+        (NativeConfig(YarnScaling(4.0, 32)), 4 * 32, {"rope_type": "linear", "factor": 4.0}),
+        (NativeConfig(YarnScaling(4.0, 32)), NATIVE, YARN | {"original_max_position_embeddings": 32}),
     ],
+    ids=str,
 )
-def test_a_patch_states_what_the_scheme_reaches_or_was_made_for(scheme: Any, expected: int) -> None:
-    model = patched("llama_gqa", scheme)
+@pytest.mark.filterwarnings("ignore:NativeConfig.scaling replaces")
+def test_a_patch_states_what_the_scheme_reaches_or_was_made_for(
+    scheme: Any, expected: int, rope: dict[str, Any]
+) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 10000.0} | rope
+    model = tiny("LlamaForCausalLM", max_position_embeddings=NATIVE, rope_parameters=parameters)
+    patch_model(model, scheme)
     assert model.config.max_position_embeddings == expected
+    patch_model(model, native_scheme(model))
+    assert model.config.max_position_embeddings == NATIVE
+    patch_model(model, scheme)
     unpatch_model(model)
-    assert model.config.max_position_embeddings == NATIVE
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 48},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        {"rope_type": "linear", "factor": 2.0},
-    ],
-)  # fmt: skip
-def test_the_native_scaling_leaves_the_length_that_the_config_states(scaling: dict[str, Any]) -> None:
-    rope = {"rope_theta": 10000.0} | scaling
-    model = patch_model(tiny("LlamaForCausalLM", max_position_embeddings=NATIVE, rope_parameters=rope), "native")
-    assert model.config.max_position_embeddings == NATIVE
-    other = native_scheme(model)
-    patch_model(model, RopeConfig(theta=10000.0, scaling=Llama3Scaling(16.0, original_max_positions=48)))
-    assert model.config.max_position_embeddings == 16 * 48
-    patch_model(model, other)
     assert model.config.max_position_embeddings == NATIVE
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,15 +10,8 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    JetMoeConfig,
-    JetMoeForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     QuantizedCache,
-    XGLMConfig,
-    XGLMForCausalLM,
 )
 
 from hf_posenc import UnsupportedError, patch_model
@@ -28,8 +20,10 @@ from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.generation import page_width
 from hf_posenc.recipes import swap_scheme
+from tests.kits.decoding import decoded
 from tests.matrix import running as matrix
 from tests.matrix.running import tokens
+from tests.models import tiny
 from tests.thinning import in_turn
 
 #: Each with weights that make its angles differ between tokens.
@@ -112,14 +106,13 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
     others, width = BESIDE[beside]
     scheme: Any = [*others, {"scheme": "repo", **SCHEMES["repo"]}]
     model = patched(scheme).to(dtype)
-    ids, found, caches = IDS, [], []
+    found, caches = [], []
     for rotated in (True, False):
         for layer in model.model.layers:
             if not rotated:
                 layer.self_attn.__dict__["forward"].encoding.rotation_before_cache = None
         cache = DynamicCache(config=model.config)
-        parts = [slice(0, 9), slice(9, 13), *(slice(start, start + 1) for start in range(13, 24))]
-        found.append(torch.cat([model(ids[:, part], past_key_values=cache).logits for part in parts], dim=1))
+        found.append(decoded(model, IDS, cache, [9, 4] + [1] * 11))
         caches.append(cache)
     numbers = num_channels(width - 16, dtype)
     assert [layer.keys.shape[-1] for layer in caches[0].layers] == [16 + numbers] * 2
@@ -133,17 +126,16 @@ def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtyp
 @torch.no_grad()
 def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
     """JetMoe caches fewer heads than its attention function receives, so that even places of `repo` are features."""
-    sizes = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
-    config = JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2)
     torch.manual_seed(0)
-    model = patch_model(JetMoeForCausalLM(config).eval(), scheme, **SCHEMES[scheme])
+    sizes = {"hidden_size": 64, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = patch_model(tiny("JetMoeForCausalLM", **sizes).eval(), scheme, **SCHEMES[scheme])
+    config = model.config
     if find_spec("hqq") is not None:
         with pytest.raises(UnsupportedError, match="rounded to a few bits"):
             model(IDS, past_key_values=QuantizedCache("hqq", config, **FEW_BITS))
-    ids, cache = IDS, DynamicCache(config=config)
-    parts = [slice(0, 9), *(slice(start, start + 1) for start in range(9, 24))]
-    steps = [logits(model, ids[:, part], past_key_values=cache) for part in parts]
-    torch.testing.assert_close(torch.cat(steps, dim=1), logits(model, ids, use_cache=False), **CLOSE)
+    cache = DynamicCache(config=config)
+    steps = decoded(model, IDS, cache, [9] + [1] * 15)
+    torch.testing.assert_close(steps, logits(model, IDS, use_cache=False), **CLOSE)
     width = cache.layers[0].keys.shape[-1]
     assert width > 16
     assert page_width(model.position_encoding.stacks["model"].layers[0], torch.float32) == width
@@ -171,24 +163,20 @@ def test_windows_are_refused_whatever_other_layers_have(elsewhere: str) -> None:
         model.generate(tokens(1, 40), max_new_tokens=4, do_sample=False)
 
 
-@pytest.mark.parametrize("kind", [XGLMForCausalLM, GPTNeoForCausalLM])
-def test_modules_with_scores_of_their_own_get_rotated_heads(kind: type[PreTrainedModel]) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("XGLMForCausalLM", {}), ("GPTNeoForCausalLM", {"attention_types": [[["global"], 2]]})]
+)
+def test_modules_with_scores_of_their_own_get_rotated_heads(name: str, options: dict[str, Any]) -> None:
     """XGLM scales its queries before the product, and GPT-Neo does not scale."""
-    configs: dict[Any, PreTrainedConfig] = {
-        XGLMForCausalLM: XGLMConfig(vocab_size=100, d_model=64, num_layers=2, attention_heads=4, ffn_dim=64),
-        GPTNeoForCausalLM: GPTNeoConfig(
-            vocab_size=100, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
-        ),
-    }
 
-    def built(scheme: str, **options: Any) -> Tensor:
+    def built(scheme: str, **given: Any) -> Tensor:
         torch.manual_seed(0)
-        model = kind(copy.deepcopy(configs[kind])).eval()
+        model = tiny(name, hidden_size=64, **options).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(std=0.15)
-        return logits(patch_model(model, scheme, **options), IDS)
+        return logits(patch_model(model, scheme, **given), IDS)
 
     # Their logits reach 8.
     torch.testing.assert_close(built("grape_m", initial_bias=16 * 30.0), built("rope"), rtol=1e-4, atol=1e-4)

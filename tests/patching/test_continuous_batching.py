@@ -13,6 +13,7 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 from hf_posenc import SequenceLengthError, UnsupportedError, patch_model, unpatch_model
+from tests.attention.fused import causal, flash_kernel
 from tests.matrix.running import patched, tokens
 from tests.matrix.test_behaviour import SCHEMES
 from tests.thinning import mostly_slow
@@ -164,52 +165,35 @@ def test_flash_kernels_attend_to_requests(scheme: str) -> None:
     """A stand-in that knows queries, keys, values, a scale and which keys are padding."""
     from transformers import AttentionInterface
 
-    def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
-        assert query.shape[-1] == value.shape[-1]
-        lengths = query.shape[2], key.shape[2]
-        visible = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
-        if mask is not None:
-            visible = visible & mask[:, None, None].bool()
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
-        )
-        return output.transpose(1, 2).contiguous(), None
+    def visible(queries: int, keys: int, mask: Any) -> torch.Tensor:
+        seen = causal(queries, keys)
+        return seen if mask is None else seen & mask[:, None, None].bool()
 
     model = patched("llama_gqa", scheme)
-    expected = [alone(model, prompt) for prompt in prompts()]
-    AttentionInterface.register("flash_attention_for_tests", kernel)
-    seen = _FlashRow(model)
-    assert seen.logits(prompts()) == pytest.approx([values[0] for _, values in expected], abs=1e-4)
+    expected = [alone(model, prompt)[1][0] for prompt in prompts()]
+    AttentionInterface.register("flash_attention_for_tests", flash_kernel(visible))
+    model.config._attn_implementation = "flash_attention_for_tests"
+    # As continuous batching hands them to such a model. The last token of each prompt comes in a second call.
+    pages, lengths = _Pages(), torch.tensor([len(prompt) for prompt in prompts()])
+    in_one_row(model, pages, [prompt[:-1] for prompt in prompts()], torch.zeros_like(lengths))
+    found = in_one_row(model, pages, [prompt[-1:] for prompt in prompts()], lengths - 1)
+    assert found[0].log_softmax(-1).amax(-1).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-class _FlashRow:
-    """Prompts of several requests in one row, as continuous batching would hand them to a model with flash kernels."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        model.config._attn_implementation = "flash_attention_for_tests"
-
-    @torch.no_grad()
-    def logits(self, given: list[list[int]]) -> list[float]:
-        """The best logarithm of a probability behind each prompt, whose last token comes in a second call."""
-        lengths = torch.tensor([len(prompt) for prompt in given])
-        pages = _Pages()
-        self._call([prompt[:-1] for prompt in given], torch.zeros_like(lengths), pages)
-        logits = self._call([prompt[-1:] for prompt in given], lengths - 1, pages)
-        return logits[0].log_softmax(-1).amax(-1).tolist()
-
-    def _call(self, given: list[list[int]], cached: torch.Tensor, pages: Any) -> Any:
-        lengths = torch.tensor([len(prompt) for prompt in given])
-        starts = [range(int(start), int(start) + len(prompt)) for start, prompt in zip(cached, given, strict=True)]
-        return self.model(
-            torch.tensor([[token for prompt in given for token in prompt]]),
-            position_ids=torch.tensor([[place for places in starts for place in places]]),
-            use_cache=False,
-            cache=pages,
-            read_index=[],
-            cu_seq_lens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-            cu_seq_lens_k={"full_attention": torch.nn.functional.pad((cached + lengths).cumsum(0), (1, 0)).int()},
-        ).logits
+@torch.no_grad()
+def in_one_row(model: Any, pages: Any, given: list[list[int]], cached: torch.Tensor) -> torch.Tensor:
+    """The logits of tokens of several requests, some tokens of which are cached."""
+    lengths = torch.tensor([len(prompt) for prompt in given])
+    starts = [range(int(start), int(start) + len(prompt)) for start, prompt in zip(cached, given, strict=True)]
+    return model(
+        torch.tensor([[token for prompt in given for token in prompt]]),
+        position_ids=torch.tensor([[place for places in starts for place in places]]),
+        use_cache=False,
+        cache=pages,
+        read_index=[],
+        cu_seq_lens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        cu_seq_lens_k={"full_attention": torch.nn.functional.pad((cached + lengths).cumsum(0), (1, 0)).int()},
+    ).logits
 
 
 class _Pages:
@@ -322,11 +306,3 @@ def test_a_manager_that_is_kept_does_not_outlive_its_scheme() -> None:
     unpatch_model(model)
     assert kept(model, prompt) == stock
     model.destroy_cached_continuous_batching_manager()
-
-
-def test_the_stock_model_underneath_batches_again() -> None:
-    model = patched("llama_gqa", None)
-    expected = [alone(model, prompt)[0] for prompt in prompts()]
-    again = unpatch_model(patched("llama_gqa", "alibi"))
-    assert "init_continuous_batching" not in again.__dict__
-    assert [found for found, _ in batched(again, prompts())] == expected

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from tests.kits.decoding import decoded, left_padding
 from tests.matrix.running import distance, patched, tokens
 from tests.patching.test_given_positions import DISTANCE_BIASES, FEATURES, PAIRWISE, POSITIONS
 
@@ -35,15 +36,9 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def left_padding() -> Tensor:
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, :PADS] = 0
-    return mask
-
-
 def inputs() -> dict[str, dict[str, Tensor]]:
     """Positions and masks, each with a column for every token."""
-    mask = left_padding()
+    mask = left_padding(LENGTH, PADS)
     repeated = torch.tensor([0, 1, 2, 2, 2, *range(5, LENGTH)]).expand(2, -1)
     ones = torch.ones_like(mask)
     return {
@@ -55,17 +50,6 @@ def inputs() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def decoded(model: Any, ids: Tensor, given: dict[str, Tensor], cache: Any) -> Tensor:
-    steps, start = [], 0
-    for count in PIECES:
-        stop = start + count
-        some = {name: values[:, 0 if "mask" in name else start : stop] for name, values in given.items()}
-        output = model(ids[:, start:stop], **some, past_key_values=cache, use_cache=True)
-        cache, start = output.past_key_values, stop
-        steps.append(output.logits)
-    return torch.cat(steps, dim=1)
-
-
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @torch.no_grad()
@@ -75,7 +59,7 @@ def test_steps_behind_a_cache_equal_one_call(scheme: Any, turn: int) -> None:
     caches = itertools.islice(itertools.cycle(CACHES.values()), turn + SCHEMES.index(scheme) % 3, None)
     for (kind, given), cache in zip(inputs().items(), caches, strict=False):
         expected = model(ids, **given, use_cache=True).logits
-        found = decoded(model, ids, given, cache(model.config))
+        found = decoded(model, ids, cache(model.config), PIECES, **given)
         real = given.get("attention_mask", torch.ones(2, LENGTH)).bool()
         assert distance(found[real], expected[real]) <= 1e-4, kind
         if "padding" in kind:

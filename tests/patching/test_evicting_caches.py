@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_posenc import AttentionSinksConfig, SinkCache, UnsupportedError, get_scheme, patch_model, unpatch_model
+from hf_posenc import AttentionSinksConfig, SinkCache, UnsupportedError, patch_model, unpatch_model
 from hf_posenc.metrics.properties.logits import relativity
 from hf_posenc.metrics.properties.specimen import build_specimen
+from tests.kits.decoding import decoded, left_padding
 from tests.matrix.running import distance, patched, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
@@ -38,22 +39,6 @@ ROPE_AND_ALIBI = {"scheme": "composed", "parts": ["rope", "alibi"]}
 
 def sinks_with(inner: Any) -> dict[str, Any]:
     return {"scheme": "attention_sinks", "inner": inner, "sinks": SINKS, "window": WINDOW}
-
-
-def left_padding() -> Tensor:
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, :PADS] = 0
-    return mask
-
-
-def decoded(model: Any, ids: Tensor, cache: Any, pieces: tuple[int, ...], **given: Tensor) -> Tensor:
-    steps, start = [], 0
-    for count in pieces:
-        stop = start + count
-        some = {name: values[:, 0 if "mask" in name else start : stop] for name, values in given.items()}
-        steps.append(model(ids[:, start:stop], **some, past_key_values=cache, use_cache=True).logits)
-        start = stop
-    return torch.cat(steps, dim=1)
 
 
 def shown(visible: Tensor) -> Tensor:
@@ -76,7 +61,7 @@ def test_sinks_behind_a_cache_equal_one_call(inner: Any, pieces: str, kind: str)
     model, ids, mask = (
         patched("llama_gqa", sinks_with(inner), attn_implementation=kind),
         tokens(2, LENGTH),
-        left_padding(),
+        left_padding(LENGTH, PADS),
     )
     whole, alone = model(ids, use_cache=False).logits, model(ids[1:, PADS:], use_cache=False).logits[0]
     for cache in (SinkCache(SINKS, WINDOW), DynamicCache()):
@@ -134,7 +119,7 @@ def test_architectures_that_count_slots_themselves(decoder: str, scheme: str) ->
         if parameter.dim() == 2:
             parameter.normal_(std=0.3)
     patch_model(model, scheme)
-    ids, mask, length = tokens(2, LENGTH), left_padding(), LENGTH - PADS
+    ids, mask, length = tokens(2, LENGTH), left_padding(LENGTH, PADS), LENGTH - PADS
     whole = model(ids, attention_mask=shown(in_window()).expand(2, -1, -1, -1), use_cache=False).logits
     assert distance(decoded(model, ids, SinkCache(SINKS, WINDOW), SINGLY), whole) <= CLOSE
     alone = model(ids[1:, PADS:], attention_mask=shown(in_window()[:length, :length]), use_cache=False).logits[0]
@@ -170,7 +155,7 @@ def test_a_scheme_that_follows_the_length_sees_the_length_of_the_text() -> None:
 def test_generation_at_bounded_memory(inner: str) -> None:
     """Greedy, sampled beams, prompts in pieces, left padding, and one call after the other with the same cache."""
     model = patched("llama_gqa", sinks_with(inner))
-    ids, mask = tokens(2, 14), left_padding()[:, :14]
+    ids, mask = tokens(2, 14), left_padding(LENGTH, PADS)[:, :14]
     for more in ({}, {"num_beams": 3}, {"prefill_chunk_size": 4}):
         given = {"attention_mask": mask, "max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0, **more}
         expected = model.generate(ids, **given | {"prefill_chunk_size": None}, use_cache=True)
@@ -181,23 +166,6 @@ def test_generation_at_bounded_memory(inner: str) -> None:
     half = model.generate(ids[:1], past_key_values=cache, max_new_tokens=8, min_new_tokens=8)
     both = model.generate(half, past_key_values=cache, max_new_tokens=8, min_new_tokens=8)
     assert torch.equal(both, model.generate(ids[:1], max_new_tokens=16, min_new_tokens=16))
-
-
-@torch.no_grad()
-def test_a_full_cache_of_an_interrupted_call_is_not_continued() -> None:
-    """The layers hold as many keys, but of different tokens."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    model, ids, cache = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH), SinkCache(SINKS, WINDOW)
-    model(ids[:, : LENGTH - 8], past_key_values=cache)
-    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(ids[:, LENGTH - 8 : LENGTH - 4], past_key_values=cache)
-    hook.remove()
-    with pytest.raises(UnsupportedError, match="a call did not end"):
-        model(ids[:, LENGTH - 8 :], past_key_values=cache)
 
 
 @torch.no_grad()
@@ -227,7 +195,7 @@ ROWS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
 @pytest.mark.parametrize("change", ROWS)
 @torch.no_grad()
 def test_rows_take_their_positions_along(change: str) -> None:
-    model, ids, mask = patched("llama_gqa", sinks_with("t5")), tokens(2, LENGTH), left_padding()
+    model, ids, mask = patched("llama_gqa", sinks_with("t5")), tokens(2, LENGTH), left_padding(LENGTH, PADS)
     do, rows = ROWS[change]
     cache = SinkCache(SINKS, WINDOW)
     expected = decoded(model, ids, cache, (12, 8, 10), attention_mask=mask)[rows, 20:]
@@ -303,24 +271,22 @@ def with_own_cache(model: Any, ids: Tensor, cache: _OwnCache) -> Tensor:
 
 
 @pytest.mark.parametrize("counts_all", [False, True])
-@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "shaw", "none"])
+@pytest.mark.parametrize(
+    ("scheme", "states"), [*((scheme, True) for scheme in ("rope", "alibi", "t5", "shaw", "none")), ("rope", False)]
+)
 @torch.no_grad()
-def test_any_cache_may_state_the_positions_of_its_keys(scheme: str, counts_all: bool) -> None:
+def test_any_cache_may_state_the_positions_of_its_keys(scheme: str, states: bool, counts_all: bool) -> None:
+    """Keys of a rotation carry theirs."""
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     expected = model(ids, attention_mask=without_third(1), use_cache=False).logits
-    cache = _OwnCache(True, counts_all)
+    cache = _OwnCache(states, counts_all)
     assert distance(with_own_cache(model, ids, cache), expected) <= CLOSE
     assert cache.layers[0].keys.shape[2] < LENGTH
 
 
-class _MaskOfLayer:
+def giving(mask: Tensor) -> Callable[..., Any]:
     """A forward pre-hook that gives a layer a mask of its own."""
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-
-    def __call__(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return args, kwargs | {"attention_mask": self.mask}
+    return lambda module, args, kwargs: (args, kwargs | {"attention_mask": mask})
 
 
 @pytest.mark.parametrize("counts_all", [False, True])
@@ -330,7 +296,7 @@ def test_layers_may_hold_different_tokens(scheme: Any, counts_all: bool) -> None
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     found = with_own_cache(model, ids, _OwnCache(True, counts_all, by_layer=True))
     for index, layer in enumerate(model.model.layers):
-        layer.self_attn.register_forward_pre_hook(_MaskOfLayer(without_third(1 + index)), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(giving(without_third(1 + index)), with_kwargs=True)
     assert distance(found, model(ids, use_cache=False).logits) <= CLOSE
 
 
@@ -341,14 +307,6 @@ def test_unknown_positions_are_refused(scheme: Any, counts_all: bool) -> None:
     model, ids = patched("llama_gqa", scheme), tokens(2, LENGTH)
     with pytest.raises(UnsupportedError, match=r"fewer keys than it has seen|tokens were dropped, moved"):
         with_own_cache(model, ids, _OwnCache(False, counts_all))
-
-
-@torch.no_grad()
-def test_keys_that_carry_their_position_need_no_statement() -> None:
-    model, ids = patched("llama_gqa", "rope"), tokens(2, LENGTH)
-    expected = model(ids, attention_mask=without_third(1), use_cache=False).logits
-    for counts_all in (False, True):
-        assert distance(with_own_cache(model, ids, _OwnCache(False, counts_all)), expected) <= CLOSE
 
 
 @torch.no_grad()
@@ -373,23 +331,19 @@ def test_statements_that_do_not_fit_are_refused() -> None:
         model(ids[:, 9:10], past_key_values=cache)
 
 
+@pytest.mark.parametrize(("filled", "message"), [(0, "were not encoded"), (LENGTH - 8, "a call did not end")])
 @torch.no_grad()
-def test_a_call_that_failed_is_not_continued() -> None:
-    model, ids = patched("llama_gqa", "rope"), tokens(2, LENGTH)
-    cache = SinkCache(SINKS, WINDOW)
-    decoded(model, ids, cache, (9,))
-    handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+def test_the_cache_of_a_call_that_failed_is_not_continued(filled: int, message: str) -> None:
+    """Its layers may hold as many keys, but of different tokens."""
+    model, ids, cache = patched("llama_gqa", sinks_with("rope")), tokens(1, LENGTH), SinkCache(SINKS, WINDOW)
+    if filled:
+        decoded(model, ids, cache, (filled,))
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(ids[:, 9:10], past_key_values=cache)
+        decoded(model, ids, cache, (4,), filled)
     handle.remove()
-    model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: 1 / 0).remove()
-    fresh = SinkCache(SINKS, WINDOW)
-    handle = model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        decoded(model, ids, fresh, (9,))
-    handle.remove()
-    with pytest.raises(UnsupportedError):
-        decoded(model, ids, fresh, (9,))
+    with pytest.raises(UnsupportedError, match=message):
+        decoded(model, ids, cache, (4,), filled)
 
 
 @pytest.mark.parametrize("smaller", [(SINKS - 1, WINDOW + 1), (SINKS, WINDOW - 1), (0, 2)])
@@ -437,16 +391,6 @@ def test_the_decoder_of_an_encoder_decoder(scheme: str) -> None:
         for step in range(LENGTH)
     ]
     assert distance(torch.cat(found, 1), expected) <= CLOSE
-
-
-@torch.no_grad()
-def test_a_saved_model_streams_like_before(tmp_path: Any) -> None:
-    model, ids = patched("llama_gqa", sinks_with("rope")), tokens(2, LENGTH)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
-    assert loaded.position_encoding.config == AttentionSinksConfig(get_scheme("rope")(), SINKS, WINDOW)
-    found = [decoded(one, ids, SinkCache(SINKS, WINDOW), PIECES["in pieces"]) for one in (model, loaded)]
-    assert torch.equal(*found)
 
 
 @pytest.mark.slow

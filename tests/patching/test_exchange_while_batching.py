@@ -89,10 +89,10 @@ def test_a_manager_that_was_made_before_the_scheme_serves_it(
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        (None, "forget_gate", "the keys of this scheme have width .*, but its pages have width"),
-        (None, "pope", "the keys of this scheme have width .*, but its pages have width"),
-        ("alibi", "pope", "the keys of this scheme have width .*, but its pages have width"),
-        ("forget_gate", "pope", "the keys of this scheme have width .*, but its pages have width"),
+        *(
+            (before, after, "the keys of this scheme have width .*, but its pages have width")
+            for before, after in ((None, "forget_gate"), (None, "pope"), ("alibi", "pope"), ("forget_gate", "pope"))
+        ),
         (None, "normalized_integer", "it depends on the length of the sequence"),
     ],
 )

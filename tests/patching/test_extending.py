@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -95,18 +96,6 @@ def test_scalings_count_from_the_length_before_a_trained_scaling_and_the_others_
     assert scaled.position_encoding.config.scaling == YarnScaling(4.0, 32)
     kept = extend_context(llama(rope_parameters=scaling), length=128, method="rerope").position_encoding.config
     assert kept == ReRopeConfig(native_scheme(llama(rope_parameters=scaling)), window=32)
-
-
-def test_a_model_with_its_native_scheme_in_place_takes_a_method_too() -> None:
-    model = extend_context(patch_model(llama(), "native"), length=128, method="yarn")
-    assert model.position_encoding.config.scaling == YarnScaling(2.0, 64)
-
-
-def test_the_text_part_of_a_composite() -> None:
-    model = tiny_model(pair_named("image-text-llava"))
-    length = 2 * model.config.text_config.max_position_embeddings
-    extend_context(model, length=length, method="rerope")
-    assert model.config.text_config.max_position_embeddings == length
 
 
 @pytest.mark.parametrize(
@@ -229,6 +218,10 @@ def test_the_text_part_is_extended_though_another_part_is_patched(monkeypatch: p
     [
         (llama, {"method": "yarm"}, UnknownNameError, "Did you mean 'yarn'"),
         (llama, {"method": "yarn", "length": 64}, ValueError, "reaches 64 tokens"),
+        *(
+            (lambda: patch_model(llama(), "alibi"), {"method": None, "length": length}, ValueError, "expected an int")
+            for length in (0, -1, 2.5, True, "512", None, 2**31, np.int64(512))
+        ),
         (llama, {"method": "yarn", "length": 2.5}, ValueError, "expected an int"),
         (llama, {"method": ["yarn"]}, UnknownNameError, "yarn"),
         (

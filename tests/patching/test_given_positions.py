@@ -286,15 +286,11 @@ def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: boo
         compiled(ids[:, 6:], past_key_values=cache)
 
 
-GAPPED = torch.tensor([[0, 1, 2, 3, 10, 11, 12, 13]])
-
-
 @torch.no_grad()
 def test_positions_may_be_narrow_integers() -> None:
-    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
-    mask = torch.ones_like(ids)
-    found = model(ids, position_ids=GAPPED.int(), attention_mask=mask).logits
-    assert torch.equal(found, model(ids, position_ids=GAPPED, attention_mask=mask).logits)
+    model, given = patched("llama_gqa", "alibi"), {"input_ids": tokens(2, LENGTH), "use_cache": True}
+    found, expected = (model(**given, position_ids=ids).logits for ids in (POSITIONS["gaps"].int(), POSITIONS["gaps"]))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("scheme", ["native", "learned", "sinusoidal", "rope"])

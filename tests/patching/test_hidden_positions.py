@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def hidden_bias() -> Any:
     """A model without positions, whose first attention layer forgets its input by its place."""
     model = patched("gpt2", None)
     model.transformer.wpe = nn.Sequential()
-    model.transformer.wpe.forward = lambda ids: torch.zeros(1)
+    model.transformer.wpe.forward = lambda ids: torch.zeros(1, dtype=model.dtype)
     value = model.transformer.h[0].attn.c_attn
     value.__class__ = Fading
     return model
@@ -47,39 +48,16 @@ def hidden_bias() -> Any:
 
 class Fading(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.linspace(0.5, 1.0, x.shape[1]).unsqueeze(-1)
+        return super().forward(x) * torch.linspace(0.5, 1.0, x.shape[1], dtype=x.dtype).unsqueeze(-1)
 
 
-HIDDEN = [
-    (hidden_table, r"wpe\.0.*register_architecture"),
-    (hidden_bias, r"the output of h\.0\.attn \(GPT2Attention\) depends"),
-]
-
-
-@pytest.mark.parametrize(("scheme", "hidden"), in_turn(["none", "alibi", "native"], HIDDEN))
-def test_a_mechanism_that_was_not_found_is_refused(scheme: str, hidden: tuple[Any, str]) -> None:
-    build, message = hidden
-    model = build()
-    with pytest.raises(UnsupportedError, match=message):
-        patch_model(model, scheme)
-    assert not hasattr(model, "position_encoding")
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_native_scheme_does_not_say_none_of_a_hidden_table() -> None:
-    with pytest.raises(UnsupportedError, match="No position table"):
-        native_scheme(hidden_table())
-
-
-def test_a_table_hidden_in_one_of_two_stacks_is_found() -> None:
-    torch.manual_seed(0)
+def hidden_in_one_of_two_stacks() -> Any:
     model = tiny("BartModel").eval()
     table = model.decoder.embed_positions
     model.decoder.embed_positions = nn.Module()
     model.decoder.embed_positions.inner = table
     model.decoder.embed_positions.forward = table.forward
-    with pytest.raises(UnsupportedError, match="in this BartDecoder"):
-        patch_model(model, "alibi")
+    return model
 
 
 @torch.no_grad()
@@ -227,61 +205,72 @@ def own_function(module: nn.Module, query: Any, key: Any, value: Any, mask: Any,
     return eager_attention_forward(module, query, key, value, near if mask is None else mask + near, **kwargs)
 
 
-def llama(change: str) -> Any:
+def llama(path: str = "", kind: type | None = None) -> Any:
+    """A Llama, one of whose modules may be of a class of one's own."""
     torch.manual_seed(0)
     model = tiny("LlamaForCausalLM", attn_implementation="eager").eval()
-    layer = model.model.layers[1]
-    if change in ("rotating", "in place"):
-        layer.self_attn.__class__ = Rotating
-    elif change == "foreign":
-        layer.self_attn = Foreign(layer.self_attn)
-    elif change == "layer":
-        layer.__class__ = Layer
-    elif change.startswith("of torch"):
-        for index in range(1 - change.endswith("all"), 2):
-            model.model.layers[index] = OfTorch(model.config.hidden_size)
-    elif change == "embeddings":
-        model.model.embed_tokens.__class__ = Numbering
-    elif change == "outside":
-        model.__class__ = Outside
-    elif change == "function":
-        AttentionInterface.register("own_function", own_function)
-        model.config._attn_implementation = "own_function"
+    if kind is not None:
+        model.get_submodule(path).__class__ = kind
     return model
 
 
-#: What other code does to a Llama, and what the refusal says.
-CHANGES = {
-    "rotating": r"output of layers\.1\.self_attn \(Rotating\)",
-    "foreign": r"layers\.1\.self_attn \(Foreign, defined in .*\) is not attention that hf_posenc recognises",
-    "of torch": r"layers\.1\.inner\.self_attn \(MultiheadAttention, .*, so no scheme would act in it",
-    "of torch, all": "MultiheadAttention never multiplied queries",
-    "layer": r"input of layers\.1\.self_attn depends on the position",
-    "embeddings": "input of its first layer depends on the position",
-    "outside": "input of its first layer depends on the position",
-    "function": r"The attention function 'own_function' was registered by other code",
+def with_foreign_attention() -> Any:
+    model = llama()
+    model.model.layers[1].self_attn = Foreign(model.model.layers[1].self_attn)
+    return model
+
+
+def with_layers_of_torch(model: Any, first: int) -> Any:
+    for index in range(first, 2):
+        model.base_model.layers[index] = OfTorch(model.config.hidden_size)
+    return model
+
+
+def with_own_function() -> Any:
+    AttentionInterface.register("own_function", own_function)
+    model = llama()
+    model.config._attn_implementation = "own_function"
+    return model
+
+
+ATTENTION = "model.layers.1.self_attn"
+IN_A_VIT = r"layers\.\d\.inner\.self_attn .*(no scheme would act|did not run)"
+FIRST_INPUT = "input of its first layer depends on the position"
+#: What other code does to a model, and what the refusal says.
+HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "a table": (hidden_table, r"wpe\.0.*register_architecture"),
+    "a bias": (hidden_bias, r"the output of h\.0\.attn \(GPT2Attention\) depends"),
+    "a table in one of two stacks": (hidden_in_one_of_two_stacks, "No position table.* in this BartDecoder"),
+    "rotating": (lambda: llama(ATTENTION, Rotating), r"output of layers\.1\.self_attn \(Rotating\)"),
+    "foreign": (
+        with_foreign_attention,
+        r"layers\.1\.self_attn \(Foreign, defined in .*\) is not attention that hf_posenc recognises",
+    ),
+    "of torch": (
+        lambda: with_layers_of_torch(llama(), 1),
+        r"layers\.1\.inner\.self_attn \(MultiheadAttention, .*, so no scheme would act in it",
+    ),
+    "of torch, all": (lambda: with_layers_of_torch(llama(), 0), "MultiheadAttention never multiplied queries"),
+    "of torch in a ViT": (lambda: with_layers_of_torch(tiny("ViTModel"), 1), IN_A_VIT),
+    "of torch in a ViT, all": (lambda: with_layers_of_torch(tiny("ViTModel"), 0), IN_A_VIT),
+    "layer": (lambda: llama("model.layers.1", Layer), r"input of layers\.1\.self_attn depends on the position"),
+    "embeddings": (lambda: llama("model.embed_tokens", Numbering), FIRST_INPUT),
+    "outside": (lambda: llama("", Outside), FIRST_INPUT),
+    "function": (with_own_function, r"The attention function 'own_function' was registered by other code"),
 }
 TRIED = [("none", torch.float32), ("alibi", torch.bfloat16), ("native", torch.float32)]
 
 
-@pytest.mark.parametrize(("change", "tried"), in_turn(CHANGES, TRIED), ids=str)
-def test_positions_of_other_code_are_refused(change: str, tried: tuple[str, torch.dtype]) -> None:
+@pytest.mark.parametrize(("hidden", "tried"), in_turn(HIDDEN, TRIED), ids=str)
+def test_hidden_positions_are_refused(hidden: str, tried: tuple[str, torch.dtype]) -> None:
     """They would act next to any scheme, and are not what the native scheme says."""
+    build, message = HIDDEN[hidden]
     scheme, dtype = tried
-    model = llama(change).to(dtype)
-    with pytest.raises(UnsupportedError, match=CHANGES[change]):
+    model = build().to(dtype)
+    with pytest.raises(UnsupportedError, match=message):
         patch_model(model, scheme)
     assert not hasattr(model, "position_encoding")
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_layers_of_torch_in_a_model_of_images_are_refused(first: int) -> None:
-    model = tiny("ViTModel", num_hidden_layers=2)
-    for index in range(first, 2):
-        model.layers[index] = OfTorch(model.config.hidden_size)
-    with pytest.raises(UnsupportedError, match=r"layers\.\d\.inner\.self_attn .*(no scheme would act|did not run)"):
-        patch_model(model, "alibi")
 
 
 def test_the_forward_of_a_class_that_other_code_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,17 +284,17 @@ def test_the_forward_of_a_class_that_other_code_has_replaced(monkeypatch: pytest
 
     monkeypatch.setattr(LlamaAttention, "forward", wrapped)
     with pytest.raises(UnsupportedError, match=r"LlamaAttention .* is wrapped by code of .*test_hidden_positions"):
-        patch_model(llama("stock"), "alibi")
+        patch_model(llama(), "alibi")
     monkeypatch.setattr(LlamaAttention, "forward", Rotating.forward)
     with pytest.raises(UnsupportedError, match=r"LlamaAttention with the forward .*Rotating\.forward\) depends"):
-        patch_model(llama("stock"), "alibi")
+        patch_model(llama(), "alibi")
 
 
 @torch.no_grad()
 def test_other_code_that_takes_positions_from_transformers_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rotating, "rotates_by_itself", False)
     ids = tokens(1, 8)
-    own, stock = llama("in place"), llama("stock")
+    own, stock = llama(ATTENTION, Rotating), llama()
     assert native_scheme(own) == native_scheme(stock)
     assert torch.allclose(patch_model(own, "alibi")(ids).logits, patch_model(stock, "alibi")(ids).logits, atol=1e-6)
 

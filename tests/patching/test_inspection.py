@@ -39,7 +39,7 @@ def test_layers_keep_their_native_scheme_elsewhere() -> None:
     assert distance(_logits(model), _logits(patched("llama_gqa", None))) <= 2e-5
 
 
-def test_the_report_says_what_was_replaced() -> None:
+def test_the_report_and_an_inspection_name_the_scheme_and_what_it_replaced() -> None:
     model = patched("bert", "alibi")
     report = model.position_encoding.report
     text = str(report)
@@ -47,13 +47,9 @@ def test_the_report_says_what_was_replaced() -> None:
     assert "logit_bias" in text
     assert report.to_dict()["stacks"][0]["attention_layers"] == [0, 1]
     assert "alibi" in repr(model).lower()
-
-
-def test_inspecting_a_patched_model_names_the_scheme_in_force() -> None:
-    model = patched("bert", "alibi")
-    text = str(hf_posenc.inspect_model(model))
-    assert "patched with: alibi\n" in text
-    assert "native scheme: learned(num_positions=" in text
+    inspected = str(hf_posenc.inspect_model(model))
+    assert "patched with: alibi\n" in inspected
+    assert "native scheme: learned(num_positions=" in inspected
 
 
 def test_a_declared_table_and_direction_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,19 +72,6 @@ def test_a_call_may_end_at_every_module(name: str, scheme: str, error: type[Base
     assert torch.equal(run(model, name, ids, None), expected)
 
 
-@torch.no_grad()
-def test_a_layer_alone_does_not_see_the_positions_of_a_call_that_was_interrupted() -> None:
-    model, ids = patched("llama_gqa", "sinusoidal"), tokens(1, 6)
-    layer, hidden = model.model.layers[0], torch.randn(1, 4, 32)
-    phases = model.model.rotary_emb(hidden, torch.arange(4).unsqueeze(0))
-    expected = layer(hidden, position_embeddings=phases)
-    hook = model.model.layers[1].mlp.register_forward_hook(interrupted(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        model(ids, position_ids=torch.arange(6).unsqueeze(0) + 50)
-    hook.remove()
-    assert torch.equal(layer(hidden, position_embeddings=phases), expected)
-
-
 def inner_call(**given: Any) -> Callable[[Any], Any]:
     return lambda model: model.model(tokens(1, 3), **given)
 

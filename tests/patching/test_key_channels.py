@@ -18,6 +18,7 @@ from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.features import joined, separated
 from hf_posenc.schemes.outer_parts import SummedPairwiseBias
 from hf_posenc.schemes.registry import as_scheme
+from tests.kits.decoding import decoded
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.thinning import in_turn
@@ -138,26 +139,9 @@ def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.d
         model, ids = patched("llama_gqa", own).to(dtype), tokens(2, 16)
         full = outputs(model, LLAMA, ids, use_cache=False).float()
         for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=20)):
-            parts = [slice(0, 5), slice(5, 9), *(slice(start, start + 1) for start in range(9, 16))]
-            steps = [outputs(model, LLAMA, ids[:, part], past_key_values=cache, use_cache=True) for part in parts]
-            differences[name, type(cache)] = distance(torch.cat(steps, dim=1).float(), full)
+            differences[name, type(cache)] = distance(decoded(model, ids, cache, [5, 4] + [1] * 7).float(), full)
     for cache_type in (DynamicCache, StaticCache):
         assert differences["both", cache_type] <= 3 * differences["none", cache_type] + 20 * torch.finfo(dtype).eps
-
-
-@torch.no_grad()
-def test_real_positions_count_for_schemes_that_read_pairs():
-    """Gaps between position ids are distances: scaling them in the call is scaling them in the scheme."""
-    gapped = patched("llama_gqa", {"scheme": "position_scale", "inner": "fire", "factor": 3})
-    plain = patched("llama_gqa", "fire")
-    inner, target = gapped.position_encoding.stacks, plain.position_encoding.stacks
-    target.load_state_dict(dict(zip(target.state_dict(), inner.state_dict().values(), strict=True)))
-    ids = tokens()
-    position_ids = 3 * torch.arange(ids.shape[1]).unsqueeze(0)
-    mask = torch.ones_like(ids)
-    tripled = outputs(plain, LLAMA, ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
-    assert distance(tripled, outputs(gapped, LLAMA, ids, use_cache=False)) <= 1e-5
-    assert distance(tripled, outputs(plain, LLAMA, ids, use_cache=False)) > 1e-3
 
 
 @pytest.mark.parametrize("scheme", ["pope", "forget_gate"])

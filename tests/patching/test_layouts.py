@@ -8,9 +8,7 @@ from transformers import PreTrainedModel
 from hf_posenc import inspect_model, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy import sites
 from hf_posenc.patching.anatomy.anatomy import find_stacks
-from hf_posenc.patching.layouts import Grid, Series, Text
-from tests.architectures.population import pair_named
-from tests.architectures.tiny import tiny_model
+from hf_posenc.patching.layouts import Text
 from tests.models import tiny
 
 REASON = "the first step reads no positions"
@@ -36,10 +34,3 @@ def test_another_kind_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.kept == [f"layers.0.self_attn: {REASON}"]
     unpatch_model(model)
     assert type(find_stacks(tiny("BertForMaskedLM"))[0].layout) is Text
-
-
-@pytest.mark.parametrize(
-    ("pair", "part", "kind"), [("vision-vit", "vision", Grid), ("audio-wav2vec2", "audio", Series)]
-)
-def test_each_input_has_its_kind(pair: str, part: str, kind: type) -> None:
-    assert {type(stack.layout) for stack in find_stacks(tiny_model(pair_named(pair)), [part])} == {kind}

@@ -109,17 +109,11 @@ def test_latent_attention_does_not_know_the_axes_of_cached_keys() -> None:
         outputs(model, row, ids[:, 6:], position_ids=axes[..., 6:], past_key_values=cache)
 
 
-def causal_mask(length: int, heads: int = 1) -> torch.Tensor:
-    """An additive mask `(1, heads, length, length)` in the form that transformers hands to layers."""
-    hidden = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
-    return hidden.expand(1, heads, -1, -1).clone()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["a key less liked", "a key hidden from one head"])
 def test_a_mask_that_hides_no_token_moves_no_position(kind: str) -> None:
     stock, ids = patched("llama_gqa", None), tokens(1, 10)
-    mask = causal_mask(10, heads=1 if kind == "a key less liked" else 4)
+    mask = additive(blocks((10,), causal=True)).repeat(1, 1 if kind == "a key less liked" else 4, 1, 1)
     if kind == "a key less liked":
         mask[..., 4:, 4] += -1.0
     else:

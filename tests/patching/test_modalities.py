@@ -18,6 +18,7 @@ from tests.architectures.checks import check_pair
 from tests.architectures.findings import Record
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import Pair, pair_named
+from tests.architectures.test_architectures import assert_holds
 from tests.architectures.tiny import tiny_model
 from tests.thinning import mostly_slow
 
@@ -79,8 +80,6 @@ REFUSALS = {
     "vision-segformer": "common places",
     "video-timesformer": "not the patches of an image",
 }
-#: A fault that is known: eager attention of V-JEPA 2 reads no mask, so a bias has no effect there.
-KNOWN_FAILURES = {"video-vjepa2": {"alibi (grid)": ["eager"], "t5 (grid)": ["eager"]}}
 
 
 def refused(record: Record) -> dict[str, str]:
@@ -102,14 +101,11 @@ FIRST = {(row[0].partition("-")[0], row[2]): row for row in reversed(FAMILIES)}.
 )
 def test_every_check_holds_in_every_family(name: str, options: dict[str, Any], native: str) -> None:
     pair: Pair = replace(pair_named(name), options=(*pair_named(name).options, *options.items()))
-    records = {record.part: record for record in check_pair(pair)}
-    record = next(record for part, record in records.items() if part != "text")
-    has_scheme = not record.native.startswith("(")
-    assert record.native == native if has_scheme else native in record.native
-    for found in records.values():
-        known = KNOWN_FAILURES.get(name, {}) | ({} if has_scheme or found is not record else {"native": ["patch"]})
-        failed = {scheme: found.failed(scheme) for scheme in found.findings if found.failed(scheme)}
-        assert failed.items() <= known.items()
+    records = check_pair(pair)
+    record = next(record for record in records if record.part != "text")
+    assert native in record.native if record.native.startswith("(") else record.native == native
+    for found in records:
+        assert_holds(found)
     said = refused(record)
     assert bool(said) == (name in REFUSALS)
     assert all(REFUSALS[name] in text for text in said.values()), said

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_posenc import (
     ClippedScaling,
@@ -29,6 +29,7 @@ from hf_posenc.metrics.evaluation import measure_schemes
 from hf_posenc.recipes import SchemePhases, begin_blend, set_blend_strength
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.registry import parse_scheme
+from tests.kits.decoding import decoded
 from tests.models import tiny
 
 YARN = YarnScaling(factor=4.0, original_max_positions=32)
@@ -115,22 +116,6 @@ def test_the_phases_of_a_training_may_have_it() -> None:
     assert model.position_encoding.config.scaling == YARN
 
 
-@pytest.mark.parametrize(
-    ("stock", "length"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, 128),
-        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 128),
-        # The same scaling reaches as far as the model was made to.
-        (IN_TRANSFORMERS | {"rope_theta": 1e4}, 32),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:NativeConfig.scaling replaces")
-def test_the_length_is_that_of_the_new_scaling(stock: dict[str, Any], length: int) -> None:
-    model = built("LlamaForCausalLM", rope_parameters=stock, max_position_embeddings=32)
-    patch_model(model, NativeConfig(YARN))
-    assert model.config.max_position_embeddings == length
-
-
 def test_an_evaluation_records_the_options_of_the_model() -> None:
     model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e4, "rope_type": "default"})
     (subject,), _ = measure_schemes(model, [NativeConfig(YARN)], lambda patched: [])
@@ -167,10 +152,9 @@ def test_a_scaling_survives_decoding_padding_saving_and_undoing(name: str, tmp_p
     torch.manual_seed(1)
     ids = torch.randint(1, 60, (1, 100))
     with torch.no_grad():
-        cache = model(ids[:, :20]).past_key_values
-        steps = [model(ids[:, [place]], past_key_values=cache).logits for place in range(20, 32)]
-        expected = model(ids[:, :32], use_cache=False).logits
-        torch.testing.assert_close(torch.cat(steps, dim=1), expected[:, 20:], rtol=0, atol=1e-4)
+        cache = DynamicCache(config=model.config)
+        steps = decoded(model, ids, cache, [20] + [1] * 12)
+        torch.testing.assert_close(steps, model(ids[:, :32], use_cache=False).logits, rtol=0, atol=1e-4)
         if "dynamic" in name:
             with pytest.raises(UnsupportedError, match="Dynamic YaRN changes the frequencies of all 32 cached keys"):
                 model(ids[:, 32:40], past_key_values=cache)
@@ -184,12 +168,6 @@ def test_a_scaling_survives_decoding_padding_saving_and_undoing(name: str, tmp_p
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), whole)
     assert torch.equal(logits(unpatch_model(model)), before)
-
-
-def test_a_short_text_is_read_as_before_dynamic_yarn() -> None:
-    model = built("LlamaForCausalLM")
-    before = logits(model, 32)
-    assert torch.equal(logits(patch_model(model, NativeConfig(scaling=DynamicYarnScaling(32))), 32), before)
 
 
 def test_a_swap_to_dynamic_yarn_moves_its_temperature_with_the_share() -> None:

@@ -22,6 +22,7 @@ from hf_posenc.schemes.needs import Environment, Need
 from tests.architectures.inputs import inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.kits.decoding import decoded
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.matrix.test_behaviour import CLOSE, SCHEMES
 from tests.models import tiny
@@ -67,24 +68,12 @@ def logits(model: Any, ids: Tensor = IDS, **inputs: Any) -> Tensor:
         return model(ids, **inputs).logits
 
 
-def stepwise(model: Any) -> Tensor:
-    """The logits of tokens that are read one by one with a cache, behind the first ones."""
-    inputs: dict[str, Any] = {"use_cache": True}
-    rows = []
-    for step in (IDS[:, :8], *IDS[:, 8:].split(1, dim=1)):
-        with torch.no_grad():
-            result = model(step, **inputs)
-        rows.append(result.logits)
-        inputs["past_key_values"] = result.past_key_values
-    return torch.cat(rows, dim=1)
-
-
 def refused_or_stepwise(model: Any, scheme: str) -> tuple[Tensor, Tensor]:
     """Of a decoder: the logits with a cache, and without. A scheme that no cache can hold is compared without one."""
     model = with_scheme(model, scheme)
     whole = logits(model, use_cache=False)
     grows = not refusals.GROWING_CACHE.problem(model.position_encoding.needs())
-    return (stepwise(model) if grows else logits(model, use_cache=False)), whole
+    return (decoded(model, IDS, None, [8, 1, 1, 1, 1]) if grows else logits(model, use_cache=False)), whole
 
 
 def generated(model: Any, **options: Any) -> Tensor:
@@ -196,12 +185,12 @@ class Trial:
     """A run of an environment.
 
     Args:
-        environments: what is tried.
+        environment: what is tried.
         run: returns what it computes with a scheme, and what it should be.
         exact: whether these are tokens.
     """
 
-    environments: tuple[Environment, ...]
+    environment: Environment
     run: Callable[[str], tuple[Tensor, Tensor]]
     exact: bool = False
 
@@ -211,22 +200,22 @@ def of_decoder(name: str, **options: Any) -> Callable[[str], tuple[Tensor, Tenso
 
 
 TRIALS = {
-    "growing cache": Trial((refusals.GROWING_CACHE,), growing, exact=True),
-    "quantised cache": Trial((refusals.QUANTISED_CACHE,), quantised, exact=True),
-    "sliding cache": Trial((refusals.SLIDING_CACHE,), of_decoder("MistralForCausalLM", sliding_window=6)),
-    "packed rows": Trial((refusals.PACKED_ROWS,), packed),
-    "pages": Trial((refusals.PAGES,), paged, exact=True),
-    "pages in graphs": Trial((refusals.PAGES_IN_GRAPHS,), in_graphs),
-    "adaption prompts": Trial((refusals.ADAPTION_PROMPTS,), prompted),
-    "latent attention": Trial((refusals.LATENT_ATTENTION,), of_decoder("DeepseekV3ForCausalLM", **MLA)),
+    "growing cache": Trial(refusals.GROWING_CACHE, growing, exact=True),
+    "quantised cache": Trial(refusals.QUANTISED_CACHE, quantised, exact=True),
+    "sliding cache": Trial(refusals.SLIDING_CACHE, of_decoder("MistralForCausalLM", sliding_window=6)),
+    "packed rows": Trial(refusals.PACKED_ROWS, packed),
+    "pages": Trial(refusals.PAGES, paged, exact=True),
+    "pages in graphs": Trial(refusals.PAGES_IN_GRAPHS, in_graphs),
+    "adaption prompts": Trial(refusals.ADAPTION_PROMPTS, prompted),
+    "latent attention": Trial(refusals.LATENT_ATTENTION, of_decoder("DeepseekV3ForCausalLM", **MLA)),
     "capped logits": Trial(
-        (refusals.CAPPED_LOGITS,), of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
+        refusals.CAPPED_LOGITS, of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
     ),
-    "shared keys": Trial((refusals.SHARED_KEYS,), of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
-    "changed queries": Trial((refusals.CHANGED_QUERIES,), of_decoder("HunYuanDenseV1ForCausalLM", head_dim=8)),
-    "pooled patches": Trial((refusals.POOLED_PATCHES,), pooled),
-    "sparse attention": Trial((refusals.SPARSE_ATTENTION,), sparse),
-    "gradual swap": Trial((refusals.GRADUAL_SWAP,), gradual),
+    "shared keys": Trial(refusals.SHARED_KEYS, of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
+    "changed queries": Trial(refusals.CHANGED_QUERIES, of_decoder("HunYuanDenseV1ForCausalLM", head_dim=8)),
+    "pooled patches": Trial(refusals.POOLED_PATCHES, pooled),
+    "sparse attention": Trial(refusals.SPARSE_ATTENTION, sparse),
+    "gradual swap": Trial(refusals.GRADUAL_SWAP, gradual),
 }
 #: Run elsewhere, for they need two processes, a GPU's kernels, or an engine: tests/distributed,
 #: tests/patching/test_continuous_batching.py, tests/architectures and tests/serving. What a cache that drops tokens
@@ -245,15 +234,13 @@ ELSEWHERE = (
 
 
 def test_every_environment_is_tried() -> None:
-    assert {id(each) for trial in TRIALS.values() for each in trial.environments} | set(map(id, ELSEWHERE)) == set(
-        map(id, refusals.ENVIRONMENTS)
-    )
+    tried = [*(trial.environment for trial in TRIALS.values()), *ELSEWHERE]
+    assert set(map(id, tried)) == set(map(id, refusals.ENVIRONMENTS))
 
 
 def lacking(scheme: str, name: str) -> list[tuple[Need, str]]:
     """What a scheme needs and an environment has not, in the order of the table."""
-    rows = [each.lacks.items() for each in TRIALS[name].environments]
-    return [(need, why) for lacks in rows for need, why in lacks if need in NEEDS[scheme]]
+    return [(need, why) for need, why in TRIALS[name].environment.lacks.items() if need in NEEDS[scheme]]
 
 
 def cells() -> list[Any]:

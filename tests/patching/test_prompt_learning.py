@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hf_posenc import UnsupportedError
 from hf_posenc.patching.call.cache import cache_argument
+from tests.kits.decoding import left_padding
 from tests.matrix.running import distance, patched, tokens
 from tests.thinning import in_turn
 from tests.versions import torch_since
@@ -50,9 +51,7 @@ def tuned(method: str, scheme: Any, architecture: str = "llama_gqa", **settings:
 
 def batch() -> tuple[Tensor, Tensor]:
     """Two rows, the second of them padded from the left."""
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, :PADDED] = 0
-    return tokens(2, LENGTH), mask
+    return tokens(2, LENGTH), left_padding(LENGTH, PADDED)
 
 
 def quietly(function: Any, *args: Any, **kwargs: Any) -> Any:

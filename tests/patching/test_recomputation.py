@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_posenc import BuildContext, UnsupportedError, list_schemes, patch_model, unpatch_model
 from hf_posenc.errors import PositionEncodingError
@@ -33,18 +34,24 @@ def gradients(model: Any, checkpointing: dict[str, Any] | None) -> list[torch.Te
     model.zero_grad()
     torch.manual_seed(1)
     ids = tokens(2, 10)
-    model(ids, labels=ids, use_cache=False).loss.backward()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    # Layers are recomputed at their own positions, and not at those of a later call.
+    model(ids, position_ids=torch.arange(10)[None] + 3, use_cache=False)
+    loss.backward()
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_equal(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)  # sums in another order
 
 
 def assert_recomputed_exactly(model: Any, **checkpointing: Any) -> None:
     expected = gradients(model, None)
     for reentrant in (False, True):
-        found = gradients(model, {"use_reentrant": reentrant} | checkpointing)
-        for one, other in zip(found, expected, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None:
-                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)  # sums in another order
+        assert_equal(gradients(model, {"use_reentrant": reentrant} | checkpointing), expected)
 
 
 def learns(name: str) -> bool:
@@ -113,9 +120,7 @@ def test_the_same_scheme_after_a_look_at_the_stock_model_is_recomputed(reentrant
     with Transaction(model).suspended():
         pass
     loss.backward()
-    for parameter, one in zip(model.parameters(), expected, strict=True):
-        if one is not None:
-            torch.testing.assert_close(parameter.grad, one, atol=1e-5, rtol=1e-5)
+    assert_equal([parameter.grad for parameter in model.parameters()], expected)
 
 
 def test_forward_mode_and_meta_run_as_in_stock() -> None:
@@ -151,8 +156,17 @@ def test_some_layers_may_be_recomputed_and_others_not(scheme: Any, reentrant: bo
             layer.gradient_checkpointing = number in chosen
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
-        for one, other in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(one.grad, other, atol=1e-5, rtol=1e-5)
+        assert_equal([parameter.grad for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "learned_rope", "sinusoidal", "t5"])
+def test_layers_that_are_wrapped_after_a_first_forward_are_recomputed(scheme: str) -> None:
+    """As FSDP wraps them."""
+    model = patch_model(build(), scheme)
+    expected = gradients(model, None)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    assert_equal(gradients(model, None), expected)
 
 
 def test_layers_share_what_they_learn_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +174,6 @@ def test_layers_share_what_they_learn_together(monkeypatch: pytest.MonkeyPatch) 
     forward = T5Bias.forward
     monkeypatch.setattr(T5Bias, "forward", lambda self, *args: calls.append(self) or forward(self, *args))
     gradients(model, None)
-    assert len(calls) == 1
+    assert len(calls) == 2  # in two calls of the model
     gradients(model, {"use_reentrant": False})
-    assert len(calls) == 1 + 2 * 4
+    assert len(calls) == 2 + (2 + 1) * 4

@@ -75,21 +75,27 @@ def test_the_text_part_of_a_composite_takes_its_native_scheme(name: str, path: s
     assert torch.equal(unpatch_model(part)(input_ids=ids).last_hidden_state, stock)
 
 
+def placed(model: Any, bias: DistanceBias) -> Any:
+    """A model with a scheme that is one bias."""
+
+    class OwnConfig(NoneConfig):
+        name = "own_for_tests"
+
+        def build(self, context: BuildContext) -> SchemeParts:
+            return SchemeParts(logit_bias=bias)
+
+    return patch_model(model, OwnConfig())
+
+
 def test_a_bias_of_the_wrong_shape_is_named_when_it_is_placed() -> None:
     class FlatBias(DistanceBias):
         def forward(self, distance: torch.Tensor) -> torch.Tensor:
             return -distance.abs().float()
 
-    class FlatConfig(NoneConfig):
-        name = "flat_for_tests"
-
-        def build(self, context: BuildContext) -> SchemeParts:
-            return SchemeParts(logit_bias=FlatBias())
-
     message = r"FlatBias.forward returned the shape \(3,\) for distances of the shape \(3,\); expected \(heads, 3\)"
     model = tiny("LlamaForCausalLM")
     with pytest.raises(ValueError, match=message):
-        patch_model(model, FlatConfig())
+        placed(model, FlatBias())
     assert not hasattr(model, "position_encoding")
 
 
@@ -99,13 +105,7 @@ def test_a_bias_that_reads_its_distances_is_placed_in_a_model_without_weights() 
             reach = int(distance.abs().max())
             return -(distance.abs() / max(reach, 1)).expand(2, *distance.shape)
 
-    class ReadingConfig(NoneConfig):
-        name = "reading_for_tests"
-
-        def build(self, context: BuildContext) -> SchemeParts:
-            return SchemeParts(logit_bias=ReadingBias())
-
     with torch.device("meta"):
-        model = patch_model(tiny("LlamaForCausalLM"), ReadingConfig())
+        model = placed(tiny("LlamaForCausalLM"), ReadingBias())
     assert next(model.parameters()).is_meta
-    assert isinstance(model.position_encoding.config, ReadingConfig)
+    assert model.position_encoding.config.name == "own_for_tests"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,33 +25,38 @@ def test_a_silenced_buffer_is_filled_when_a_model_is_loaded(tmp_path: Path) -> N
     assert all(torch.equal(buffer, before[name]) for name, buffer in loaded.named_buffers())
 
 
+def layoutlm(layers: int, **options: Any) -> Any:
+    sizes = {"hidden_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 48}
+    places = {"coordinate_size": 8, "shape_size": 8, "visual_embed": False}
+    torch.manual_seed(0)
+    return LayoutLMv3Model(LayoutLMv3Config(vocab_size=96, **sizes, **places, **options)).eval()
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @torch.no_grad()
 def test_a_silenced_bias_has_the_dtype_of_the_model(attention: str) -> None:
     if attention == "sdpa":
         since("5.24", "LayoutLMv3 has eager attention only")
-    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    places = {"coordinate_size": 8, "shape_size": 8, "visual_embed": False, "has_spatial_attention_bias": False}
-    config = LayoutLMv3Config(vocab_size=96, **sizes, **places, attn_implementation=attention)
-    model = patch_model(LayoutLMv3Model(config).bfloat16().eval(), "none")
-    assert model(tokens(1, 8), bbox=torch.ones(1, 8, 4, dtype=torch.long)).last_hidden_state.dtype == torch.bfloat16
+    model = layoutlm(1, has_spatial_attention_bias=False, attn_implementation=attention).bfloat16()
+    found = patch_model(model, "none")(tokens(1, 8), bbox=torch.ones(1, 8, 4, dtype=torch.long))
+    assert found.last_hidden_state.dtype == torch.bfloat16
 
 
 @torch.no_grad()
 def test_the_bias_of_boxes_stays_where_that_of_tokens_is_replaced() -> None:
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    places = {"coordinate_size": 8, "shape_size": 8, "visual_embed": False}
-    torch.manual_seed(0)
-    stock = LayoutLMv3Model(LayoutLMv3Config(vocab_size=96, **sizes, **places)).eval()
+    stock = layoutlm(2)
     for bias in (stock.encoder.rel_pos_bias, stock.encoder.rel_pos_x_bias, stock.encoder.rel_pos_y_bias):
         bias.weight.normal_()
     stock.embeddings.position_embeddings.weight.normal_()
     ids, boxes = tokens(1, 8), torch.arange(32).view(1, 8, 4) * torch.tensor([1, 1, 2, 3])
-    model = patch_model(copy.deepcopy(stock), "none")
-    found = model(ids, bbox=boxes).last_hidden_state
-    assert distance(found, stock(ids, bbox=boxes).last_hidden_state) > 1e-2
+    found = patch_model(copy.deepcopy(stock), "none")(ids, bbox=boxes).last_hidden_state
+
+    def expected() -> torch.Tensor:
+        return stock(ids, bbox=boxes).last_hidden_state
+
+    assert distance(found, expected()) > 1e-2
     stock.encoder.rel_pos_bias.weight.zero_()
     stock.embeddings.position_embeddings.weight.zero_()
-    assert distance(found, stock(ids, bbox=boxes).last_hidden_state) <= 1e-5
+    assert distance(found, expected()) <= 1e-5
     stock.encoder.rel_pos_x_bias.weight.zero_()
-    assert distance(found, stock(ids, bbox=boxes).last_hidden_state) > 1e-4
+    assert distance(found, expected()) > 1e-4

@@ -101,6 +101,8 @@ def test_native_tables_begin_where_the_first_token_is(model: Any) -> None:
     offset, rows = (0, None) if model.config.is_encoder_decoder else (2, NATIVE)
     assert found == LearnedConfig(num_positions=rows, offset=offset)
     assert "sparse" in inspect_model(model).stacks[0].attention
+    with pytest.raises(UnsupportedError, match="logits of all pairs of tokens are never computed"):
+        patch_model(model, "rope")
 
 
 def test_a_repeated_table_is_a_stock_model_with_a_longer_one(model: Any, tmp_path: Path) -> None:
@@ -163,14 +165,6 @@ def test_a_table_ends_with_its_last_row_and_not_with_the_padding_behind_it(model
     assert torch.isfinite(logits(model, tokens(70))).all()  # 72 tokens with the padding that the model appends
     with pytest.raises(SequenceLengthError, match="70"):
         logits(model, tokens(71))
-
-
-@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "shaw", "ssmax"])
-def test_what_acts_in_attention_is_refused(model: Any, scheme: str) -> None:
-    before = logits(model, tokens(SHORT))
-    with pytest.raises(UnsupportedError, match="logits of all pairs of tokens are never computed"):
-        patch_model(model, scheme)
-    assert torch.equal(logits(model, tokens(SHORT)), before)
 
 
 @pytest.mark.parametrize("name", OTHERS)

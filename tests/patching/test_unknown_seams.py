@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
+from tests.kits.decoding import decoded
 from tests.matrix.running import patched, tokens
 from tests.thinning import in_turn
 
@@ -79,11 +80,9 @@ def test_a_cache_is_found_whatever_its_argument_is_called(scheme: str, classes: 
         layer.__class__, layer.self_attn.__class__ = classes[0], classes[1] or type(layer.self_attn)
     ids = tokens(1, 12)
     patch_model(model, scheme)
-    expected = model(ids, use_cache=False).logits
-    cache = DynamicCache()
-    parts = [model(ids[:, start:end], past_key_values=cache).logits for start, end in ((0, 7), (7, 8), (8, 12))]
+    found = decoded(model, ids, DynamicCache(), [7, 1, 4])
     # Sums in another order.
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
@@ -107,14 +109,20 @@ def test_continuous_batching_sees_attention_outside_the_interface_behind_a_wrapp
         model.generate_batch([[5, 6, 7]])
 
 
-def test_a_question_about_a_stock_model_leaves_no_recorder_behind() -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_question_about_a_stock_model_leaves_no_recorder_behind(hooked: bool) -> None:
+    """The forward may be inside a hook of accelerate."""
     model, stock = patched("llama_gqa", None), run(patched("llama_gqa", None))
     last = model.model.layers[-1].self_attn
     wrap(last)
+    if hooked:
+        add_hook_to_module(last, ModelHook())
     for call in (native_scheme, native_scheme, lambda model: patch_model(model, "alibi")):
         with pytest.raises(UnsupportedError, match="has a forward that another library"):
             call(model)
         assert [module for module in model.modules() if "forward" in module.__dict__] == [last]
+    if hooked:
+        remove_hook_from_module(last)
     del last.forward
     assert torch.equal(run(patch_model(model, native_scheme(model))), stock)
 
@@ -142,21 +150,9 @@ def test_a_module_of_another_patched_model_is_refused() -> None:
     patch_model(second, "t5")
 
 
-def test_a_forward_inside_a_hook_of_accelerate_is_not_passed_over() -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
-    model = patched("llama_gqa", None)
-    wrap(model.model.layers[1].self_attn)
-    add_hook_to_module(model.model.layers[1].self_attn, ModelHook())
-    with pytest.raises(UnsupportedError, match="has a forward that another library"):
-        patch_model(model, "alibi")
-
-
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
 def test_a_model_that_was_dispatched_after_the_patch(name: str) -> None:
     """accelerate replaces every module's forward, and keeps the one it found inside its hook."""
-    from accelerate import dispatch_model
-
     model, stock = patched(name, "sinusoidal"), run(patched(name, None), name)
     expected = run(model, name)
     places = {path: "cpu" for path, module in model.named_modules() if not list(module.children())}

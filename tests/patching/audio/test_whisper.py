@@ -111,14 +111,6 @@ def test_lengths_of_both_parts(whisper: WhisperForConditionalGeneration, tmp_pat
         whisper(input_features=spectrogram(), labels=labels)
 
 
-def test_lengths_of_parts_that_have_none(whisper: WhisperForConditionalGeneration) -> None:
-    patch_model(whisper, "rope", part="text")
-    with pytest.raises(UnsupportedError, match="change a rotation"):
-        extend_context(whisper, length=30, part="audio")
-    with pytest.raises(UnknownNameError, match="audio"):
-        extend_context(whisper, length=30, part="sound")
-
-
 @pytest.mark.parametrize("scheme", ["t5", "sinusoidal"])
 def test_generation_beyond_the_native_lengths(whisper: WhisperForConditionalGeneration, scheme: str) -> None:
     patch_model(patch_model(whisper, scheme, part="audio"), scheme, part="text")
@@ -131,11 +123,20 @@ def test_generation_beyond_the_native_lengths(whisper: WhisperForConditionalGene
     assert torch.equal(cached, full)
 
 
-@pytest.mark.parametrize(("given", "named"), [("audio", "audio"), (None, "text")])
-def test_a_length_before_the_patch_names_the_part(
-    whisper: WhisperForConditionalGeneration, given: str | None, named: str
+@pytest.mark.parametrize(
+    ("patched", "part", "error", "message"),
+    [
+        (False, "audio", UnsupportedError, "part='audio'.* parts 'audio', 'text'"),
+        (False, None, UnsupportedError, "part='text'.* parts 'audio', 'text'"),
+        (False, "vision", UnknownNameError, "Known: audio, text"),
+        (True, "audio", UnsupportedError, "change a rotation"),
+        (True, "sound", UnknownNameError, "audio"),
+    ],
+)
+def test_the_length_of_a_part_without_a_scheme_is_refused_by_its_name(
+    whisper: WhisperForConditionalGeneration, patched: bool, part: str | None, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=f"part='{named}'.* parts 'audio', 'text'"):
-        extend_context(whisper, length=24, part=given)
-    with pytest.raises(UnknownNameError, match="Known: audio, text"):
-        extend_context(whisper, length=24, part="vision")
+    if patched:
+        patch_model(whisper, "rope", part="text")
+    with pytest.raises(error, match=message):
+        extend_context(whisper, length=24, part=part)

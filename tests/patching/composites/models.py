@@ -102,33 +102,29 @@ def _gemma3() -> PreTrainedModel:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _qwen2() -> PreTrainedModel:
+def _qwen(name: str, text: dict[str, Any], rope: dict[str, Any], vision: dict[str, Any]) -> PreTrainedModel:
     since(*ONE_AXIS)
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
-    config = transformers.Qwen2VLConfig(
-        text_config=_TEXT | {"rope_parameters": rope},
-        vision_config=_QWEN | {"embed_dim": 32, "mlp_ratio": 1},
+    parameters = {"rope_type": "default", "rope_theta": 100.0} | rope
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_TEXT | text | {"rope_parameters": parameters},
+        vision_config=_QWEN | vision,
         image_token_id=IMAGE,
         video_token_id=4,
         vision_start_token_id=5,
         vision_end_token_id=6,
     )
-    return transformers.Qwen2VLForConditionalGeneration(config)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return model
+
+
+def _qwen2() -> PreTrainedModel:
+    return _qwen("Qwen2VL", {}, {"mrope_section": [1, 1, 2]}, {"embed_dim": 32, "mlp_ratio": 1})
 
 
 def _qwen3() -> PreTrainedModel:
-    since(*ONE_AXIS)
-    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 100.0}
+    rope = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     vision = {"intermediate_size": 48, "out_hidden_size": 32, "num_position_embeddings": 16}
-    config = transformers.Qwen3VLConfig(
-        text_config=_TEXT | {"rope_parameters": rope, "head_dim": 16},
-        vision_config=_QWEN | vision | {"deepstack_visual_indexes": [0]},
-        image_token_id=IMAGE,
-        video_token_id=4,
-        vision_start_token_id=5,
-        vision_end_token_id=6,
-    )
-    return transformers.Qwen3VLForConditionalGeneration(config)
+    return _qwen("Qwen3VL", {"head_dim": 16}, rope, vision | {"deepstack_visual_indexes": [0]})
 
 
 def _image(side: int) -> Callable[[int], dict[str, Tensor]]:

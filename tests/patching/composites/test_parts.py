@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, LlamaForCausalLM
+from transformers import AutoModelForImageTextToText
 
-from hf_posenc import PartsConfig, UnsupportedError, extend_context, inspect_model, patch_model, unpatch_model
+from hf_posenc import PartsConfig, extend_context, inspect_model, patch_model, unpatch_model
 
 from .models import COMPOSITES
 from .test_text_part import _stir, logits
@@ -66,18 +66,6 @@ def test_a_config_of_parts_places_them_together() -> None:
     assert torch.equal(logits(LLAVA, one, **prompt), logits(LLAVA, other, **prompt))
     with pytest.raises(ValueError, match="names the parts"):
         patch_model(other, PartsConfig(names=("text",), schemes=("none",)), part="text")
-
-
-def test_the_whole_is_saved_and_loaded(tmp_path: Path) -> None:
-    model = patch_model(patch_model(LLAVA.model(), "t5"), "none", part="vision")
-    _stir(model)
-    prompt = LLAVA.prompt()
-    expected = logits(LLAVA, model, **prompt)
-    model.save_pretrained(tmp_path / "model")
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval()
-    assert torch.equal(logits(LLAVA, loaded, **prompt), expected)
-    with pytest.raises(UnsupportedError, match="describes only a part"):
-        LlamaForCausalLM.from_pretrained(tmp_path / "model")
 
 
 def test_the_inspection_lists_the_parts() -> None:

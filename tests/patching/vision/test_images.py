@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from transformers import ViTForImageClassification
 from hf_posenc import (
     LogCpbConfig,
     SequenceLengthError,
-    SinusoidalConfig,
     UnsupportedError,
     inspect_model,
     native_scheme,
@@ -25,6 +25,7 @@ from hf_posenc import (
 from tests.architectures.inputs import call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
+from tests.models import tiny
 from tests.thinning import in_turn
 
 from .models import image, packed, vit
@@ -58,6 +59,17 @@ def hidden(model: Any, *args: Any, **inputs: Any) -> Tensor:
 
 def tokens(model: ViTForImageClassification, pixels: Tensor, **options: Any) -> Tensor:
     return hidden(model.vit, pixels, **options)
+
+
+def assert_native(model: Any, run: Callable[[], Tensor], atol: float = 1e-5, **options: Any) -> None:
+    """The native scheme computes what the stock model computes, and without positions it computes something else."""
+    stock = run()
+    patch_model(model, "native", **options)
+    torch.testing.assert_close(run(), stock, rtol=0, atol=atol)
+    patch_model(model, "none", **options)
+    assert (run() - stock).abs().max() > 0.1
+    unpatch_model(model)
+    assert torch.equal(run(), stock)
 
 
 # What is said
@@ -94,8 +106,7 @@ def test_embeddings_that_were_exchanged_after_the_patch_are_noticed(model: ViTFo
 
 
 def test_a_grid_scheme_where_tokens_have_one_axis_is_pointed_out() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=50))
+    model = tiny("LlamaModel")
     for scheme, options in (("rope_nd", {}), ("swin", {}), ("alibi", {"axes": 2})):
         with pytest.warns(UserWarning, match="reads rows and columns, but the tokens of the text part have one axis"):
             patch_model(model, scheme, **options)
@@ -199,13 +210,7 @@ def test_the_outputs_that_a_stock_model_records_are_recorded(name: str) -> None:
 
 def test_the_vision_tower_of_llama4_has_a_table_and_a_complex_rotation() -> None:
     model = built("image-text-llama4")
-    stock = hidden(model.vision_model, image())
-    patch_model(model, "native", part="vision")
-    assert torch.allclose(hidden(model.vision_model, image()), stock, atol=1e-5)
-    patch_model(model, "none", part="vision")
-    assert not torch.allclose(hidden(model.vision_model, image()), stock, atol=1e-2)
-    unpatch_model(model)
-    assert torch.equal(hidden(model.vision_model, image()), stock)
+    assert_native(model, lambda: hidden(model.vision_model, image()), part="vision")
 
 
 # Places
@@ -269,25 +274,6 @@ def test_the_order_in_which_a_model_keeps_its_patches_does_not_matter(scheme: st
     assert torch.allclose(*outputs, atol=1e-4)
 
 
-FIXED_TABLES = ["vit", "clip_vision_model", "siglip_vision_model", "deit", "vit_mae", "yolos", "ijepa"]
-
-
-@pytest.mark.parametrize(("name", "scheme"), in_turn(FIXED_TABLES, ["none", "rope_nd", "sinusoidal"]))
-@pytest.mark.filterwarnings("ignore:The order of tokens is read")
-@torch.no_grad()
-def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: str) -> None:
-    """Stock models refuse them, unless they are told to interpolate their tables."""
-    model = built(f"vision-{name}")
-    patch_model(model, SinusoidalConfig(axes=2) if scheme == "sinusoidal" else scheme)
-    for rows, columns in ((4, 5), (6, 4), (2, 2)):
-        outputs = []
-        for options in ({}, {} if name == "yolos" else {"interpolate_pos_encoding": True}):
-            torch.manual_seed(0)
-            outputs.append(model(image(rows, columns), **options)[0])
-        assert torch.equal(*outputs)
-        assert outputs[0].isfinite().all()
-
-
 def swin_v2(**options: Any) -> Any:
     """A Swin v2 whose networks give biases that are large enough to be seen."""
     torch.manual_seed(0)
@@ -312,15 +298,9 @@ def swin_v2(**options: Any) -> Any:
 def test_networks_of_swin_v2_are_log_cpb(options: dict[str, Any], window: int) -> None:
     model = swin_v2(**options)
     pixels = torch.randn(2, 3, model.config.image_size, model.config.image_size)
-    expected = model(pixels).last_hidden_state
     assert native_scheme(model) == LogCpbConfig(window, axes=2)
-    patch_model(model, "native")
     # Biases of up to 16 in another order of float32 operations, in four layers; outputs of about 3.
-    torch.testing.assert_close(model(pixels).last_hidden_state, expected, rtol=0, atol=3e-5)
-    patch_model(model, "none")
-    assert (model(pixels).last_hidden_state - expected).abs().max() > 0.1
-    unpatch_model(model)
-    assert torch.equal(model(pixels).last_hidden_state, expected)
+    assert_native(model, lambda: hidden(model, pixels), atol=3e-5)
 
 
 def test_other_networks_of_displacements_have_no_name() -> None:

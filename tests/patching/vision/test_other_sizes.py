@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import ASTConfig, ASTModel
 
 from hf_posenc import patch_model
-from tests.architectures.inputs import call, inputs_for
+from tests.architectures.inputs import accepted, call, inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.thinning import in_turn
@@ -19,6 +19,7 @@ from tests.thinning import in_turn
 PICTURES = [
     "video-videomae", "video-vivit", "vision-mgp-str", "vision-aimv2_vision_model", "vision-vit", "vision-yolos",
     "vision-vitdet", "vision-lw_detr_vit", "vision-radio", "vision-sam_vision_model", "vision-sam2_hiera_det_model",
+    "vision-clip_vision_model", "vision-siglip_vision_model", "vision-deit", "vision-vit_mae", "vision-ijepa",
 ]  # fmt: skip
 
 
@@ -41,13 +42,24 @@ def pictures(model: Any, rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize(("name", "scheme"), in_turn(PICTURES, ["none", "sinusoidal"]))
 @torch.no_grad()
-def test_pictures_that_are_twice_as_high(name: str, scheme: str) -> None:
+def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: str) -> None:
+    """Many stock models refuse them, unless they are told to interpolate their tables."""
     model = tiny_model(pair_named(name)).eval()
     size = size_of(model)
-    native = first_output(model(pixel_values=pictures(model, size, size)))
+
+    def output(rows: int, columns: int, **options: Any) -> Tensor:
+        torch.manual_seed(0)
+        return first_output(model(pixel_values=pictures(model, rows, columns), **options))
+
+    native = output(size, size)
     patch_model(model, scheme)
-    assert first_output(model(pixel_values=pictures(model, size, size))).shape == native.shape
-    assert first_output(model(pixel_values=pictures(model, 2 * size, size))).isfinite().all()
+    assert output(size, size).shape == native.shape
+    assert output(2 * size, size).isfinite().all()
+    if "interpolate_pos_encoding" in accepted(type(model).forward):
+        for shape in ((size, size + size // 4), (size + size // 2, size), (size // 2, size // 2)):
+            found = output(*shape)
+            assert found.isfinite().all()
+            assert torch.equal(found, output(*shape, interpolate_pos_encoding=True))
 
 
 @pytest.mark.parametrize("scheme", ["none", "alibi", "sinusoidal"])
