@@ -338,7 +338,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             "Load it first, for example with AutoModel.from_pretrained."
             if isinstance(inner, str)
             else "Patch the model before it is wrapped (DistributedDataParallel, torch.compile), or pass the model "
-            "inside the wrapper."
+            "inside the wrapper: that of a SentenceTransformer is encoder[0].model."
         )
         raise TypeError(f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. {advice}")
     return inner
