@@ -25,7 +25,7 @@ from hf_posenc.patching.anatomy.formulas import (
     phases_of,
     spectra_of,
 )
-from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
+from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
 from hf_posenc.patching.anatomy.short_runs import run_briefly
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
@@ -221,8 +221,7 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
 def _rotary_config(
     stack: Stack, attention: AttentionLayer, rotary: nn.Module, layer_type: str | None, rotation: Rotation
 ) -> SchemeConfig:
-    kind, width = rotary_output(rotary, layer_type=layer_type)
-    layout = pairing(rotation.function, kind)
+    width, layout = 2 * inverse_frequencies_of(rotary, layer_type).shape[-1], pairing(rotation.function)
     context = build_context(stack, attention)
     # The config of the module takes precedence, because that of the stack may have been replaced.
     source = next(one for one in (getattr(rotary, "config", None), stack.config) if one is not None)
