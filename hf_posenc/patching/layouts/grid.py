@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
-from hf_posenc.patching.anatomy.architectures.declaration import numbers
+from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError
@@ -225,7 +225,7 @@ class Grid(Layout):
             else:
                 journal.set_forward(first.module, site)
             for table in tables:
-                journal.freeze_table(table)
+                journal.freeze(table.module, table.name)
                 report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
         in_order = self.in_raster_order(encoding.acting_parts())
         if in_order:

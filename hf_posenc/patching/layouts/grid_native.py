@@ -114,12 +114,10 @@ class GridBias(NamedModule):
         elif self.kind == "network":
             network = getattr(module, name)
             journal.set_forward(network, ZeroOutput(network))
-            journal.freeze_all(network)
+            journal.freeze(module, name)
         elif self.kind == "flag":
             journal.set(module, name, False)
-            for own in module._parameters:
-                if "rel_pos" in own:
-                    journal.freeze(module, own)
+            journal.freeze(module, *(own for own in module._parameters if "rel_pos" in own))
         elif self.kind == "rotation":
             journal.set(module, name, unrotated)
         else:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
-from hf_posenc.patching.anatomy.architectures.declaration import numbers
+from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, PositionTable, first_int, position_tables
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables

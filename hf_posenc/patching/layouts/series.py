@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import StackModules
-from hf_posenc.patching.anatomy.architectures.declaration import FRAMES, SAMPLES, numbers, undescribed
+from hf_posenc.patching.anatomy.architectures.declaration import undescribed
+from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, OwnedTable, first_int, table_origin
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.sites import NamedModule, Stack
@@ -210,7 +211,7 @@ class Series(Layout):
             kind = type(source.module).__name__
             if isinstance(source, OwnedTable):
                 site: Any = ParameterSite(source, runtime, additive)
-                journal.freeze_table(source)
+                journal.freeze(source.module, source.name)
                 path, what = source.full_name, f"position table ({kind})"
             else:
                 site = (ConvolutionSite if source.kind == "convolution" else LengthSite)(source, runtime, additive)

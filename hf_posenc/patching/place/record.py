@@ -41,7 +41,6 @@ from hf_posenc.schemes.registry import scheme_from_dict
 from hf_posenc.schemes.validation import shown
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.discovery import OwnedTable
     from hf_posenc.patching.place.lengths import Lengths
 
 Site = TypeVar("Site", bound=PlacedForward)
@@ -149,17 +148,21 @@ class Journal:
         self.changes.append(_Change(module, "_forward_pre_hooks", False, None, "hook", ours=hook))
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def freeze(self, module: nn.Module, name: str) -> None:
-        """Freezes a native weight that has no effect under the new scheme.
+    def freeze(self, module: nn.Module, *names: str) -> None:
+        """Freezes native weights that have no effect under the new scheme: parameters, or all weights of submodules.
 
-        It is recorded by module and name, because loading a state dict may replace the parameter.
+        Names of anything else are skipped. A parameter is recorded by module and name, because loading a state dict may
+        replace it.
         """
-        parameter = module._parameters[name]
-        if parameter is not None:
-            self.changes.append(_Change(module, name, True, parameter.requires_grad, "frozen"))
-            parameter.requires_grad_(False)
+        for name in names:
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                self.changes.append(_Change(module, name, True, parameter.requires_grad, "frozen"))
+                parameter.requires_grad_(False)
+            elif module._modules.get(name) is not None:
+                self.freeze_all(module._modules[name])
 
-    def freeze_all(self, module: nn.Module) -> None:
+    def freeze_all(self, module: Any) -> None:
         """Freezes all native weights in a module that has no effect under the new scheme."""
         for one in module.modules():
             if type(one).__module__.startswith("peft."):
@@ -168,15 +171,7 @@ class Journal:
                     "That part would be lost, and training it would change nothing. Remove the adapter first "
                     "(model.unload()), and leave positions out of its config."
                 )
-            for name in one._parameters:
-                self.freeze(one, name)
-
-    def freeze_table(self, table: OwnedTable) -> None:
-        """Freezes a table that a module owns, if it is a parameter."""
-        if isinstance(table.value, nn.Module):
-            self.freeze_all(table.value)
-        elif table.name in table.module._parameters:
-            self.freeze(table.module, table.name)
+            self.freeze(one, *one._parameters)
 
     def undo(self) -> None:
         """Restores everything in reverse order, except attributes that were set again since.
