@@ -62,7 +62,7 @@ def run_briefly(
         anatomy: the anatomy of their model.
         stacks: the stacks.
         length: number of tokens. Images and series have a fixed size instead.
-        constant: whether all frames of a series, or all pixels of an image, are equal.
+        constant: whether all numbers of a series or an image are equal.
         change: changes the arguments of a run on `length` tokens.
 
     Raises:
@@ -95,7 +95,7 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int, const
     declared = architecture_of(module.config).example_inputs
     if declared is None:
         kind = layout_of(module)
-        given = kind.example(module, length, constant)
+        given = kind.example(module, length)
         missing = [] if kind.takes_tokens else missing_arguments(module, given)
         if missing:
             parameters = list(forward_parameters(type(module)))
@@ -105,13 +105,9 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int, const
             )
     else:
         given = declared(module, length)
-        given = {name: torch.ones_like(one) if constant and _is_real(one) else one for name, one in given.items()}
-    given = {name: one.to(module.dtype) if _is_real(one) else one for name, one in given.items()}
-    return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()}
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    tensors = {name: one.to(device) for name, one in given.items() if isinstance(one, Tensor)}
+    real = {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
+    return given | tensors | ({name: torch.ones_like(one) for name, one in real.items()} if constant else real)
 
 
 def missing_arguments(module: nn.Module, given: Collection[str]) -> list[str]:

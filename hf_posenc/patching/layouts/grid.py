@@ -125,13 +125,11 @@ class Grid(Layout):
         return [(site.path, site.module) for site in sites if site.module is not modules.module]
 
     @classmethod
-    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+    def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """One image, one video or one spectrogram of the size in the config."""
-        given = _spectrogram(module) if _reads_spectrogram(module.config) else _pixels(module)
-        return {
-            name: torch.ones_like(value) if constant and value.is_floating_point() else value
-            for name, value in given.items()
-        }
+        if _reads_spectrogram(module.config):
+            return {"input_values": numbers(1, int(module.config.max_length), int(module.config.num_mel_bins))}
+        return _pixels(module)
 
     def table(self, stack: Stack) -> Tensor | None:
         """The first table, with the rows of tokens without a place."""
@@ -421,8 +419,3 @@ def _name(model: PreTrainedModel) -> str:
             f"positions, and the places of its patches are unknown (its arguments: {', '.join(parameters)})."
         )
     return name
-
-
-def _spectrogram(model: PreTrainedModel) -> dict[str, Any]:
-    """The argument of a model for a spectrogram of the size in its config."""
-    return {"input_values": numbers(1, int(model.config.max_length), int(model.config.num_mel_bins))}

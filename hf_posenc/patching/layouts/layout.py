@@ -87,13 +87,12 @@ class Layout:
         return [(table.path, table.module) for table in position_tables(modules)]
 
     @classmethod
-    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+    def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """The arguments of a short run.
 
         Args:
             module: the stack, or the part of a model that holds it.
             length: number of tokens, where the arguments determine it.
-            constant: whether all numbers of an image or a series are equal.
 
         Raises:
             NotRunnableError: if it is unknown what the module reads.
@@ -239,7 +238,7 @@ class Text(Layout):
         return True
 
     @classmethod
-    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+    def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """A few words."""
         parameters = forward_parameters(type(module))
         if "input_ids" in parameters:
