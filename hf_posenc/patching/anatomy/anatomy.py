@@ -19,8 +19,7 @@ from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
 from hf_posenc.patching.anatomy.discovery import CROSS_ATTENTION, attentions_of, read_stack, reason_to_skip
-from hf_posenc.patching.anatomy.sites import AddedModule, Stack, TemporaryChanges, layout_of
-from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
+from hf_posenc.patching.anatomy.sites import AddedModule, Stack, layout_of
 from hf_posenc.patching.anatomy.weights import execution_device
 from hf_posenc.patching.forwards import forward_parameters
 
@@ -198,6 +197,7 @@ class Anatomy:
 
     Attributes:
         model: the model.
+        verified: names of the parts that short runs have confirmed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -216,7 +216,7 @@ class Anatomy:
         for owner, name in zip(self._owners, _names(self._owners, model), strict=True):
             owner.name = name
         self._read: dict[str, Stack] = {}
-        self._verified: set[str] = set()
+        self.verified: set[str] = set()
 
     @cached_property
     def parts(self) -> list[str]:
@@ -261,20 +261,6 @@ class Anatomy:
                 _refuse_declared(owner.module)
                 self._read[owner.path] = read_stack(owner)
         return [self._read[owner.path] for owner in owners]
-
-    def verify(self, part: str, changes: TemporaryChanges) -> None:
-        """Checks once, by short runs, that discovery was right about a part. A model on the meta device is not checked.
-
-        Raises:
-            UnsupportedError: if a stack was found to be causal and is not, or the other way round, or if positions act
-                in it although every mechanism that was found is disabled.
-        """
-        if part in self._verified or not self.is_runnable:
-            return
-        stacks = self.stacks([part])
-        refuse_misread_causality(self, stacks)
-        refuse_hidden_positions(self, stacks, changes)
-        self._verified.add(part)
 
     @property
     def device(self) -> torch.device:

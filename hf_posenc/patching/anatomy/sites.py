@@ -26,6 +26,7 @@ from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.anatomy import Anatomy
     from hf_posenc.patching.anatomy.architectures import Architecture
     from hf_posenc.patching.anatomy.discovery import PositionTable
     from hf_posenc.patching.layouts.layout import Layout
@@ -173,8 +174,12 @@ class Stack:
         return sorted({attention.layer for attention in self.attentions})
 
 
-class TemporaryChanges(Protocol):
-    """Changes of a stock model for short runs. A transaction makes them and takes them back."""
+class Trial(Protocol):
+    """A stock model that is changed for short runs. A transaction makes the changes and takes them back."""
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The anatomy of the model."""
 
     def with_scheme(self, config: SchemeConfig, stacks: list[Stack]) -> AbstractContextManager[Any]:
         """Context manager that yields the encoding with which some stacks run."""

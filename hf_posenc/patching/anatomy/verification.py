@@ -31,14 +31,13 @@ from hf_posenc.patching.anatomy.short_runs import (
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.sites import Stack, Trial
 from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
 #: Number of tokens in runs that exchange two tokens, and in runs whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8
@@ -50,6 +49,18 @@ _LONGEST_PERIOD = 8
 #: Maximum difference of outputs, relative to their size: another order of summation, or an extra rounding per layer.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
+
+
+def verify_discovery(trial: Trial, stacks: list[Stack]) -> None:
+    """Checks by short runs that discovery was right about stacks. A model on the meta device is not checked.
+
+    Raises:
+        UnsupportedError: if a stack was found to be causal and is not, or the other way round, or if positions act in
+            it although every mechanism that was found is disabled.
+    """
+    if trial.anatomy.is_runnable:
+        refuse_misread_causality(trial.anatomy, stacks)
+        refuse_hidden_positions(trial, stacks)
 
 
 def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
@@ -94,7 +105,7 @@ def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
     return None
 
 
-def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def refuse_hidden_positions(trial: Trial, stacks: list[Stack]) -> None:
     """Refuses stacks in which positions act although every mechanism that was found is disabled.
 
     Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
@@ -117,10 +128,11 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: Temp
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
     silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
+    anatomy = trial.anatomy
     if bare:
         _refuse_positions_of_features(anatomy, bare)
     if silenced or text or sparse:
-        with changes.with_scheme(NoneConfig(), stacks):
+        with trial.with_scheme(NoneConfig(), stacks):
             if silenced:
                 _refuse_positions_of_features(anatomy, silenced)
             for found, check in ((text, _refuse_order_of_tokens), (sparse, _refuse_places_of_words)):
@@ -267,32 +279,31 @@ def _own_message(stack: Stack, what: str) -> str:
     )
 
 
-def verify_native(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def verify_native(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs a stock model on a few tokens, with its native mechanism and with the scheme in its place.
 
     Args:
-        anatomy: the anatomy of the stock model.
+        trial: the stock model.
         config: the scheme that is declared to be equivalent to the native mechanism.
         stacks: the stacks of the model.
-        changes: places the scheme for a run.
     """
-    difference = _difference(anatomy, config, stacks, changes)
+    difference = _difference(trial, config, stacks)
     if difference is not None:
         raise undescribed(
-            f"The position mechanism of this {type(anatomy.model).__name__} does not match the declaration of its "
-            f"architecture: with {config} in its place the outputs for {_TOKENS} tokens differ by {difference:.2g} of "
-            "their size. A table or a setting of the mechanism is unusual."
+            f"The position mechanism of this {type(trial.anatomy.model).__name__} does not match the declaration of "
+            f"its architecture: with {config} in its place the outputs for {_TOKENS} tokens differ by "
+            f"{difference:.2g} of their size. A table or a setting of the mechanism is unusual."
         )
 
 
-def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
     """Makes the same comparison before any scheme is placed in a model whose native bias tables a scheme can adopt.
 
     With the native tables, the declared scheme must reproduce the stock outputs, whatever values the tables hold. If
     it does not, this version of transformers uses the tables differently, or discovery has failed, and adopted tables
     would have another meaning. Models without such tables are not run.
     """
-    model = anatomy.model
+    model = trial.anatomy.model
     declared = [
         stack
         for stack in stacks
@@ -302,7 +313,7 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
     native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
     for config in native - {None}:
         assert config is not None
-        difference = _difference(anatomy, config, stacks, changes)
+        difference = _difference(trial, config, stacks)
         if difference is not None:
             raise UnsupportedError(
                 f"This {type(model).__name__} does not compute the same as {config} with its bias tables: the outputs "
@@ -312,7 +323,7 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
             )
 
 
-def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def refuse_failing(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs stacks of features or pixels with a scheme, which may need more than they have, such as a place for vectors.
 
     Only a run shows which coordinates reach the layers of these stacks, and in which order. Stacks of text are not run:
@@ -322,13 +333,13 @@ def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], 
         UnsupportedError: if a short run fails with the scheme and succeeds without.
     """
     try:
-        with torch.random.fork_rng(devices=[]), changes.with_scheme(config, stacks):
-            run_briefly(anatomy, stacks, _TOKENS)
+        with torch.random.fork_rng(devices=[]), trial.with_scheme(config, stacks):
+            run_briefly(trial.anatomy, stacks, _TOKENS)
     except SequenceLengthError:
         return  # A shorter input may suit the scheme.
     except NotRunnableError as error:
         try:
-            run_briefly(anatomy, stacks, _TOKENS)
+            run_briefly(trial.anatomy, stacks, _TOKENS)
         except NotRunnableError:
             return  # It is unknown which inputs the stock model needs.
         cause = error.__cause__
@@ -339,14 +350,14 @@ def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], 
         ) from error
 
 
-def _difference(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> float | None:
+def _difference(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> float | None:
     """The difference of the outputs relative to their size; `None` if it is within the tolerance."""
-    stock = _outputs(anatomy, stacks)
+    stock = _outputs(trial.anatomy, stacks)
     # Building a part draws its initial weights. The caller's random generator must keep its state.
-    with torch.random.fork_rng(devices=[]), changes.with_scheme(config, stacks):
-        replaced = _outputs(anatomy, stacks)
+    with torch.random.fork_rng(devices=[]), trial.with_scheme(config, stacks):
+        replaced = _outputs(trial.anatomy, stacks)
     difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
-    return None if difference <= _TOLERANCE.get(anatomy.model.dtype, _HALF_TOLERANCE) else difference
+    return None if difference <= _TOLERANCE.get(trial.anatomy.model.dtype, _HALF_TOLERANCE) else difference
 
 
 def _outputs(anatomy: Anatomy, stacks: list[Stack]) -> Tensor:

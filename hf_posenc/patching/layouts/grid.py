@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
+from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, TemporaryChanges
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.forwards import forward_parameters, named_arguments
@@ -172,11 +172,9 @@ class Grid(Layout):
         """Whether there are patches away from the edges. Patches from another stack contain its positions."""
         return self.projection is not None and tokens is not None and tokens.shape[1] >= _FEWEST_PATCHES
 
-    def native_scheme(
-        self, stack: Stack, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
-    ) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
         """The scheme of its tables, its biases and its rotations."""
-        return native_grid_scheme(stack, self, rotations, anatomy, changes)
+        return native_grid_scheme(stack, self, rotations, trial)
 
     def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
         """Refuses parts for another number of axes."""

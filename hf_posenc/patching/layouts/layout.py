@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
-from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
+from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, PositionTable, first_int, position_tables
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, TemporaryChanges
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
 from hf_posenc.patching.forwards import forward_parameters, names_used
@@ -144,9 +144,7 @@ class Layout:
         """Whether the input of the first layer, `(batch, length, hidden)`, shows whether equal tokens stay equal."""
         raise NotImplementedError
 
-    def native_scheme(
-        self, stack: Stack, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
-    ) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
         """The native scheme: what is declared, or else that of the vectors and of the rotation of every layer."""
         declared = declared_scheme(stack)
         if declared is not None:

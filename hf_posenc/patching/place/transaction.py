@@ -17,6 +17,7 @@ from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.verification import verify_discovery
 from hf_posenc.patching.anatomy.weights import samples
 from hf_posenc.patching.call.cache_checks import refuse_in_stock
 from hf_posenc.patching.call.runtime import unwrap_checkpointing
@@ -89,9 +90,11 @@ class Transaction:
 
     def verified_stacks(self, part: str) -> list[Stack]:
         """The stacks of a part, after short runs have confirmed discovery. Patched stacks are not run."""
-        if self.encoding is None:
-            self.anatomy.verify(part, self)
-        return self.anatomy.stacks([part])
+        stacks = self.anatomy.stacks([part])
+        if self.encoding is None and part not in self.anatomy.verified:
+            verify_discovery(self, stacks)
+            self.anatomy.verified.add(part)
+        return stacks
 
     @ordinary_context()
     def plan(
