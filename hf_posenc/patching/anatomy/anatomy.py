@@ -361,13 +361,8 @@ def _refuse_recomputed_queries(model: nn.Module) -> None:
         kind = type(module)
         if (kind.__module__, kind.__name__) == ("peft.tuners.adaption_prompt.layer", "AdaptedAttention"):
             raise UnsupportedError(
-                f"{_PROMPTS}, so the scheme of this {type(model).__name__} cannot be changed now. Patch the model "
-                "before they are added, or remove them (delete_adapter of the PeftModel, for each adapter) and patch "
-                "the model inside (peft_model.base_model.model)."
+                "PEFT's adaption prompts (Llama-Adapter) compute the queries of a layer a second time and rotate them "
+                f"with the phases of the stock model, so the scheme of this {type(model).__name__} cannot be changed "
+                "now. Patch the model before they are added, or remove them (delete_adapter of the PeftModel, for each "
+                "adapter) and patch the model inside (peft_model.base_model.model)."
             )
-
-
-_PROMPTS = (
-    "PEFT's adaption prompts (Llama-Adapter) compute the queries of a layer a second time and rotate them with the "
-    "phases of the stock model"
-)

@@ -116,8 +116,6 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
         phase_shape, time_axis = next(iter(axes.items()))
         other_axes = {} if len(set(axes.values())) == 1 else axes
         return RotaryCall(query, key, time_axis, tuple(names), phase_shape, other_axes)
-    elif names[:3] == ["tensor", "sin", "cos"]:
-        time_axis = 1
     else:
         raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}{signature} does not show which axis of its "

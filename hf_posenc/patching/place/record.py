@@ -129,19 +129,19 @@ class Journal:
         """
         place, before = place_of_forward(module), forward_on_instance(module)
         value = wrapper(before)
-        self.changes.append(_Change(module, place, before is not None, (value, before), "forward"))
+        self.changes.append(_Change(module, place, before is not None, before, "forward", ours=value))
         module.__dict__[place] = value
 
     def adopt_forward(self, module: nn.Module, forward: PlacedForward) -> None:
         """Records the forward of a copied module, which is a copy of a forward that this journal has placed."""
         place, inner = place_of_forward(module), forward.inner
-        self.changes.append(_Change(module, place, inner is not None, (forward, inner), "forward"))
+        self.changes.append(_Change(module, place, inner is not None, inner, "forward", ours=forward))
 
     def forwards(self) -> Iterator[Any]:
         """The forwards that are in effect, directly or inside a wrapper from another library."""
         for change in self.changes:
             if change.kind == "forward" and forward_on_instance(change.target) is not None:
-                yield change.value[0]
+                yield change.ours
 
     def add_forward_pre_hook(self, module: nn.Module, hook: Any) -> None:
         """Registers a hook that also takes keyword arguments."""
@@ -207,7 +207,7 @@ def _restore(change: _Change) -> None:
 
 def _restore_forward(change: _Change) -> None:
     """Removes a forward from its current place: other libraries may have added or removed wrappers since."""
-    own, (ours, before) = change.target.__dict__, change.value
+    own, ours, before = change.target.__dict__, change.ours, change.value
     if isinstance(ours, PlacedForward):
         ours.retired = True
     stock = types.MethodType(type(change.target).forward, change.target)

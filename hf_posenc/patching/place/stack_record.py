@@ -131,7 +131,7 @@ class StackRecord:
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
-        tables = {id(change.target) for change in forwards if isinstance(change.value[0], TableSite)}
+        tables = {id(change.target) for change in forwards if isinstance(change.ours, TableSite)}
         bare = [
             (path, module)
             for path, module in (*patched, *sites)
@@ -158,7 +158,7 @@ class StackRecord:
         inside = {id(module) for module in self.stack.modules()}
         placed = [change for change in forwards if id(change.target) in inside]
         for change in placed:
-            module, ours = change.target, change.value[0]
+            module, ours = change.target, change.ours
             if not leads_to(module.__dict__.get("forward"), ours, module):
                 return (
                     f"The forward of a {type(module).__name__} of this {type(self.stack).__name__} was replaced after "
