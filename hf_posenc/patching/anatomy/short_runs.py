@@ -300,7 +300,7 @@ class TokenOrder:
         causal = attention.causal or bool(kwargs.get("is_causal"))
         causal = causal or any(map(_hides_later_keys, (*args, *kwargs.values())))
         first = rows[0, -1:] if causal else rows[0, -_LENGTH:][ORDER]
-        if _differ(first, rows[1, -first.shape[0] :]):
+        if distance(first, rows[1, -first.shape[0] :]) > 0:
             self._note(f"the output of {attention.path} ({_code_of(module)}) depends on the order of tokens")
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
@@ -308,7 +308,9 @@ class TokenOrder:
         several, rest = divmod(rows.shape[1], _LENGTH)
         # A module may have made several vectors of each token.
         ways = [rows[:, -_LENGTH:]] + ([] if rest else [rows.unflatten(1, (_LENGTH, several)).flatten(2)])
-        return all(_differ(own[0][ORDER], own[1]) and (strict or not _differ(own[0, -1], own[1, -1])) for own in ways)
+        return all(
+            distance(own[0][ORDER], own[1]) > 0 and (strict or distance(own[0, -1], own[1, -1]) == 0) for own in ways
+        )
 
     def _note(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -379,10 +381,6 @@ def _hides_later_keys(mask: Any) -> bool:
         return False
     last = mask[..., 0, -1]
     return bool((~last).all() if mask.dtype == torch.bool else (last < -1.0).all())
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return distance(one, other) > 0
 
 
 def _layer_path(path: str) -> str:

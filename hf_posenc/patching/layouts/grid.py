@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import StackModules
-from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
+from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.native_scheme import Rotation
 from hf_posenc.patching.anatomy.short_runs import NotRunnableError
@@ -95,7 +95,7 @@ class Grid(Layout):
     def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
         projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
         steps = getattr(config, "patch_size", None) if projection is None else projection.stride
-        step = (steps, steps) if isinstance(steps, int) else steps
+        step = sides(steps) if isinstance(steps, int) else steps
         grid = cls(projection, step, _native_sizes(projection, step, config), suffix_tokens=suffix_tokens)
         others = 0 if grid.native is None else math.prod(grid.native) + suffix_tokens
         for path, module in modules:
@@ -333,9 +333,8 @@ def _native_sizes(
 def _sides(config: Any) -> tuple[int, int] | None:
     """Height and width of an image in pixels, if the config states them."""
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
-    if isinstance(size, int):
-        return size, size
-    return (int(size[-2]), int(size[-1])) if isinstance(size, list | tuple) and len(size) >= 2 else None
+    stated = isinstance(size, int) or (isinstance(size, list | tuple) and len(size) >= 2)
+    return sides(size) if stated else None
 
 
 def _frames(config: Any) -> int | None:
@@ -374,15 +373,14 @@ def _pixels(model: PreTrainedModel) -> dict[str, Any]:
     names = forward_parameters(type(model))
     if "grid_thw" in names:
         return _packed(model)
-    sides, channels, frames = _sides(config) or (_SIDE, _SIDE), _channels(config), _frames(config)
-    shape = (1, channels, *sides) if frames is None else (1, frames, channels, *sides)
+    pixels, channels, frames = _sides(config) or (_SIDE, _SIDE), _channels(config), _frames(config)
+    shape = (1, channels, *pixels) if frames is None else (1, frames, channels, *pixels)
     given = {_name(model): numbers(*shape)}
     if "patch_attention_mask" in names:
-        rows, columns = (side // step for side, step in zip(sides, _patch_size(model), strict=True))
+        rows, columns = (side // step for side, step in zip(pixels, _patch_size(config), strict=True))
         given["patch_attention_mask"] = torch.ones(1, rows, columns, dtype=torch.bool)
     if "spatial_shapes" in names:
-        rows, columns = _patch_size(model)
-        given[_name(model)] = numbers(1, 4, channels * rows * columns)
+        given[_name(model)] = numbers(1, 4, channels * math.prod(_patch_size(config)))
         given["spatial_shapes"] = torch.tensor([[2, 2]])
         given["pixel_attention_mask"] = torch.ones(1, 4, dtype=torch.int64)
     return given
@@ -392,20 +390,17 @@ def _packed(model: PreTrainedModel) -> dict[str, Any]:
     """Patches of one image, already cut out."""
     config = model.config
     merge = int(getattr(config, "spatial_merge_size", 1))
-    rows, columns = _patch_size(model)
     frames = int(getattr(config, "temporal_patch_size", 1))
-    channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
-    values = numbers(4 * merge * merge, channels * frames * rows * columns)
+    values = numbers(4 * merge * merge, _channels(config) * frames * math.prod(_patch_size(config)))
     given = {_name(model): values, "grid_thw": torch.tensor([[1, 2 * merge, 2 * merge]])}
     if "merge_sizes" in forward_parameters(type(model)):
         given["merge_sizes"] = torch.tensor([merge])
     return given
 
 
-def _patch_size(model: PreTrainedModel) -> tuple[int, int]:
+def _patch_size(config: Any) -> tuple[int, int]:
     """Rows and columns of a patch, in pixels."""
-    size = getattr(model.config, "patch_size", 16)
-    return (size, size) if isinstance(size, int) else tuple(int(side) for side in size[-2:])  # type: ignore[return-value]
+    return sides(getattr(config, "patch_size", 16))
 
 
 def _name(model: PreTrainedModel) -> str:

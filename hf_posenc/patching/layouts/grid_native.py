@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed, zero_bias_of
+from hf_posenc.patching.anatomy.architectures.example_inputs import sides
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
@@ -91,9 +92,7 @@ class GridBias(NamedModule):
     def window(self) -> tuple[int, int] | None:
         """The sizes of the window that the table is for."""
         size = getattr(self.module, "window_size", None)
-        if isinstance(size, int):
-            return size, size
-        return (int(size[0]), int(size[1])) if isinstance(size, tuple | list) else None
+        return sides(size) if isinstance(size, int | tuple | list) else None
 
     def acts_on(self, attention_path: str) -> bool:
         """Whether the bias belongs to an attention module: it is inside it, next to it, or above it."""

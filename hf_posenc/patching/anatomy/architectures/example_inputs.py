@@ -33,9 +33,9 @@ def _codes(tokens: int, streams: int) -> Tensor:
     return (torch.arange(tokens).unsqueeze(1) + torch.arange(streams)).unsqueeze(0) % 16
 
 
-def _sides(size: Any) -> tuple[int, int]:
-    """Two sizes, from a number for both or a sequence."""
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+def sides(size: Any) -> tuple[int, int]:
+    """Rows and columns, from a number for both, or a sequence that ends with them."""
+    return (size, size) if isinstance(size, int) else (int(size[-2]), int(size[-1]))
 
 
 def _cut_patches(*shape: int) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def _cut_patches(*shape: int) -> dict[str, Tensor]:
 
 def _image_and_prompt(module: Any, tokens: int) -> dict[str, Any]:
     """An image, another one, and the segmentation of the latter."""
-    height, width = _sides(module.config.image_size)
+    height, width = sides(module.config.image_size)
     # The image size in the config covers both images, one above the other.
     image = numbers(1, module.config.num_channels, height // 2, width)
     return {"pixel_values": image, "prompt_pixel_values": image.flip(3), "prompt_masks": image.flip(2)}
@@ -103,7 +103,7 @@ EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
     ("xclip",): lambda module, tokens: {
         "input_ids": words(tokens),
         "pixel_values": numbers(
-            1, module.config.vision_config.num_frames, 3, *_sides(module.config.vision_config.image_size)
+            1, module.config.vision_config.num_frames, 3, *sides(module.config.vision_config.image_size)
         ),
     },
     # A prompt with one question and two options.
@@ -116,16 +116,16 @@ EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
     ("seggpt",): _image_and_prompt,
     # Frames instead of a batch of images.
     ("xclip_vision_model",): lambda module, tokens: {
-        "pixel_values": numbers(module.config.num_frames, module.config.num_channels, *_sides(module.config.image_size))
+        "pixel_values": numbers(module.config.num_frames, module.config.num_channels, *sides(module.config.image_size))
     },
     ("videomt",): lambda module, tokens: {
-        "pixel_values_videos": numbers(1, 2, module.config.num_channels, *_sides(module.config.image_size))
+        "pixel_values_videos": numbers(1, 2, module.config.num_channels, *sides(module.config.image_size))
     },
     # The pixels of every patch, as a separate image.
-    ("kimi_k25_vision",): lambda module, tokens: _cut_patches(SIDE**2, 3, *_sides(module.config.patch_size)),
+    ("kimi_k25_vision",): lambda module, tokens: _cut_patches(SIDE**2, 3, *sides(module.config.patch_size)),
     # Patches of a batch.
     ("paddleocr_vl_vision",): lambda module, tokens: _cut_patches(
-        1, SIDE**2, module.config.num_channels, *_sides(module.config.patch_size)
+        1, SIDE**2, module.config.num_channels, *sides(module.config.patch_size)
     ),
     # The pixels of every patch and of its frames in one row.
     ("muse_glimmer_vision", "muse_spark_vision"): lambda module, tokens: _cut_patches(
@@ -144,7 +144,7 @@ EXAMPLES: dict[tuple[str, ...], Callable[[Any, int], dict[str, Any]]] = {
         ),
         "image_grid_thw": torch.tensor([[1, SIDE, SIDE]]),
     },
-    ("bridgetower_vision_model",): lambda module, tokens: {"image": numbers(1, 3, *_sides(module.config.image_size))},
+    ("bridgetower_vision_model",): lambda module, tokens: {"image": numbers(1, 3, *sides(module.config.image_size))},
     # The features of another encoder on a grid.
     ("unlimited_ocr_vision_encoder",): lambda module, tokens: {
         "patch_embeds": numbers(

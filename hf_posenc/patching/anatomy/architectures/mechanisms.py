@@ -35,7 +35,6 @@ from hf_posenc.schemes import (
     AlibiConfig,
     ComposedConfig,
     DisentangledConfig,
-    LearnedConfig,
     NoneConfig,
     RopeConfig,
     SinusoidalConfig,
@@ -108,11 +107,8 @@ def _deberta_native(stack: Stack) -> SchemeConfig | None:
     refusal = _deberta_refusal(module)
     if refusal is not None:
         raise undescribed(f"The disentangled attention of this {type(stack.module).__name__} {refusal}")
-    scheme = _deberta_config(module)
-    if not stack.tables:
-        return scheme
-    table, offset = stack.tables[0], stack.tables[0].origin
-    return ComposedConfig(parts=(LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset), scheme))
+    vectors, scheme = stack.layout.vector_schemes(stack), _deberta_config(module)
+    return ComposedConfig(parts=(*vectors, scheme)) if vectors else scheme
 
 
 def _sew_native(stack: Stack) -> SchemeConfig | None:
@@ -188,10 +184,9 @@ def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | No
 
 
 def _mpnet_native(stack: Stack) -> SchemeConfig:
-    table, offset = stack.tables[0], stack.tables[0].origin
     buckets = stack.config.relative_attention_num_buckets
-    learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
-    return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
+    bias = T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)
+    return ComposedConfig(parts=(*stack.layout.vector_schemes(stack), bias))
 
 
 def _gptj_native(stack: Stack) -> SchemeConfig:
