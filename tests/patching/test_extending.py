@@ -109,6 +109,11 @@ def test_the_text_part_of_a_composite() -> None:
     assert model.config.text_config.max_position_embeddings == length
 
 
+def test_the_audio_part_of_a_composite() -> None:
+    model = extend_context(tiny_model(pair_named("audio-text-moonshine")), length=256, part="audio", method="yarn")
+    assert model.position_encoding.config.label == "audio: rope(rotary_dim=14, layout=interleaved, yarn x4)"
+
+
 @pytest.mark.parametrize(
     ("pair", "method"),
     [

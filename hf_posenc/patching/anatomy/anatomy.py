@@ -5,7 +5,7 @@ The parts of a model are text, vision, audio and others, each with its own posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -54,24 +54,19 @@ def name_parts(model: PreTrainedModel, stacks: Sequence[StackModules]) -> None:
     name gets the names of outer parts as a prefix ("talker.text"). Attention that belongs to no part of a composite,
     but connects two of them, is the part "connector".
     """
-    keys = _config_keys(model.config)
+    paths = reversed([*config_paths(model.config)][1:])  # The first path of a config counts.
+    keys = {found: tuple(name.removesuffix("_config") for name in path.split(".")) for found, path in paths}
     own = [_key_of(stack.path, stack.module, model, keys) for stack in stacks]
     for stack, key in zip(stacks, own, strict=True):
         stack.part = _shortest_name(key, set(own))
 
 
-def _config_keys(config: PreTrainedConfig) -> dict[int, tuple[str, ...]]:
-    """The keys that lead to every sub-config, by the id of the sub-config."""
-    found: dict[int, tuple[str, ...]] = {}
-
-    def visit(outer: Any, keys: tuple[str, ...]) -> None:
-        for name, inner in outer.__dict__.items():
-            if isinstance(inner, PreTrainedConfig) and id(inner) not in found:
-                found[id(inner)] = (*keys, name.removesuffix("_config"))
-                visit(inner, found[id(inner)])
-
-    visit(config, ())
-    return found
+def config_paths(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[int, str]]:
+    """The identity and the path of a config and of those inside it: "text_config", "thinker_config.text_config"."""
+    yield id(config), path
+    for name, value in config.__dict__.items():
+        if isinstance(value, PreTrainedConfig):
+            yield from config_paths(value, f"{path}.{name}".lstrip("."))
 
 
 def _key_of(

@@ -98,16 +98,21 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int, const
         given = kind.example(module, length)
         missing = [] if kind.takes_tokens else missing_arguments(module, given)
         if missing:
-            parameters = list(forward_parameters(type(module)))
-            raise NotRunnableError(
-                f"{type(module).__name__} needs {' and '.join(missing)}, which is not known, so it cannot be run to "
-                f"find out how it uses positions (its arguments: {', '.join(parameters[1:8])})."
-            )
+            raise unknown_inputs(module, f"needs {' and '.join(missing)}, which is not known")
     else:
         given = declared(module, length)
     tensors = {name: one.to(device) for name, one in given.items() if isinstance(one, Tensor)}
     real = {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
     return given | tensors | ({name: torch.ones_like(one) for name, one in real.items()} if constant else real)
+
+
+def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
+    """Returns the error for a module of which it is unknown what it reads, given the reason."""
+    parameters = list(forward_parameters(type(module)))[1:8]
+    return NotRunnableError(
+        f"{type(module).__name__} {why}, so it cannot be run to find out how it uses positions (its arguments: "
+        f"{', '.join(parameters)})."
+    )
 
 
 def missing_arguments(module: nn.Module, given: Collection[str]) -> list[str]:

@@ -51,18 +51,6 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
 
 
-def verify_discovery(trial: Trial, stacks: list[Stack]) -> None:
-    """Checks by short runs that discovery was right about stacks. A model on the meta device is not checked.
-
-    Raises:
-        UnsupportedError: if a stack was found to be causal and is not, or the other way round, or if positions act in
-            it although every mechanism that was found is disabled.
-    """
-    if trial.anatomy.is_runnable:
-        refuse_misread_causality(trial.anatomy, stacks)
-        refuse_hidden_positions(trial, stacks)
-
-
 def refuse_misread_causality(anatomy: Anatomy, stacks: list[Stack]) -> None:
     """Checks by a run whether discovery was right about causality, for stacks where the evidence is contradictory.
 
@@ -105,7 +93,7 @@ def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
     return None
 
 
-def refuse_hidden_positions(trial: Trial, stacks: list[Stack]) -> None:
+def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Trial) -> None:
     """Refuses stacks in which positions act although every mechanism that was found is disabled.
 
     Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
@@ -128,7 +116,6 @@ def refuse_hidden_positions(trial: Trial, stacks: list[Stack]) -> None:
     others = [stack for stack in stacks if not stack.layout.takes_tokens]
     bare = [stack for stack in others if _nothing_found(stack)]
     silenced = [stack for stack in others if _is_silenced(stack) or (stack not in bare and has_other_code(stack))]
-    anatomy = trial.anatomy
     if bare:
         _refuse_positions_of_features(anatomy, bare)
     if silenced or text or sparse:
@@ -303,7 +290,6 @@ def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
     it does not, this version of transformers uses the tables differently, or discovery has failed, and adopted tables
     would have another meaning. Models without such tables are not run.
     """
-    model = trial.anatomy.model
     declared = [
         stack
         for stack in stacks
@@ -315,6 +301,7 @@ def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
         assert config is not None
         difference = _difference(trial, config, stacks)
         if difference is not None:
+            model = trial.anatomy.model
             raise UnsupportedError(
                 f"This {type(model).__name__} does not compute the same as {config} with its bias tables: the outputs "
                 f"for {_TOKENS} tokens differ by {difference:.2g} of their size. hf_posenc does not support this "

@@ -17,7 +17,7 @@ from hf_posenc.patching.anatomy.anatomy import StackModules
 from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.native_scheme import Rotation
-from hf_posenc.patching.anatomy.short_runs import NotRunnableError
+from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
@@ -406,9 +406,5 @@ def _patch_size(config: Any) -> tuple[int, int]:
 def _name(model: PreTrainedModel) -> str:
     name = _pixel_argument(model)
     if name is None:
-        parameters = list(forward_parameters(type(model)))[1:8]
-        raise NotRunnableError(
-            f"{type(model).__name__} takes images in an unknown form, so it cannot be run to find out how it uses "
-            f"positions, and the places of its patches are unknown (its arguments: {', '.join(parameters)})."
-        )
+        raise unknown_inputs(model, "takes images in an unknown form, with patches in unknown places")
     return name

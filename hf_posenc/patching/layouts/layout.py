@@ -20,7 +20,7 @@ from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, PositionTable, first_int, position_tables
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
-from hf_posenc.patching.anatomy.short_runs import NotRunnableError
+from hf_posenc.patching.anatomy.short_runs import unknown_inputs
 from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
@@ -243,10 +243,7 @@ class Text(Layout):
             return cls._words(module, length)
         embedded = next((name for name in _EMBEDDINGS if name in parameters), None)
         if embedded is None:
-            raise NotRunnableError(
-                f"{type(module).__name__} does not take token ids, so it cannot be run to find out how it uses "
-                f"positions (its arguments: {', '.join(list(parameters)[1:8])})."
-            )
+            raise unknown_inputs(module, "does not take token ids")
         return {embedded: _embeddings(module, length)} | _encoded(module, length)
 
     @classmethod

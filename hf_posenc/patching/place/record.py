@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, is_entry, read_entry
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import config_paths
 from hf_posenc.patching.anatomy.weights import Sample
 from hf_posenc.patching.forwards import (
     PlacedForward,
@@ -257,7 +258,7 @@ class SchemeRecord:
     def stacks_by_path(self) -> dict[str, StackRecord]:
         """The stacks by the name that their config has in the model's config; "" for the config itself."""
         assert self.own is not None
-        names = dict(_paths(self.own.config))
+        names = dict(config_paths(self.own.config))
         return {names.get(id(stack.stack.config), ""): stack for stack in self.stacks.values()}
 
     def agrees(self, model: PreTrainedModel) -> str:
@@ -339,14 +340,6 @@ def _are_same(original: Any, own: Any) -> bool:
         return bool(original == own)
     fields, others = original.__dict__, own.__dict__
     return fields.keys() == others.keys() and all(_are_same(fields[name], others[name]) for name in fields)
-
-
-def _paths(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[int, str]]:
-    """The identity and the path of a config and of those inside it: "text_config", "thinker_config.text_config"."""
-    yield id(config), path
-    for name, value in config.__dict__.items():
-        if isinstance(value, PreTrainedConfig):
-            yield from _paths(value, f"{path}.{name}".lstrip("."))
 
 
 def mark_of(config: SchemeConfig) -> Tensor:

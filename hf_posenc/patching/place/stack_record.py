@@ -244,7 +244,7 @@ class StackRecord:
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
         in_use = [*self._attentions_in_use(), *self._attentions_in_use(partial(is_attention_site, kind=CrossAttention))]
-        if same_depth and [*map(id, in_use)] == [*map(id, (*self.attentions, *self.across))]:
+        if same_depth and in_use == [*self.attentions, *self.across]:
             return ""
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
@@ -257,7 +257,7 @@ class StackRecord:
         """Whether a stack, as it is found now, has the same layers in the same order."""
         across = cross_attentions(stack) if self.across else ()
         found = [attention.module for attention in (*stack.attentions, *across)]
-        return [*map(id, found)] == [*map(id, (*self.attentions, *self.across))]
+        return found == [*self.attentions, *self.across]
 
     @torch.no_grad()
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
