@@ -234,6 +234,8 @@ def distance(one: Tensor, other: Tensor) -> float:
 #: The tokens of the second row. The last one sees the others, even in a causal model, if `sees_all`.
 ORDER = [1, 0, 2]
 _LENGTH = len(ORDER)
+#: The problem of a stack that adds positions before its first layer.
+EMBEDDED = "the input of its first layer depends on the position of tokens"
 #: Arguments with tokens, or with vectors in their place.
 _TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "hidden_states")
 #: Makes a difference of logits larger than the rounding of half precision.
@@ -283,7 +285,7 @@ class TokenOrder:
         rows = self._rows((*args, *kwargs.values()))
         # Only the layer that runs first gets embeddings. In a model that loops, it need not be the first of the list.
         if rows is not None and not self._embedded and self._is_positional(rows, self.strict):
-            self._note("the input of its first layer depends on the position of tokens")
+            self._note(EMBEDDED)
         self._embedded = True
         self._in_order = rows is not None
         return self._reordered(args, kwargs)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.short_runs import (
+    EMBEDDED,
     ORDER,
     NotRunnableError,
     TokenOrder,
@@ -140,7 +141,7 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
         run_briefly(anatomy, stacks, len(ORDER), change=in_both_orders)
     for stack, one in zip(stacks, seen, strict=True):
         if one.problem:
-            raise UnsupportedError(_message(stack, one.problem))
+            raise _acting_nevertheless(stack, one.problem)
 
 
 class _Seen(BaseException):
@@ -162,7 +163,7 @@ def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
         # Architectures append tokens until their number is a multiple of a window.
         words = found[0][0, : len(ORDER)] if found else None
         if words is not None and any(distance(words[0], word) > 0 for word in words):
-            raise UnsupportedError(_message(stack, "the input of its first layer depends on the position of tokens"))
+            raise _acting_nevertheless(stack, EMBEDDED)
 
 
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:
@@ -174,18 +175,14 @@ def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None
             periods = range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1)
             pairs = (pair for period in periods for pair in zip(tokens[:-period], tokens[period:], strict=True))
             if all(distance(one, other) > 0 for one, other in pairs):
-                raise UnsupportedError(
-                    _message(stack, "the input of its first layer depends on the position of tokens")
-                )
+                raise _acting_nevertheless(stack, EMBEDDED)
     outputs = seen_briefly(anatomy, stacks, len(ORDER), lambda stack: attended_twice(stack, _before_the_last))
     for stack, results in zip(stacks, outputs, strict=True):
         first = stack.attentions[0]
         if results and sees_all(first, stack) and not has_convolution(first.module):
             one, other = results[0]
             if distance(one[:, -1:], other[:, -1:]) > 0:
-                raise UnsupportedError(
-                    _message(stack, "the output of its first attention layer depends on token order")
-                )
+                raise _acting_nevertheless(stack, "the output of its first attention layer depends on token order")
 
 
 def has_other_code(stack: Stack) -> bool:
@@ -211,10 +208,11 @@ def _before_the_last(tokens: int) -> list[int]:
     return [*range(tokens - 3), tokens - 2, tokens - 3, tokens - 1] if tokens > 2 else [*range(tokens)]
 
 
-def _message(stack: Stack, what: str) -> str:
+def _acting_nevertheless(stack: Stack, what: str) -> UnsupportedError:
+    """Returns the error for a stack in which positions act, given what depends on them."""
     if _nothing_found(stack):
-        return _undiscovered_message(stack, what)
-    return (_silenced_message if _is_silenced(stack) else _own_message)(stack, what)
+        return UnsupportedError(_undiscovered_message(stack, what))
+    return UnsupportedError((_silenced_message if _is_silenced(stack) else _own_message)(stack, what))
 
 
 def _undiscovered_message(stack: Stack, what: str) -> str:
