@@ -198,7 +198,7 @@ def _change_rotation(model: nn.Module, method: str | None, part: str, length: in
             f"'learned', part={part!r}, num_positions=..., table_extension='repeat')."
             + (f" This model has the parts {', '.join(map(repr, parts))}." if len(parts) > 1 else "")
         )
-    stacks = [stack for stack in find_stacks(target) if stack.part == part]
+    stacks = find_stacks(target, [part])
     with at_native_lengths(target.config):
         stated, spans = native_length(target, stacks), spans_of(stacks)
     if stated is None:

@@ -136,9 +136,8 @@ def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeC
 def native_scheme_of(transaction: Transaction, part: str | None = None) -> SchemeConfig:
     """`native_scheme` of the model of a transaction."""
     with transaction.suspended():
-        anatomy = transaction.anatomy
-        stacks = transaction.verified_stacks(anatomy.part(part))
-        return find_native_scheme(anatomy, stacks, transaction)
+        stacks = transaction.verified_stacks(transaction.anatomy.part(part))
+        return find_native_scheme(transaction, stacks)
 
 
 def inspect_model(model: PreTrainedModel) -> Inspection:

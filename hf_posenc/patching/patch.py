@@ -185,7 +185,7 @@ def _resolve(
     config, cross = config.within_and_across()
     stacks = transaction.verified_stacks(part)
     if transaction.encoding is None and transaction.anatomy.is_runnable:
-        verify_adopted_tables(transaction.anatomy, stacks, transaction)
+        verify_adopted_tables(transaction, stacks)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
     native = partial(native_scheme_of, transaction, part)
     # The native scheme may be a schedule. Only the chosen layers are taken from it.
@@ -201,7 +201,7 @@ def _resolve(
     # If layers were exchanged since the last patch, the scheme in force could not be restored after the run.
     if others and transaction.anatomy.is_runnable and not transaction.change():
         with transaction.suspended():
-            refuse_failing(transaction.anatomy, config, others, transaction)
+            refuse_failing(transaction, config, others)
     return config if cross is None else CrossAttentionConfig(config, cross)
 
 

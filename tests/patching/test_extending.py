@@ -98,6 +98,11 @@ def test_scalings_count_from_the_length_before_a_trained_scaling_and_the_others_
     assert kept == ReRopeConfig(native_scheme(llama(rope_parameters=scaling)), window=32)
 
 
+def test_the_audio_part_of_a_composite() -> None:
+    model = extend_context(tiny_model(pair_named("audio-text-moonshine")), length=256, part="audio", method="yarn")
+    assert model.position_encoding.config.label == "audio: rope(rotary_dim=14, layout=interleaved, yarn x4)"
+
+
 @pytest.mark.parametrize(
     ("pair", "method"),
     [

@@ -22,8 +22,6 @@ ROUNDING = 1e-5
 #: No perplexity is shown for a loss above this. It would have dozens of digits.
 LARGEST_LOSS = 50.0
 
-#: The class of a tokenizer whose tokens are bytes.
-_OF_BYTES = "ByT5Tokenizer"
 _CURVES = ("train_loss", "validation_loss", "validation_similarity", "validation_accuracy")
 
 _MEASURED = {
@@ -302,13 +300,13 @@ def _remarks(task: Task, frame: pd.DataFrame, finished: list[Run], corpus: dict[
     alike = [run.training for run in finished if run.start is None and "train_length" not in run.training]
     asked = {training.get("max_steps", task.max_steps) for training in alike}
     steps = asked.pop() if len(asked) == 1 else task.max_steps
-    bytes_ = " A token is a byte." if task.kind == "language_modeling" and corpus.get("tokenizer") == _OF_BYTES else ""
-    yield f"Trained for {steps:,} steps of {task.batch_size} {read}. {_MEASURED[task.kind]}{bytes_}"
+    yield f"Trained for {steps:,} steps of {task.batch_size} {read}. {_MEASURED[task.kind]}"
     if task.pictures is not None:
         parts = ", ".join(f"{task.pictures[f'{part}_pictures']:,}" for part in ("train", "validation", "test"))
         yield f"Pictures to train on, for the curves, and for the accuracy by resolution: {parts}."
     if task.unigram_cross_entropy is not None:
-        yield f"A model that only predicts token frequencies has a loss of {task.unigram_cross_entropy:.3f}."
+        tokens = "Tokens are bytes. " * (corpus.get("tokenizer") == "ByT5Tokenizer")
+        yield f"{tokens}A model that only predicts token frequencies has a loss of {task.unigram_cross_entropy:.3f}."
     if frame.groupby("scheme").seed.nunique().max() > 1:
         yield (
             "Means over the finished seeds, ± half of the 95 % interval of the mean (Student's t over seeds); a number "

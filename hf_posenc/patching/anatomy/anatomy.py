@@ -5,7 +5,7 @@ The parts of a model are text, vision, audio and others, each with its own posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,7 @@ from hf_posenc.entry import REMOTE_CODE
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures import Architecture, architecture_of
 from hf_posenc.patching.anatomy.discovery import CROSS_ATTENTION, attentions_of, read_stack, reason_to_skip
-from hf_posenc.patching.anatomy.sites import AddedModule, Stack, TemporaryChanges, layout_of
-from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
+from hf_posenc.patching.anatomy.sites import AddedModule, Stack, layout_of
 from hf_posenc.patching.anatomy.weights import execution_device
 from hf_posenc.patching.forwards import forward_parameters
 
@@ -55,24 +54,19 @@ def name_parts(model: PreTrainedModel, stacks: Sequence[StackModules]) -> None:
     name gets the names of outer parts as a prefix ("talker.text"). Attention that belongs to no part of a composite,
     but connects two of them, is the part "connector".
     """
-    keys = _config_keys(model.config)
+    paths = reversed([*config_paths(model.config)][1:])  # The first path of a config counts.
+    keys = {found: tuple(name.removesuffix("_config") for name in path.split(".")) for found, path in paths}
     own = [_key_of(stack.path, stack.module, model, keys) for stack in stacks]
     for stack, key in zip(stacks, own, strict=True):
         stack.part = _shortest_name(key, set(own))
 
 
-def _config_keys(config: PreTrainedConfig) -> dict[int, tuple[str, ...]]:
-    """The keys that lead to every sub-config, by the id of the sub-config."""
-    found: dict[int, tuple[str, ...]] = {}
-
-    def visit(outer: Any, keys: tuple[str, ...]) -> None:
-        for name, inner in outer.__dict__.items():
-            if isinstance(inner, PreTrainedConfig) and id(inner) not in found:
-                found[id(inner)] = (*keys, name.removesuffix("_config"))
-                visit(inner, found[id(inner)])
-
-    visit(config, ())
-    return found
+def config_paths(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[int, str]]:
+    """The identity and the path of a config and of those inside it: "text_config", "thinker_config.text_config"."""
+    yield id(config), path
+    for name, value in config.__dict__.items():
+        if isinstance(value, PreTrainedConfig):
+            yield from config_paths(value, f"{path}.{name}".lstrip("."))
 
 
 def _key_of(
@@ -198,6 +192,7 @@ class Anatomy:
 
     Attributes:
         model: the model.
+        verified: names of the parts that short runs have confirmed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -216,7 +211,7 @@ class Anatomy:
         for owner, name in zip(self._owners, _names(self._owners, model), strict=True):
             owner.name = name
         self._read: dict[str, Stack] = {}
-        self._verified: set[str] = set()
+        self.verified: set[str] = set()
 
     @cached_property
     def parts(self) -> list[str]:
@@ -261,20 +256,6 @@ class Anatomy:
                 _refuse_declared(owner.module)
                 self._read[owner.path] = read_stack(owner)
         return [self._read[owner.path] for owner in owners]
-
-    def verify(self, part: str, changes: TemporaryChanges) -> None:
-        """Checks once, by short runs, that discovery was right about a part. A model on the meta device is not checked.
-
-        Raises:
-            UnsupportedError: if a stack was found to be causal and is not, or the other way round, or if positions act
-                in it although every mechanism that was found is disabled.
-        """
-        if part in self._verified or not self.is_runnable:
-            return
-        stacks = self.stacks([part])
-        refuse_misread_causality(self, stacks)
-        refuse_hidden_positions(self, stacks, changes)
-        self._verified.add(part)
 
     @property
     def device(self) -> torch.device:
@@ -375,13 +356,8 @@ def _refuse_recomputed_queries(model: nn.Module) -> None:
         kind = type(module)
         if (kind.__module__, kind.__name__) == ("peft.tuners.adaption_prompt.layer", "AdaptedAttention"):
             raise UnsupportedError(
-                f"{_PROMPTS}, so the scheme of this {type(model).__name__} cannot be changed now. Patch the model "
-                "before they are added, or remove them (delete_adapter of the PeftModel, for each adapter) and patch "
-                "the model inside (peft_model.base_model.model)."
+                "PEFT's adaption prompts (Llama-Adapter) compute the queries of a layer a second time and rotate them "
+                f"with the phases of the stock model, so the scheme of this {type(model).__name__} cannot be changed "
+                "now. Patch the model before they are added, or remove them (delete_adapter of the PeftModel, for each "
+                "adapter) and patch the model inside (peft_model.base_model.model)."
             )
-
-
-_PROMPTS = (
-    "PEFT's adaption prompts (Llama-Adapter) compute the queries of a layer a second time and rotate them with the "
-    "phases of the stock model"
-)

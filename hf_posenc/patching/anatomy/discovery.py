@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -181,7 +182,7 @@ def read_stack(modules: StackModules) -> Stack:
             stack.skipped.append((path, reason))
         else:
             _refuse_indexer(path, candidate)
-            stack.attentions.append(_read_attention(path, candidate, modules, len(stack.attentions)))
+            stack.attentions.append(_read_self_attention(path, candidate, modules, len(stack.attentions)))
     _refuse_other_attention(stack, modules.members)
     stack.layout = modules.kind.find(stack, modules)
     tables = {id(table.module) for table in stack.tables}
@@ -220,27 +221,17 @@ def reason_to_skip(path: str, attention: nn.Module, modules: StackModules) -> st
     return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
 
 
-def _read_attention(path: str, module: nn.Module, modules: StackModules, order: int) -> AttentionLayer:
+def _read_self_attention(path: str, module: nn.Module, modules: StackModules, order: int) -> AttentionLayer:
     config, architecture = modules.module.config, modules.architecture
-    forward = inspect.unwrap(type(module).forward)
-    numbers = [int(part) for part in path.split(".") if part.isdigit()]
-    layer = numbers[0] if numbers else order
+    found = _read_attention(path, module, config, architecture, order)
     layer_types = getattr(config, "layer_types", None)
     layer_type = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
-    if layer_type is None and layer_types and layer < len(layer_types):
-        layer_type = layer_types[layer]
-    num_heads, head_dim = _head_shape(module, config, architecture)
-    num_key_value_heads = _key_value_heads(module, num_heads, architecture)
-    return AttentionLayer(
-        path=path,
-        module=module,
-        layer=layer,
-        uses_interface=_uses_interface(type(module).forward),
-        rotary_functions=rotary_names(forward),
-        num_heads=num_heads,
-        num_key_value_heads=num_key_value_heads,
-        num_cached_heads=min(first_int(module, _KEY_HEADS) or num_key_value_heads, num_key_value_heads),
-        head_dim=head_dim,
+    if layer_type is None and layer_types and found.layer < len(layer_types):
+        layer_type = layer_types[found.layer]
+    return dataclasses.replace(
+        found,
+        rotary_functions=rotary_names(inspect.unwrap(type(module).forward)),
+        num_cached_heads=min(first_int(module, _KEY_HEADS) or found.num_cached_heads, found.num_cached_heads),
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, modules),
         window=modules.kind.window_of(module, config),
@@ -251,15 +242,23 @@ def _read_attention(path: str, module: nn.Module, modules: StackModules, order: 
 
 def cross_attentions(stack: Stack) -> list[AttentionLayer]:
     """The cross-attention layers of a stack, in order."""
-    found: list[AttentionLayer] = []
-    for path in (path for path, reason in stack.skipped if reason == CROSS_ATTENTION):
-        module, numbers = stack.module.get_submodule(path), [int(part) for part in path.split(".") if part.isdigit()]
-        num_heads, head_dim = _head_shape(module, stack.config, stack.architecture)
-        key_heads = _key_value_heads(module, num_heads, stack.architecture)
-        layer, shape = numbers[0] if numbers else len(found), (num_heads, key_heads, key_heads, head_dim)
-        uses = _uses_interface(type(module).forward)
-        found.append(AttentionLayer(path, module, layer, uses, [], *shape, layer_type=None, causal=False))
-    return found
+    paths = [path for path, reason in stack.skipped if reason == CROSS_ATTENTION]
+    return [
+        _read_attention(path, stack.module.get_submodule(path), stack.config, stack.architecture, order)
+        for order, path in enumerate(paths)
+    ]
+
+
+def _read_attention(
+    path: str, module: nn.Module, config: Any, architecture: Architecture, order: int
+) -> AttentionLayer:
+    """What is known of any attention layer, which is the `order`-th of its stack."""
+    layer = next((int(part) for part in path.split(".") if part.isdigit()), order)
+    num_heads, head_dim = _head_shape(module, config, architecture)
+    key_heads = _key_value_heads(module, num_heads, architecture)
+    uses = _uses_interface(type(module).forward)
+    shape = (num_heads, key_heads, key_heads, head_dim)
+    return AttentionLayer(path, module, layer, uses, [], *shape, layer_type=None, causal=False)
 
 
 def _is_causal(module: nn.Module, modules: StackModules) -> bool:

@@ -102,7 +102,7 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any) -> li
         output = call_rotary(clone, torch.zeros(1, 3, 1, device=device), ids.unsqueeze(0), layer_type)
         stored = inverse_frequencies_of(clone, layer_type).detach()
         if stored.dtype == torch.float32:
-            refuse_other_angles(rotary, angles_in(output)[1], ids, stored)
+            refuse_other_angles(rotary, angles_in(output), ids, stored)
         sizes = output.abs() if isinstance(output, Tensor) else torch.hypot(*output[:2])
         found.append(Spectrum(length, stored.float().cpu().clone(), float(sizes.flatten()[0])))
     return found

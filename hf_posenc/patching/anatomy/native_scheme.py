@@ -11,7 +11,7 @@ import inspect
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from hf_posenc.patching.anatomy.formulas import (
     phases_of,
     spectra_of,
 )
-from hf_posenc.patching.anatomy.rotary_functions import looks_phases_up, pairing, rotary_call, rotary_output
+from hf_posenc.patching.anatomy.rotary_functions import inverse_frequencies_of, looks_phases_up, pairing, rotary_call
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, build_context
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial, build_context
 from hf_posenc.patching.anatomy.verification import has_other_code, verify_native
 from hf_posenc.patching.forwards import rebind
 from hf_posenc.schemes import (
@@ -42,10 +42,6 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.mrope import AXES
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-
-if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
 #: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
 _TOLERANCE = 1e-5
@@ -65,13 +61,13 @@ class Rotation:
     phases: Tensor
 
 
-def _observe_rotations(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> dict[str, Rotation]:
+def _observe_rotations(trial: Trial, stacks: list[Stack]) -> dict[str, Rotation]:
     """Runs the stock model on three tokens; returns the rotation of every layer that rotated, by attention path.
 
     Raises:
         UnsupportedError: if the model is on the meta device.
     """
-    if not anatomy.is_runnable:
+    if not trial.anatomy.is_runnable:
         raise UnsupportedError(
             "The native scheme of a rotary model is determined by running it, but this model is on the meta device. "
             "Load its weights first."
@@ -85,8 +81,8 @@ def _observe_rotations(anatomy: Anatomy, stacks: list[Stack], changes: Temporary
                 functions = {name: forward.__globals__[name] for name in attention.rotary_functions}
                 recorded = {name: _recording(function, path, seen) for name, function in functions.items()}
                 forwards.append((attention.module, types.MethodType(rebind(forward, recorded), attention.module)))
-    with changes.with_forwards(forwards):
-        run_briefly(anatomy, stacks, _OBSERVED_TOKENS)
+    with trial.with_forwards(forwards):
+        run_briefly(trial.anatomy, stacks, _OBSERVED_TOKENS)
     return seen
 
 
@@ -102,30 +98,30 @@ def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:
     return record
 
 
-def find_native_scheme(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> SchemeConfig:
+def find_native_scheme(trial: Trial, stacks: list[Stack]) -> SchemeConfig:
     """The scheme of verified stacks of a stock model, with its parameters. See `native_scheme`.
 
     Raises:
         UnsupportedError: if no scheme describes it.
     """
     rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
-    rotations = _observe_rotations(anatomy, stacks, changes) if rotating else {}
-    schemes = [stack.layout.native_scheme(stack, rotations, anatomy, changes) for stack in stacks]
+    rotations = _observe_rotations(trial, stacks) if rotating else {}
+    schemes = [stack.layout.native_scheme(stack, rotations, trial) for stack in stacks]
     if len(set(schemes)) > 1 and all(isinstance(scheme, LearnedConfig) for scheme in schemes):
         # The tables have different lengths, as in LED.
         schemes = [dataclasses.replace(scheme, num_positions=None) for scheme in schemes]
     if any(scheme != schemes[0] for scheme in schemes):
         raise UnsupportedError(
-            f"The stacks of {type(anatomy.model).__name__} have different position encodings "
+            f"The stacks of {type(trial.anatomy.model).__name__} have different position encodings "
             f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which a single config "
             "cannot describe."
         )
     declared = any(stack.architecture.native or stack.layout.has_axes or stack.mechanism for stack in stacks)
     looked_up = any(looks_phases_up(one.module) for stack in stacks for one in stack.rotaries)
-    if anatomy.is_runnable and (declared or looked_up or any(map(has_other_code, stacks))):
+    if trial.anatomy.is_runnable and (declared or looked_up or any(map(has_other_code, stacks))):
         # Phases and tables were compared by value, but a declaration depends only on the name of the architecture,
         # and somebody's own code may use a table in another way.
-        verify_native(anatomy, schemes[0], stacks, changes)
+        verify_native(trial, schemes[0], stacks)
     for stack in stacks:
         if stack.architecture.fixed_tables is not None:
             check_fixed_tables(stack.architecture.fixed_tables(stack), stack)
@@ -221,8 +217,7 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
 def _rotary_config(
     stack: Stack, attention: AttentionLayer, rotary: nn.Module, layer_type: str | None, rotation: Rotation
 ) -> SchemeConfig:
-    kind, width = rotary_output(rotary, layer_type=layer_type)
-    layout = pairing(rotation.function, kind)
+    width, layout = 2 * inverse_frequencies_of(rotary, layer_type).shape[-1], pairing(rotation.function)
     context = build_context(stack, attention)
     # The config of the module takes precedence, because that of the stack may have been replaced.
     source = next(one for one in (getattr(rotary, "config", None), stack.config) if one is not None)

@@ -22,8 +22,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.forwards import unknown_seam
 
 Layout = Literal["half", "half_reversed", "interleaved"]
-
-Kind = Literal["full", "half_width", "complex"]
 #: Allowed error of an angle, and of an angle per position: tables are computed in float32.
 _ERROR, _ERROR_PER_POSITION = 1e-4, 2e-7
 #: Number of axes of the positions of M-RoPE.
@@ -118,8 +116,6 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
         phase_shape, time_axis = next(iter(axes.items()))
         other_axes = {} if len(set(axes.values())) == 1 else axes
         return RotaryCall(query, key, time_axis, tuple(names), phase_shape, other_axes)
-    elif names[:3] == ["tensor", "sin", "cos"]:
-        time_axis = 1
     else:
         raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}{signature} does not show which axis of its "
@@ -162,24 +158,6 @@ def _observed_axes(
     return axes
 
 
-def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> tuple[Kind, int]:
-    """The kind of phases that a rotary module returns, and the number of dimensions of a head that it rotates.
-
-    Works on modules on the meta device.
-    """
-    if not has_inverse_frequencies(module, layer_type):
-        kind, angles = angles_in(_first_phases(module, 2))
-        return kind, 2 * angles.shape[-1]
-    frequencies = inverse_frequencies_of(module, layer_type)
-    width = 2 * frequencies.shape[-1]
-    hidden = torch.zeros(1, 1, 1, device=frequencies.device)
-    position_ids = torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device)
-    output = call_rotary(module, hidden, position_ids, layer_type)
-    if isinstance(output, Tensor):
-        return "complex", width
-    return ("half_width" if output[0].shape[-1] * 2 == width else "full"), width
-
-
 def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """Calls the forward of a rotary module's class with positions on one axis, ignoring a forward on the instance.
 
@@ -211,13 +189,15 @@ def inverse_frequencies_of(module: torch.nn.Module, layer_type: str | None = Non
         if isinstance(value, Tensor):
             return value
     rows = max((size for buffer in module.buffers() for size in buffer.shape[:-1]), default=2)
-    return frequencies_of(module, angles_in(_first_phases(module, rows))[1])
+    angles = first_angles(module, rows)
+    refuse_other_angles(module, angles, torch.arange(rows, device=angles.device), None)
+    return (angles[1] - angles[0]).float()
 
 
-def _first_phases(module: torch.nn.Module, length: int) -> Any:
-    """The output of a rotary module without frequencies for the first tokens."""
+def first_angles(module: torch.nn.Module, length: int) -> Tensor:
+    """The angles of a rotary module without frequencies for the first tokens, `(length, pairs)` float64."""
     ids = torch.arange(length, device=next((buffer.device for buffer in module.buffers()), None)).unsqueeze(0)
-    return call_rotary(module, torch.zeros(1, length, 1, device=ids.device), ids)
+    return angles_in(call_rotary(module, torch.zeros(1, length, 1, device=ids.device), ids))
 
 
 def rotating_layer_types(module: torch.nn.Module) -> list[str]:
@@ -242,16 +222,25 @@ def has_inverse_frequencies(module: torch.nn.Module, layer_type: str | None) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
+def pairing(function: Callable[..., Any]) -> Layout:
     """Which dimensions a rotary function rotates together, and in which direction, determined with unit vectors.
 
     With cos = 1, sin = 0 a linear function returns a permutation P of its input; with cos = 0, sin = 1 it returns
     P G, where G rotates each pair by 90 degrees. `inverse(P) (P G)` shows the pairs even if the output is permuted.
+    The function is tried with phases as wide as a head, then half as wide.
 
     Raises:
         UnsupportedError: for a pairing that is neither half, in either direction, nor interleaved.
     """
-    identity, quarter = _probe(function, output_kind, 1.0, 0.0), _probe(function, output_kind, 0.0, 1.0)
+    try:
+        return _pairing_with(_PROBE_DIM, function)
+    except UnsupportedError:
+        return _pairing_with(_PROBE_DIM // 2, function)
+
+
+def _pairing_with(width: int, function: Callable[..., Any]) -> Layout:
+    """`pairing` with phases of one width."""
+    identity, quarter = _probe(function, width, 1.0, 0.0), _probe(function, width, 0.0, 1.0)
     image = torch.linalg.solve(identity, quarter)[:, 0]
     half = _PROBE_DIM // 2
     layouts: tuple[tuple[Layout, int, float], ...] = (
@@ -270,15 +259,7 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
     )
 
 
-def grid_pairing(function: Callable[..., Any]) -> Layout:
-    """Same as `pairing` for a function whose phases may be as wide as a head or half as wide."""
-    try:
-        return pairing(function, "full")
-    except UnsupportedError:
-        return pairing(function, "half_width")
-
-
-def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: float) -> Tensor:
+def _probe(function: Callable[..., Any], width: int, cosine: float, sine: float) -> Tensor:
     """`(head_dim, head_dim)`: column c is the image of unit vector c."""
     call = rotary_call(function)
     unit = torch.eye(_PROBE_DIM)
@@ -286,7 +267,6 @@ def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: 
     phase_axes, tensor_axes = call.phase_shape
     tensor = unit.unsqueeze(0).unsqueeze(1 if call.time_axis == 2 else 2)
     tensor = tensor if tensor_axes == 4 else tensor.squeeze(0)
-    width = _PROBE_DIM // 2 if output_kind in ("half_width", "complex") else _PROBE_DIM
     shape = (1, _PROBE_DIM, width)[3 - phase_axes :]
     cos, sin = torch.full(shape, cosine), torch.full(shape, sine)
     arguments: dict[str, Any] = {call.query_name: tensor}
@@ -295,8 +275,6 @@ def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: 
     complex_name = next((name for name in COMPLEX_NAMES if name in call.parameters), None)
     if complex_name is not None:
         arguments[complex_name] = torch.complex(cos, sin)
-    elif call.query_name == "tensor":
-        arguments |= {"sin": sin[..., : _PROBE_DIM // 2], "cos": cos[..., : _PROBE_DIM // 2]}
     else:
         arguments |= {"cos": cos, "sin": sin}
     try:
@@ -320,14 +298,15 @@ def cosines_in(output: Any) -> Tensor:
     return found
 
 
-def angles_in(output: Any) -> tuple[Kind, Tensor]:
-    """The kind of the phases of tokens from position 0 on, and the angles of all pairs, `(length, pairs)` float64.
+def angles_in(output: Any) -> Tensor:
+    """The angles of all pairs in the phases of tokens from position 0 on, `(length, pairs)` float64.
 
-    Phases are full if they contain each pair twice, and on the meta device, where no values show it.
+    Phases as wide as a head hold each pair twice. On the meta device, where no values show it, all phases count as
+    such.
     """
     cosines = cosines_in(output)
     if cosines.is_complex():
-        return "complex", cosines[0].angle().double()
+        return cosines[0].angle().double()
     sines = output[1] if cosines is output[0] else output[0]
     angles = torch.atan2(sines.double(), cosines.double())[0]
     pairs = angles.shape[-1] // 2
@@ -336,18 +315,8 @@ def angles_in(output: Any) -> tuple[Kind, Tensor]:
         if angles.device.type == "meta" or all(
             torch.allclose(one[..., first], one[..., second], rtol=0.0, atol=1e-5) for one in (cosines, sines)
         ):
-            return "full", angles[:, first]
-    return "half_width", angles
-
-
-def frequencies_of(module: nn.Module, angles: Tensor) -> Tensor:
-    """The frequencies of the angles of consecutive positions, `(pairs,)` float32 in radians per position.
-
-    Raises:
-        UnsupportedError: if some angle is not the product of position and frequency.
-    """
-    refuse_other_angles(module, angles, torch.arange(len(angles), device=angles.device), None)
-    return (angles[1] - angles[0]).float()
+            return angles[:, first]
+    return angles
 
 
 def refuse_other_angles(module: nn.Module, angles: Tensor, ids: Tensor, stored: Tensor | None) -> None:

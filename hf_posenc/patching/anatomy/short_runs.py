@@ -62,7 +62,7 @@ def run_briefly(
         anatomy: the anatomy of their model.
         stacks: the stacks.
         length: number of tokens. Images and series have a fixed size instead.
-        constant: whether all frames of a series, or all pixels of an image, are equal.
+        constant: whether all numbers of a series or an image are equal.
         change: changes the arguments of a run on `length` tokens.
 
     Raises:
@@ -95,23 +95,24 @@ def _arguments(module: PreTrainedModel, device: torch.device, length: int, const
     declared = architecture_of(module.config).example_inputs
     if declared is None:
         kind = layout_of(module)
-        given = kind.example(module, length, constant)
+        given = kind.example(module, length)
         missing = [] if kind.takes_tokens else missing_arguments(module, given)
         if missing:
-            parameters = list(forward_parameters(type(module)))
-            raise NotRunnableError(
-                f"{type(module).__name__} needs {' and '.join(missing)}, which is not known, so it cannot be run to "
-                f"find out how it uses positions (its arguments: {', '.join(parameters[1:8])})."
-            )
+            raise unknown_inputs(module, f"needs {' and '.join(missing)}, which is not known")
     else:
         given = declared(module, length)
-        given = {name: torch.ones_like(one) if constant and _is_real(one) else one for name, one in given.items()}
-    given = {name: one.to(module.dtype) if _is_real(one) else one for name, one in given.items()}
-    return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()}
+    tensors = {name: one.to(device) for name, one in given.items() if isinstance(one, Tensor)}
+    real = {name: one.to(module.dtype) for name, one in tensors.items() if one.is_floating_point()}
+    return given | tensors | ({name: torch.ones_like(one) for name, one in real.items()} if constant else real)
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def unknown_inputs(module: nn.Module, why: str) -> NotRunnableError:
+    """Returns the error for a module of which it is unknown what it reads, given the reason."""
+    parameters = list(forward_parameters(type(module)))[1:8]
+    return NotRunnableError(
+        f"{type(module).__name__} {why}, so it cannot be run to find out how it uses positions (its arguments: "
+        f"{', '.join(parameters)})."
+    )
 
 
 def missing_arguments(module: nn.Module, given: Collection[str]) -> list[str]:
@@ -233,6 +234,8 @@ def distance(one: Tensor, other: Tensor) -> float:
 #: The tokens of the second row. The last one sees the others, even in a causal model, if `sees_all`.
 ORDER = [1, 0, 2]
 _LENGTH = len(ORDER)
+#: The problem of a stack that adds positions before its first layer.
+EMBEDDED = "the input of its first layer depends on the position of tokens"
 #: Arguments with tokens, or with vectors in their place.
 _TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "query_embeds", "hidden_states")
 #: Makes a difference of logits larger than the rounding of half precision.
@@ -282,7 +285,7 @@ class TokenOrder:
         rows = self._rows((*args, *kwargs.values()))
         # Only the layer that runs first gets embeddings. In a model that loops, it need not be the first of the list.
         if rows is not None and not self._embedded and self._is_positional(rows, self.strict):
-            self._note("the input of its first layer depends on the position of tokens")
+            self._note(EMBEDDED)
         self._embedded = True
         self._in_order = rows is not None
         return self._reordered(args, kwargs)
@@ -304,7 +307,7 @@ class TokenOrder:
         causal = attention.causal or bool(kwargs.get("is_causal"))
         causal = causal or any(map(_hides_later_keys, (*args, *kwargs.values())))
         first = rows[0, -1:] if causal else rows[0, -_LENGTH:][ORDER]
-        if _differ(first, rows[1, -first.shape[0] :]):
+        if distance(first, rows[1, -first.shape[0] :]) > 0:
             self._note(f"the output of {attention.path} ({_code_of(module)}) depends on the order of tokens")
 
     def _is_positional(self, rows: Tensor, strict: bool) -> bool:
@@ -312,7 +315,9 @@ class TokenOrder:
         several, rest = divmod(rows.shape[1], _LENGTH)
         # A module may have made several vectors of each token.
         ways = [rows[:, -_LENGTH:]] + ([] if rest else [rows.unflatten(1, (_LENGTH, several)).flatten(2)])
-        return all(_differ(own[0][ORDER], own[1]) and (strict or not _differ(own[0, -1], own[1, -1])) for own in ways)
+        return all(
+            distance(own[0][ORDER], own[1]) > 0 and (strict or distance(own[0, -1], own[1, -1]) == 0) for own in ways
+        )
 
     def _note(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -383,10 +388,6 @@ def _hides_later_keys(mask: Any) -> bool:
         return False
     last = mask[..., 0, -1]
     return bool((~last).all() if mask.dtype == torch.bool else (last < -1.0).all())
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return distance(one, other) > 0
 
 
 def _layer_path(path: str) -> str:

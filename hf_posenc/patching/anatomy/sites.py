@@ -16,18 +16,17 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import (
-    grid_pairing,
+    first_angles,
     has_inverse_frequencies,
     has_layer_types,
     inverse_frequencies_of,
     pairing,
-    rotary_output,
-    rotating_layer_types,
 )
 from hf_posenc.patching.forwards import forward_parameters
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 if TYPE_CHECKING:
+    from hf_posenc.patching.anatomy.anatomy import Anatomy
     from hf_posenc.patching.anatomy.architectures import Architecture
     from hf_posenc.patching.anatomy.discovery import PositionTable
     from hf_posenc.patching.layouts.layout import Layout
@@ -175,8 +174,12 @@ class Stack:
         return sorted({attention.layer for attention in self.attentions})
 
 
-class TemporaryChanges(Protocol):
-    """Changes of a stock model for short runs. A transaction makes them and takes them back."""
+class Trial(Protocol):
+    """A stock model that is changed for short runs. A transaction makes the changes and takes them back."""
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The anatomy of the model."""
 
     def with_scheme(self, config: SchemeConfig, stacks: list[Stack]) -> AbstractContextManager[Any]:
         """Context manager that yields the encoding with which some stacks run."""
@@ -254,7 +257,7 @@ def native_rotary_dim(stack: Stack, attention: AttentionLayer) -> int | None:
     if has_inverse_frequencies(rotary, attention.layer_type):
         return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
     # Some architectures do not rotate in layers of one type.
-    return None if has_layer_types(rotary) else own or rotary_output(rotary)[1]
+    return None if has_layer_types(rotary) else own or 2 * first_angles(rotary, 2).shape[-1]
 
 
 def with_layout(config: SchemeConfig, stack: Stack, attention: AttentionLayer) -> SchemeConfig:
@@ -272,17 +275,7 @@ def native_pairing(stack: Stack, attention: AttentionLayer) -> str | None:
     if not attention.rotary_functions:
         return None
     forward = inspect.unwrap(type(attention.module).forward)
-    function = forward.__globals__[native_rotary_function(attention)]
-    kind = "full"
-    if stack.layout.has_axes:
-        return grid_pairing(function)
-    if stack.rotaries:
-        rotary = stack.rotaries[0].module
-        known = [attention.layer_type, *rotating_layer_types(rotary)]
-        known = [layer_type for layer_type in known if has_inverse_frequencies(rotary, layer_type)]
-        if known or not has_layer_types(rotary):
-            kind, _ = rotary_output(rotary, layer_type=known[0] if known else None)
-    return pairing(function, kind)
+    return pairing(forward.__globals__[native_rotary_function(attention)])
 
 
 def native_rotary_function(attention: AttentionLayer) -> str:

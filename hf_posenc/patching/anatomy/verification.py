@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed
 from hf_posenc.patching.anatomy.short_runs import (
+    EMBEDDED,
     ORDER,
     NotRunnableError,
     TokenOrder,
@@ -31,14 +32,13 @@ from hf_posenc.patching.anatomy.short_runs import (
     seen_briefly,
     sees_all,
 )
-from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.sites import Stack, Trial
 from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.sites import TemporaryChanges
 
 #: Number of tokens in runs that exchange two tokens, and in runs whose outputs are compared.
 _FEW_TOKENS, _TOKENS = 3, 8
@@ -94,7 +94,7 @@ def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
     return None
 
 
-def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], trial: Trial) -> None:
     """Refuses stacks in which positions act although every mechanism that was found is disabled.
 
     Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
@@ -120,7 +120,7 @@ def refuse_hidden_positions(anatomy: Anatomy, stacks: list[Stack], changes: Temp
     if bare:
         _refuse_positions_of_features(anatomy, bare)
     if silenced or text or sparse:
-        with changes.with_scheme(NoneConfig(), stacks):
+        with trial.with_scheme(NoneConfig(), stacks):
             if silenced:
                 _refuse_positions_of_features(anatomy, silenced)
             for found, check in ((text, _refuse_order_of_tokens), (sparse, _refuse_places_of_words)):
@@ -141,7 +141,7 @@ def _refuse_order_of_tokens(anatomy: Anatomy, stacks: list[Stack]) -> None:
         run_briefly(anatomy, stacks, len(ORDER), change=in_both_orders)
     for stack, one in zip(stacks, seen, strict=True):
         if one.problem:
-            raise UnsupportedError(_message(stack, one.problem))
+            raise _acting_nevertheless(stack, one.problem)
 
 
 class _Seen(BaseException):
@@ -163,7 +163,7 @@ def _refuse_places_of_words(anatomy: Anatomy, stacks: list[Stack]) -> None:
         # Architectures append tokens until their number is a multiple of a window.
         words = found[0][0, : len(ORDER)] if found else None
         if words is not None and any(distance(words[0], word) > 0 for word in words):
-            raise UnsupportedError(_message(stack, "the input of its first layer depends on the position of tokens"))
+            raise _acting_nevertheless(stack, EMBEDDED)
 
 
 def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None:
@@ -175,18 +175,14 @@ def _refuse_positions_of_features(anatomy: Anatomy, stacks: list[Stack]) -> None
             periods = range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1)
             pairs = (pair for period in periods for pair in zip(tokens[:-period], tokens[period:], strict=True))
             if all(distance(one, other) > 0 for one, other in pairs):
-                raise UnsupportedError(
-                    _message(stack, "the input of its first layer depends on the position of tokens")
-                )
+                raise _acting_nevertheless(stack, EMBEDDED)
     outputs = seen_briefly(anatomy, stacks, len(ORDER), lambda stack: attended_twice(stack, _before_the_last))
     for stack, results in zip(stacks, outputs, strict=True):
         first = stack.attentions[0]
         if results and sees_all(first, stack) and not has_convolution(first.module):
             one, other = results[0]
             if distance(one[:, -1:], other[:, -1:]) > 0:
-                raise UnsupportedError(
-                    _message(stack, "the output of its first attention layer depends on token order")
-                )
+                raise _acting_nevertheless(stack, "the output of its first attention layer depends on token order")
 
 
 def has_other_code(stack: Stack) -> bool:
@@ -212,10 +208,11 @@ def _before_the_last(tokens: int) -> list[int]:
     return [*range(tokens - 3), tokens - 2, tokens - 3, tokens - 1] if tokens > 2 else [*range(tokens)]
 
 
-def _message(stack: Stack, what: str) -> str:
+def _acting_nevertheless(stack: Stack, what: str) -> UnsupportedError:
+    """Returns the error for a stack in which positions act, given what depends on them."""
     if _nothing_found(stack):
-        return _undiscovered_message(stack, what)
-    return (_silenced_message if _is_silenced(stack) else _own_message)(stack, what)
+        return UnsupportedError(_undiscovered_message(stack, what))
+    return UnsupportedError((_silenced_message if _is_silenced(stack) else _own_message)(stack, what))
 
 
 def _undiscovered_message(stack: Stack, what: str) -> str:
@@ -267,32 +264,30 @@ def _own_message(stack: Stack, what: str) -> str:
     )
 
 
-def verify_native(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def verify_native(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs a stock model on a few tokens, with its native mechanism and with the scheme in its place.
 
     Args:
-        anatomy: the anatomy of the stock model.
+        trial: the stock model.
         config: the scheme that is declared to be equivalent to the native mechanism.
         stacks: the stacks of the model.
-        changes: places the scheme for a run.
     """
-    difference = _difference(anatomy, config, stacks, changes)
+    difference = _difference(trial, config, stacks)
     if difference is not None:
         raise undescribed(
-            f"The position mechanism of this {type(anatomy.model).__name__} does not match the declaration of its "
-            f"architecture: with {config} in its place the outputs for {_TOKENS} tokens differ by {difference:.2g} of "
-            "their size. A table or a setting of the mechanism is unusual."
+            f"The position mechanism of this {type(trial.anatomy.model).__name__} does not match the declaration of "
+            f"its architecture: with {config} in its place the outputs for {_TOKENS} tokens differ by "
+            f"{difference:.2g} of their size. A table or a setting of the mechanism is unusual."
         )
 
 
-def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def verify_adopted_tables(trial: Trial, stacks: list[Stack]) -> None:
     """Makes the same comparison before any scheme is placed in a model whose native bias tables a scheme can adopt.
 
     With the native tables, the declared scheme must reproduce the stock outputs, whatever values the tables hold. If
     it does not, this version of transformers uses the tables differently, or discovery has failed, and adopted tables
     would have another meaning. Models without such tables are not run.
     """
-    model = anatomy.model
     declared = [
         stack
         for stack in stacks
@@ -302,8 +297,9 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
     native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
     for config in native - {None}:
         assert config is not None
-        difference = _difference(anatomy, config, stacks, changes)
+        difference = _difference(trial, config, stacks)
         if difference is not None:
+            model = trial.anatomy.model
             raise UnsupportedError(
                 f"This {type(model).__name__} does not compute the same as {config} with its bias tables: the outputs "
                 f"for {_TOKENS} tokens differ by {difference:.2g} of their size. hf_posenc does not support this "
@@ -312,7 +308,7 @@ def verify_adopted_tables(anatomy: Anatomy, stacks: list[Stack], changes: Tempor
             )
 
 
-def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> None:
+def refuse_failing(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs stacks of features or pixels with a scheme, which may need more than they have, such as a place for vectors.
 
     Only a run shows which coordinates reach the layers of these stacks, and in which order. Stacks of text are not run:
@@ -322,13 +318,13 @@ def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], 
         UnsupportedError: if a short run fails with the scheme and succeeds without.
     """
     try:
-        with torch.random.fork_rng(devices=[]), changes.with_scheme(config, stacks):
-            run_briefly(anatomy, stacks, _TOKENS)
+        with torch.random.fork_rng(devices=[]), trial.with_scheme(config, stacks):
+            run_briefly(trial.anatomy, stacks, _TOKENS)
     except SequenceLengthError:
         return  # A shorter input may suit the scheme.
     except NotRunnableError as error:
         try:
-            run_briefly(anatomy, stacks, _TOKENS)
+            run_briefly(trial.anatomy, stacks, _TOKENS)
         except NotRunnableError:
             return  # It is unknown which inputs the stock model needs.
         cause = error.__cause__
@@ -339,14 +335,14 @@ def refuse_failing(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], 
         ) from error
 
 
-def _difference(anatomy: Anatomy, config: SchemeConfig, stacks: list[Stack], changes: TemporaryChanges) -> float | None:
+def _difference(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> float | None:
     """The difference of the outputs relative to their size; `None` if it is within the tolerance."""
-    stock = _outputs(anatomy, stacks)
+    stock = _outputs(trial.anatomy, stacks)
     # Building a part draws its initial weights. The caller's random generator must keep its state.
-    with torch.random.fork_rng(devices=[]), changes.with_scheme(config, stacks):
-        replaced = _outputs(anatomy, stacks)
+    with torch.random.fork_rng(devices=[]), trial.with_scheme(config, stacks):
+        replaced = _outputs(trial.anatomy, stacks)
     difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
-    return None if difference <= _TOLERANCE.get(anatomy.model.dtype, _HALF_TOLERANCE) else difference
+    return None if difference <= _TOLERANCE.get(trial.anatomy.model.dtype, _HALF_TOLERANCE) else difference
 
 
 def _outputs(anatomy: Anatomy, stacks: list[Stack]) -> Tensor:

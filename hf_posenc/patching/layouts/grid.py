@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
-from hf_posenc.patching.anatomy.architectures.declaration import numbers
+from hf_posenc.patching.anatomy.anatomy import StackModules
+from hf_posenc.patching.anatomy.architectures.example_inputs import numbers, sides
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.native_scheme import Rotation
-from hf_posenc.patching.anatomy.short_runs import NotRunnableError
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, TemporaryChanges
+from hf_posenc.patching.anatomy.short_runs import unknown_inputs
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
 from hf_posenc.patching.call.grid_state import GridState, grid_state
 from hf_posenc.patching.call.module_sites import RotaryModuleSite
 from hf_posenc.patching.forwards import forward_parameters, named_arguments
@@ -95,7 +95,7 @@ class Grid(Layout):
     def _among(cls, modules: list[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> Grid:
         projection: Any = next((module for _, module in modules if _is_projection(module, config)), None)
         steps = getattr(config, "patch_size", None) if projection is None else projection.stride
-        step = (steps, steps) if isinstance(steps, int) else steps
+        step = sides(steps) if isinstance(steps, int) else steps
         grid = cls(projection, step, _native_sizes(projection, step, config), suffix_tokens=suffix_tokens)
         others = 0 if grid.native is None else math.prod(grid.native) + suffix_tokens
         for path, module in modules:
@@ -125,13 +125,11 @@ class Grid(Layout):
         return [(site.path, site.module) for site in sites if site.module is not modules.module]
 
     @classmethod
-    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+    def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """One image, one video or one spectrogram of the size in the config."""
-        given = _spectrogram(module) if _reads_spectrogram(module.config) else _pixels(module)
-        return {
-            name: torch.ones_like(value) if constant and value.is_floating_point() else value
-            for name, value in given.items()
-        }
+        if _reads_spectrogram(module.config):
+            return {"input_values": numbers(1, int(module.config.max_length), int(module.config.num_mel_bins))}
+        return _pixels(module)
 
     def table(self, stack: Stack) -> Tensor | None:
         """The first table, with the rows of tokens without a place."""
@@ -174,11 +172,9 @@ class Grid(Layout):
         """Whether there are patches away from the edges. Patches from another stack contain its positions."""
         return self.projection is not None and tokens is not None and tokens.shape[1] >= _FEWEST_PATCHES
 
-    def native_scheme(
-        self, stack: Stack, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
-    ) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
         """The scheme of its tables, its biases and its rotations."""
-        return native_grid_scheme(stack, self, rotations, anatomy, changes)
+        return native_grid_scheme(stack, self, rotations, trial)
 
     def check_parts(self, config: SchemeConfig, parts: SchemeParts) -> None:
         """Refuses parts for another number of axes."""
@@ -225,7 +221,7 @@ class Grid(Layout):
             else:
                 journal.set_forward(first.module, site)
             for table in tables:
-                journal.freeze_table(table)
+                journal.freeze(table.module, table.name)
                 report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
         in_order = self.in_raster_order(encoding.acting_parts())
         if in_order:
@@ -337,9 +333,8 @@ def _native_sizes(
 def _sides(config: Any) -> tuple[int, int] | None:
     """Height and width of an image in pixels, if the config states them."""
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
-    if isinstance(size, int):
-        return size, size
-    return (int(size[-2]), int(size[-1])) if isinstance(size, list | tuple) and len(size) >= 2 else None
+    stated = isinstance(size, int) or (isinstance(size, list | tuple) and len(size) >= 2)
+    return sides(size) if stated else None
 
 
 def _frames(config: Any) -> int | None:
@@ -378,15 +373,14 @@ def _pixels(model: PreTrainedModel) -> dict[str, Any]:
     names = forward_parameters(type(model))
     if "grid_thw" in names:
         return _packed(model)
-    sides, channels, frames = _sides(config) or (_SIDE, _SIDE), _channels(config), _frames(config)
-    shape = (1, channels, *sides) if frames is None else (1, frames, channels, *sides)
+    pixels, channels, frames = _sides(config) or (_SIDE, _SIDE), _channels(config), _frames(config)
+    shape = (1, channels, *pixels) if frames is None else (1, frames, channels, *pixels)
     given = {_name(model): numbers(*shape)}
     if "patch_attention_mask" in names:
-        rows, columns = (side // step for side, step in zip(sides, _patch_size(model), strict=True))
+        rows, columns = (side // step for side, step in zip(pixels, _patch_size(config), strict=True))
         given["patch_attention_mask"] = torch.ones(1, rows, columns, dtype=torch.bool)
     if "spatial_shapes" in names:
-        rows, columns = _patch_size(model)
-        given[_name(model)] = numbers(1, 4, channels * rows * columns)
+        given[_name(model)] = numbers(1, 4, channels * math.prod(_patch_size(config)))
         given["spatial_shapes"] = torch.tensor([[2, 2]])
         given["pixel_attention_mask"] = torch.ones(1, 4, dtype=torch.int64)
     return given
@@ -396,33 +390,21 @@ def _packed(model: PreTrainedModel) -> dict[str, Any]:
     """Patches of one image, already cut out."""
     config = model.config
     merge = int(getattr(config, "spatial_merge_size", 1))
-    rows, columns = _patch_size(model)
     frames = int(getattr(config, "temporal_patch_size", 1))
-    channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
-    values = numbers(4 * merge * merge, channels * frames * rows * columns)
+    values = numbers(4 * merge * merge, _channels(config) * frames * math.prod(_patch_size(config)))
     given = {_name(model): values, "grid_thw": torch.tensor([[1, 2 * merge, 2 * merge]])}
     if "merge_sizes" in forward_parameters(type(model)):
         given["merge_sizes"] = torch.tensor([merge])
     return given
 
 
-def _patch_size(model: PreTrainedModel) -> tuple[int, int]:
+def _patch_size(config: Any) -> tuple[int, int]:
     """Rows and columns of a patch, in pixels."""
-    size = getattr(model.config, "patch_size", 16)
-    return (size, size) if isinstance(size, int) else tuple(int(side) for side in size[-2:])  # type: ignore[return-value]
+    return sides(getattr(config, "patch_size", 16))
 
 
 def _name(model: PreTrainedModel) -> str:
     name = _pixel_argument(model)
     if name is None:
-        parameters = list(forward_parameters(type(model)))[1:8]
-        raise NotRunnableError(
-            f"{type(model).__name__} takes images in an unknown form, so it cannot be run to find out how it uses "
-            f"positions, and the places of its patches are unknown (its arguments: {', '.join(parameters)})."
-        )
+        raise unknown_inputs(model, "takes images in an unknown form, with patches in unknown places")
     return name
-
-
-def _spectrogram(model: PreTrainedModel) -> dict[str, Any]:
-    """The argument of a model for a spectrogram of the size in its config."""
-    return {"input_values": numbers(1, int(model.config.max_length), int(model.config.num_mel_bins))}

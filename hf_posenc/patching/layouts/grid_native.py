@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import undescribed, zero_bias_of
+from hf_posenc.patching.anatomy.architectures.example_inputs import sides
 from hf_posenc.patching.anatomy.discovery import OwnedTable
 from hf_posenc.patching.anatomy.formulas import vectors_of
 from hf_posenc.patching.anatomy.native_scheme import Rotation, composed, several_tables
 from hf_posenc.patching.anatomy.short_runs import run_briefly
-from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack, build_context, native_pairing
+from hf_posenc.patching.anatomy.sites import AttentionLayer, NamedModule, Stack, Trial, build_context, native_pairing
 from hf_posenc.patching.call.grid_state import in_raster
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import ZeroOutput, forward_on_instance, names_used, unrotated
@@ -32,8 +33,6 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.anatomy import Anatomy
-    from hf_posenc.patching.anatomy.sites import TemporaryChanges
     from hf_posenc.patching.layouts.grid import Grid
 
 
@@ -93,9 +92,7 @@ class GridBias(NamedModule):
     def window(self) -> tuple[int, int] | None:
         """The sizes of the window that the table is for."""
         size = getattr(self.module, "window_size", None)
-        if isinstance(size, int):
-            return size, size
-        return (int(size[0]), int(size[1])) if isinstance(size, tuple | list) else None
+        return sides(size) if isinstance(size, int | tuple | list) else None
 
     def acts_on(self, attention_path: str) -> bool:
         """Whether the bias belongs to an attention module: it is inside it, next to it, or above it."""
@@ -114,12 +111,10 @@ class GridBias(NamedModule):
         elif self.kind == "network":
             network = getattr(module, name)
             journal.set_forward(network, ZeroOutput(network))
-            journal.freeze_all(network)
+            journal.freeze(module, name)
         elif self.kind == "flag":
             journal.set(module, name, False)
-            for own in module._parameters:
-                if "rel_pos" in own:
-                    journal.freeze(module, own)
+            journal.freeze(module, *(own for own in module._parameters if "rel_pos" in own))
         elif self.kind == "rotation":
             journal.set(module, name, unrotated)
         else:
@@ -218,9 +213,7 @@ _ASSIGNMENTS = ("block", "split", "alternating", "interleaved")
 _GRID_OF_AXES = {2: (14,), 3: (14, 14)}
 
 
-def native_grid_scheme(
-    stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
-) -> SchemeConfig:
+def native_grid_scheme(stack: Stack, grid: Grid, rotations: Mapping[str, Rotation], trial: Trial) -> SchemeConfig:
     """The scheme of the tables, the biases and the rotations of a stack of patches."""
     if len(grid.tables) > 1:
         raise several_tables(stack, [table.full_name for table in grid.tables])
@@ -231,7 +224,7 @@ def native_grid_scheme(
         found.append(bias)
     if rotated:
         # All layers of a vision model receive the same phases; the comparison of outputs would show if they do not.
-        found.append(_rotation_scheme(stack, *rotated[0], anatomy, changes))
+        found.append(_rotation_scheme(stack, *rotated[0], trial))
     return composed(found)
 
 
@@ -328,13 +321,11 @@ def _resized_alike(learned: LearnedConfig, table: OwnedTable, grid: Grid) -> Lea
     return learned
 
 
-def _rotation_scheme(
-    stack: Stack, attention: AttentionLayer, rotation: Rotation, anatomy: Anatomy, changes: TemporaryChanges
-) -> SchemeConfig:
+def _rotation_scheme(stack: Stack, attention: AttentionLayer, rotation: Rotation, trial: Trial) -> SchemeConfig:
     """The scheme with the phases that a layer received in a short run."""
     layout = native_pairing(stack, attention)
     assert layout is not None
-    positions = _positions_of(stack, anatomy, changes)
+    positions = _positions_of(stack, trial)
     context = build_context(stack, attention)
     shown = _per_pair(rotation.phases, layout)
     if positions.coordinates is not None:
@@ -397,15 +388,15 @@ def _bases(config: Any) -> list[float]:
     return list(dict.fromkeys([float(one) for one in stated if one] + [10000.0, 100.0]))
 
 
-def _positions_of(stack: Stack, anatomy: Anatomy, changes: TemporaryChanges) -> Positions:
+def _positions_of(stack: Stack, trial: Trial) -> Positions:
     """The positions of the first layer in a short run, as the library finds them."""
     seen: list[Positions] = []
     # A scheme for the order of tokens does not depend on the number of axes.
-    with changes.with_scheme(RopeConfig(), [stack]) as encoding:
+    with trial.with_scheme(RopeConfig(), [stack]) as encoding:
         layers = encoding.stacks[stack.name].layers
         for part in {id(layer.query_key_map): layer.query_key_map for layer in layers}.values():
             part.__dict__["phases"] = _recording(part, seen)
-        run_briefly(anatomy, [stack], 3)
+        run_briefly(trial.anatomy, [stack], 3)
     return dataclasses.replace(seen[0], memo={})
 
 

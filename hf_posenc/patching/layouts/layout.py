@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
-from hf_posenc.patching.anatomy.anatomy import Anatomy, StackModules
-from hf_posenc.patching.anatomy.architectures.declaration import numbers
+from hf_posenc.patching.anatomy.anatomy import StackModules
+from hf_posenc.patching.anatomy.architectures.example_inputs import numbers
 from hf_posenc.patching.anatomy.discovery import WIDTHS, PositionTable, first_int, position_tables
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.native_scheme import Rotation, declared_scheme, layer_schemes, several_tables
-from hf_posenc.patching.anatomy.short_runs import NotRunnableError
-from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, TemporaryChanges
+from hf_posenc.patching.anatomy.short_runs import unknown_inputs
+from hf_posenc.patching.anatomy.sites import AttentionLayer, Stack, Trial
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.module_sites import RotaryModuleSite, TableOwner, TableSite
 from hf_posenc.patching.forwards import forward_parameters, names_used
@@ -87,13 +87,12 @@ class Layout:
         return [(table.path, table.module) for table in position_tables(modules)]
 
     @classmethod
-    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+    def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """The arguments of a short run.
 
         Args:
             module: the stack, or the part of a model that holds it.
             length: number of tokens, where the arguments determine it.
-            constant: whether all numbers of an image or a series are equal.
 
         Raises:
             NotRunnableError: if it is unknown what the module reads.
@@ -145,9 +144,7 @@ class Layout:
         """Whether the input of the first layer, `(batch, length, hidden)`, shows whether equal tokens stay equal."""
         raise NotImplementedError
 
-    def native_scheme(
-        self, stack: Stack, rotations: Mapping[str, Rotation], anatomy: Anatomy, changes: TemporaryChanges
-    ) -> Any:
+    def native_scheme(self, stack: Stack, rotations: Mapping[str, Rotation], trial: Trial) -> Any:
         """The native scheme: what is declared, or else that of the vectors and of the rotation of every layer."""
         declared = declared_scheme(stack)
         if declared is not None:
@@ -239,17 +236,14 @@ class Text(Layout):
         return True
 
     @classmethod
-    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+    def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """A few words."""
         parameters = forward_parameters(type(module))
         if "input_ids" in parameters:
             return cls._words(module, length)
         embedded = next((name for name in _EMBEDDINGS if name in parameters), None)
         if embedded is None:
-            raise NotRunnableError(
-                f"{type(module).__name__} does not take token ids, so it cannot be run to find out how it uses "
-                f"positions (its arguments: {', '.join(list(parameters)[1:8])})."
-            )
+            raise unknown_inputs(module, "does not take token ids")
         return {embedded: _embeddings(module, length)} | _encoded(module, length)
 
     @classmethod

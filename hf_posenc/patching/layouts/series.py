@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import StackModules
-from hf_posenc.patching.anatomy.architectures.declaration import FRAMES, SAMPLES, numbers, undescribed
+from hf_posenc.patching.anatomy.architectures.declaration import undescribed
+from hf_posenc.patching.anatomy.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.anatomy.discovery import SOURCE_LENGTH, WIDTHS, OwnedTable, first_int, table_origin
 from hf_posenc.patching.anatomy.formulas import sinusoids_like
 from hf_posenc.patching.anatomy.sites import NamedModule, Stack
@@ -139,17 +140,13 @@ class Series(Layout):
         return series
 
     @classmethod
-    def example(cls, module: PreTrainedModel, length: int, constant: bool) -> dict[str, Any]:
+    def example(cls, module: PreTrainedModel, length: int) -> dict[str, Any]:
         """A series of a fixed length."""
         parameters = forward_parameters(type(module))
         given: dict[str, Any] = {}
         for name, rule in _RULES.items():
             if name in parameters:
                 given[name] = rule(module, given)
-        if constant:
-            axes = _time_axes(given, module)
-            period = first_int(module.config, ("patch_length",), 1) if "past_values" in given else 1
-            given = {name: _periodic(value, axes.get(name), period) for name, value in given.items()}
         return given
 
     @property
@@ -210,7 +207,7 @@ class Series(Layout):
             kind = type(source.module).__name__
             if isinstance(source, OwnedTable):
                 site: Any = ParameterSite(source, runtime, additive)
-                journal.freeze_table(source)
+                journal.freeze(source.module, source.name)
                 path, what = source.full_name, f"position table ({kind})"
             else:
                 site = (ConvolutionSite if source.kind == "convolution" else LengthSite)(source, runtime, additive)
@@ -335,30 +332,11 @@ _RULES: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Tensor]] = {
     "patch_input": _patches,
     "input_features_mask": _mask_of_frames,
     "audio_mel_mask": lambda model, given: torch.zeros(1, given["audio_mel"].shape[1], dtype=torch.bool),
-    "past_values_padding": lambda model, given: torch.zeros_like(given["past_values"]),
+    "past_values_padding": lambda model, given: torch.zeros_like(given["past_values"], dtype=torch.int64),
     "past_observed_mask": lambda model, given: torch.ones_like(given["past_values"]),
     "mask": lambda model, given: torch.ones(1, FRAMES, dtype=torch.int64),
     "freq": lambda model, given: torch.zeros(1, 1, dtype=torch.int64),
 }
-
-
-def _time_axes(given: dict[str, Any], model: PreTrainedModel) -> dict[str, int]:
-    """The axis of time of every argument that holds numbers."""
-    axes = dict.fromkeys(("audio_mel", "past_values", "hidden_states"), 1)
-    axes["latents"] = 2
-    axes["patch_input"] = 2
-    axes["input_features"] = 2 if starts_with_bins(model) else 1
-    values = given.get("input_values")
-    axes["input_values"] = 1 if values is None or values.dim() == 2 or values.shape[1] > values.shape[2] else 2
-    return axes
-
-
-def _periodic(value: Tensor, axis: int | None, period: int) -> Tensor:
-    """The series in which the first `period` frames are repeated."""
-    if axis is None:
-        return value
-    frames = torch.arange(value.shape[axis], device=value.device) % period
-    return value.index_select(axis, frames)
 
 
 class InputView(Viewed):

@@ -228,20 +228,42 @@ class CheckedContinuousBatching(CheckedMethod):
         """Starts continuous batching."""
         if not self.in_force:
             return self.__wrapped__(*args, **kwargs)
-        layers = _decoder_layers(self.encoding)
         given = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
-        refuse_pages(self.encoding, self.model)
+        self._refuse_pages()
         # Without hints, each prompt is checked when it is added.
         hints = given.get("workload_hints")
         if longest := 0 if hints is None else hints.max_prompt_length + hints.max_generated_length:
             self.encoding.reach().check(torch.tensor([longest - 1]))
-        if any(layer.reads_pages for layer in layers):
+        if any(layer.reads_pages for layer in self.layers):
             given[_CONFIG] = self._settings(given)
-        manager = self.__wrapped__(**given)
-        width = _needed_width(self.encoding, self.model)
-        if any(width > layer.head_dim for layer in layers) and manager.batch_processor is None:
+        manager, width = self.__wrapped__(**given), self.width
+        if any(width > layer.head_dim for layer in self.layers) and manager.batch_processor is None:
             manager._create_batch_processor = functools.partial(_with_wide_pages, manager, width)
         return manager
+
+    @property
+    def layers(self) -> list[LayerEncoding]:
+        """All layers of the scheme."""
+        return [layer for stack in self.encoding.stacks.values() for layer in stack.layers]
+
+    @property
+    def width(self) -> int:
+        """The width of pages that the keys of the scheme need."""
+        return max((page_width(layer, self.model.dtype) for layer in self.layers), default=0)
+
+    def _refuse_pages(self) -> None:
+        """Refuses a scheme that cannot be computed from paged keys."""
+        label = self.encoding.label
+        for site in self.encoding.record.placed(ScoresAttention):
+            raise UnsupportedError(
+                f"Continuous batching cannot run {label}: {type(site.module).__name__} computes its scores itself, "
+                f"without the attention interface that reads paged keys. {PAGES.remedy}"
+            )
+        if is_length_dependent(self.encoding):
+            PAGES.refuse(self.encoding.needs(), label)
+        if "flash" in (self.model.config._attn_implementation or ""):
+            for layer in self.layers:
+                PAGES_OF_FLASH.refuse(layer.needs(), label)
 
     def _settings(self, given: dict[str, Any]) -> ContinuousBatchingConfig:
         """The settings of a call, so that no graph or kernel reads pages itself; refuses those that ask for it."""
@@ -265,10 +287,9 @@ class CheckedContinuousBatching(CheckedMethod):
         """
         if note_of(cache, _CHECKED_FOR) is self:
             return
-        refuse_pages(self.encoding, self.model)
-        layers, needed = _decoder_layers(self.encoding), _needed_width(self.encoding, self.model)
-        found = width_of_pages(cache, min((layer.head_dim for layer in layers), default=0))
-        reads_pages = any(layer.reads_pages for layer in layers)
+        self._refuse_pages()
+        needed, found = self.width, width_of_pages(cache, min((layer.head_dim for layer in self.layers), default=0))
+        reads_pages = any(layer.reads_pages for layer in self.layers)
         if found is not None and found < needed:
             problem = f"the keys of this scheme have width {needed}, but its pages have width {found}"
         elif reads_pages and self.model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -280,28 +301,6 @@ class CheckedContinuousBatching(CheckedMethod):
             f"Continuous batching cannot run {self.encoding.label} with this manager, which was created before the "
             f"scheme was placed: {problem}. Create a new one with model.init_continuous_batching()."
         )
-
-
-def _needed_width(encoding: PositionEncoding, model: Any) -> int:
-    return max((page_width(layer, model.dtype) for layer in _decoder_layers(encoding)), default=0)
-
-
-def refuse_pages(encoding: PositionEncoding, model: Any) -> None:
-    """Refuses a scheme that cannot be computed from paged keys."""
-    for site in encoding.record.placed(ScoresAttention):
-        raise UnsupportedError(
-            f"Continuous batching cannot run {encoding.label}: {type(site.module).__name__} computes its scores "
-            f"itself, without the attention interface that reads paged keys. {PAGES.remedy}"
-        )
-    if is_length_dependent(encoding):
-        PAGES.refuse(encoding.needs(), encoding.label)
-    if "flash" in (model.config._attn_implementation or ""):
-        for layer in _decoder_layers(encoding):
-            PAGES_OF_FLASH.refuse(layer.needs(), encoding.label)
-
-
-def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:
-    return [layer for stack in encoding.stacks.values() for layer in stack.layers]
 
 
 def refuse_running_batches(model: nn.Module) -> None:

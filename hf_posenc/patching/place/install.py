@@ -203,11 +203,7 @@ def _silence_relative(attention: AttentionLayer, journal: Journal) -> None:
         journal.set_forward(relative.projection, ZeroOutput(relative.projection))
     if relative.method is not None:
         journal.replace(attention.module, relative.method, unrotated)
-    for name in relative.names:
-        if name in attention.module._parameters:
-            journal.freeze(attention.module, name)
-        else:
-            journal.freeze_all(getattr(attention.module, name))
+    journal.freeze(attention.module, *relative.names)
 
 
 def _install_attention(

@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, is_entry, read_entry
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.anatomy.anatomy import config_paths
 from hf_posenc.patching.anatomy.weights import Sample
 from hf_posenc.patching.forwards import (
     PlacedForward,
@@ -41,7 +42,6 @@ from hf_posenc.schemes.registry import scheme_from_dict
 from hf_posenc.schemes.validation import shown
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.anatomy.discovery import OwnedTable
     from hf_posenc.patching.place.lengths import Lengths
 
 Site = TypeVar("Site", bound=PlacedForward)
@@ -130,36 +130,40 @@ class Journal:
         """
         place, before = place_of_forward(module), forward_on_instance(module)
         value = wrapper(before)
-        self.changes.append(_Change(module, place, before is not None, (value, before), "forward"))
+        self.changes.append(_Change(module, place, before is not None, before, "forward", ours=value))
         module.__dict__[place] = value
 
     def adopt_forward(self, module: nn.Module, forward: PlacedForward) -> None:
         """Records the forward of a copied module, which is a copy of a forward that this journal has placed."""
         place, inner = place_of_forward(module), forward.inner
-        self.changes.append(_Change(module, place, inner is not None, (forward, inner), "forward"))
+        self.changes.append(_Change(module, place, inner is not None, inner, "forward", ours=forward))
 
     def forwards(self) -> Iterator[Any]:
         """The forwards that are in effect, directly or inside a wrapper from another library."""
         for change in self.changes:
             if change.kind == "forward" and forward_on_instance(change.target) is not None:
-                yield change.value[0]
+                yield change.ours
 
     def add_forward_pre_hook(self, module: nn.Module, hook: Any) -> None:
         """Registers a hook that also takes keyword arguments."""
         self.changes.append(_Change(module, "_forward_pre_hooks", False, None, "hook", ours=hook))
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def freeze(self, module: nn.Module, name: str) -> None:
-        """Freezes a native weight that has no effect under the new scheme.
+    def freeze(self, module: nn.Module, *names: str) -> None:
+        """Freezes native weights that have no effect under the new scheme: parameters, or all weights of submodules.
 
-        It is recorded by module and name, because loading a state dict may replace the parameter.
+        Names of anything else are skipped. A parameter is recorded by module and name, because loading a state dict may
+        replace it.
         """
-        parameter = module._parameters[name]
-        if parameter is not None:
-            self.changes.append(_Change(module, name, True, parameter.requires_grad, "frozen"))
-            parameter.requires_grad_(False)
+        for name in names:
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                self.changes.append(_Change(module, name, True, parameter.requires_grad, "frozen"))
+                parameter.requires_grad_(False)
+            elif module._modules.get(name) is not None:
+                self.freeze_all(module._modules[name])
 
-    def freeze_all(self, module: nn.Module) -> None:
+    def freeze_all(self, module: Any) -> None:
         """Freezes all native weights in a module that has no effect under the new scheme."""
         for one in module.modules():
             if type(one).__module__.startswith("peft."):
@@ -168,15 +172,7 @@ class Journal:
                     "That part would be lost, and training it would change nothing. Remove the adapter first "
                     "(model.unload()), and leave positions out of its config."
                 )
-            for name in one._parameters:
-                self.freeze(one, name)
-
-    def freeze_table(self, table: OwnedTable) -> None:
-        """Freezes a table that a module owns, if it is a parameter."""
-        if isinstance(table.value, nn.Module):
-            self.freeze_all(table.value)
-        elif table.name in table.module._parameters:
-            self.freeze(table.module, table.name)
+            self.freeze(one, *one._parameters)
 
     def undo(self) -> None:
         """Restores everything in reverse order, except attributes that were set again since.
@@ -212,7 +208,7 @@ def _restore(change: _Change) -> None:
 
 def _restore_forward(change: _Change) -> None:
     """Removes a forward from its current place: other libraries may have added or removed wrappers since."""
-    own, (ours, before) = change.target.__dict__, change.value
+    own, ours, before = change.target.__dict__, change.ours, change.value
     if isinstance(ours, PlacedForward):
         ours.retired = True
     stock = types.MethodType(type(change.target).forward, change.target)
@@ -262,7 +258,7 @@ class SchemeRecord:
     def stacks_by_path(self) -> dict[str, StackRecord]:
         """The stacks by the name that their config has in the model's config; "" for the config itself."""
         assert self.own is not None
-        names = dict(_paths(self.own.config))
+        names = dict(config_paths(self.own.config))
         return {names.get(id(stack.stack.config), ""): stack for stack in self.stacks.values()}
 
     def agrees(self, model: PreTrainedModel) -> str:
@@ -344,14 +340,6 @@ def _are_same(original: Any, own: Any) -> bool:
         return bool(original == own)
     fields, others = original.__dict__, own.__dict__
     return fields.keys() == others.keys() and all(_are_same(fields[name], others[name]) for name in fields)
-
-
-def _paths(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[int, str]]:
-    """The identity and the path of a config and of those inside it: "text_config", "thinker_config.text_config"."""
-    yield id(config), path
-    for name, value in config.__dict__.items():
-        if isinstance(value, PreTrainedConfig):
-            yield from _paths(value, f"{path}.{name}".lstrip("."))
 
 
 def mark_of(config: SchemeConfig) -> Tensor:

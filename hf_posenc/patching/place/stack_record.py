@@ -131,7 +131,7 @@ class StackRecord:
         self.adopt_copies()
         forwards = [change for change in self.journal.changes if change.kind == "forward"]
         # PEFT puts a table into a wrapper.
-        tables = {id(change.target) for change in forwards if isinstance(change.value[0], TableSite)}
+        tables = {id(change.target) for change in forwards if isinstance(change.ours, TableSite)}
         bare = [
             (path, module)
             for path, module in (*patched, *sites)
@@ -158,7 +158,7 @@ class StackRecord:
         inside = {id(module) for module in self.stack.modules()}
         placed = [change for change in forwards if id(change.target) in inside]
         for change in placed:
-            module, ours = change.target, change.value[0]
+            module, ours = change.target, change.ours
             if not leads_to(module.__dict__.get("forward"), ours, module):
                 return (
                     f"The forward of a {type(module).__name__} of this {type(self.stack).__name__} was replaced after "
@@ -244,7 +244,7 @@ class StackRecord:
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
         in_use = [*self._attentions_in_use(), *self._attentions_in_use(partial(is_attention_site, kind=CrossAttention))]
-        if same_depth and [*map(id, in_use)] == [*map(id, (*self.attentions, *self.across))]:
+        if same_depth and in_use == [*self.attentions, *self.across]:
             return ""
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
@@ -257,7 +257,7 @@ class StackRecord:
         """Whether a stack, as it is found now, has the same layers in the same order."""
         across = cross_attentions(stack) if self.across else ()
         found = [attention.module for attention in (*stack.attentions, *across)]
-        return [*map(id, found)] == [*map(id, (*self.attentions, *self.across))]
+        return found == [*self.attentions, *self.across]
 
     @torch.no_grad()
     def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:

@@ -17,6 +17,7 @@ from hf_posenc.entry import ATTRIBUTE, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import Anatomy, refuse_remote_code, unwrapped
 from hf_posenc.patching.anatomy.sites import Stack
+from hf_posenc.patching.anatomy.verification import refuse_hidden_positions, refuse_misread_causality
 from hf_posenc.patching.anatomy.weights import samples
 from hf_posenc.patching.call.cache_checks import refuse_in_stock
 from hf_posenc.patching.call.runtime import unwrap_checkpointing
@@ -88,10 +89,21 @@ class Transaction:
         return self._anatomies[id(placed)][1]
 
     def verified_stacks(self, part: str) -> list[Stack]:
-        """The stacks of a part, after short runs have confirmed discovery. Patched stacks are not run."""
-        if self.encoding is None:
-            self.anatomy.verify(part, self)
-        return self.anatomy.stacks([part])
+        """The stacks of a part, after short runs have confirmed discovery.
+
+        Patched stacks and models on the meta device are not run.
+
+        Raises:
+            UnsupportedError: if a stack was found to be causal and is not, or the other way round, or if positions act
+                in it although every mechanism that was found is disabled.
+        """
+        anatomy = self.anatomy
+        stacks = anatomy.stacks([part])
+        if self.encoding is None and part not in anatomy.verified and anatomy.is_runnable:
+            refuse_misread_causality(anatomy, stacks)
+            refuse_hidden_positions(anatomy, stacks, self)
+            anatomy.verified.add(part)
+        return stacks
 
     @ordinary_context()
     def plan(
@@ -108,7 +120,7 @@ class Transaction:
         anatomy = self.anatomy
         stacks = anatomy.stacks(config.part_names) if stacks is None else stacks
         found = {stack.name: stack for stack in stacks}
-        before = {name: self.encoding.record.stacks[name] for name in kept or {}} if self.encoding is not None else {}
+        before = {name: self.encoding.record.stacks[name] for name in kept} if kept and self.encoding else {}
         moved = {name: placed for name, placed in before.items() if name in found and not placed.holds(found[name])}
         kept = {name: stack for name, stack in (kept or {}).items() if name not in moved}
         encoding = build_encoding(config, stacks, kept=kept)

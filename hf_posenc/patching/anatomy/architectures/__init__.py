@@ -1,21 +1,104 @@
 """Declarations of properties of an architecture that structural discovery cannot find.
 
 Most architectures in transformers need none. A declaration contains only the special properties of an architecture:
-how to silence a mechanism that is neither a rotary function nor a table, how to count heads, or why it is refused.
+how to silence a mechanism that is neither a rotary function nor a table, how to count heads, which inputs it needs for
+a short run, or why it is refused.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from hf_posenc.patching.anatomy.architectures.declaration import (
     Architecture,
     Silencer,
     architecture_of,
+    refused_if,
     register_architecture,
 )
-from hf_posenc.patching.anatomy.architectures.pixels_and_sound import PIXELS, SOUND
-from hf_posenc.patching.anatomy.architectures.text import TEXT
+from hf_posenc.patching.anatomy.architectures.example_inputs import EXAMPLES
+from hf_posenc.patching.anatomy.architectures.mechanisms import MECHANISMS
 
-for _names, _architecture in {**TEXT, **PIXELS, **SOUND}.items():
+_DETECTORS = (
+    "conditional_detr", "d_fine", "dab-detr", "deformable_detr", "deimv2", "detr", "edgetam", "grounding-dino",
+    "lw_detr", "mask2former", "maskformer", "mm-grounding-dino", "omdet-turbo", "oneformer", "pp_doclayout_v2",
+    "pp_doclayout_v3", "pp_doclayout_v4", "rf_detr", "rt_detr", "rt_detr_v2", "sam3_detr_decoder", "sam3_detr_encoder",
+    "sam3_lite_text_detr_decoder", "sam3_lite_text_detr_encoder", "table-transformer",
+)  # fmt: skip
+#: Why no scheme can be placed in an architecture, by model types.
+_REFUSED: dict[tuple[str, ...], str | Callable[[Any], str | None]] = {
+    ("mra",): "its attention is sparse or approximate, in a kernel for GPUs that transformers downloads. Without it, "
+    "zeros are returned, so what a scheme does cannot be checked.",
+    ("reformer",): "its attention is sparse or approximate, so no scheme acts in it, and its positions are sums of "
+    "rows of two tables instead of one table that could be exchanged.",
+    ("longt5",): "its attention is sparse or approximate, so no scheme acts in it, and its positions are a bias there, "
+    "which has no longest text.",
+    ("pegasus_x",): "its attention is sparse or approximate, so no scheme acts in it, and its sinusoids are computed "
+    "in each call, for any length.",
+    ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet"): "it has no softmax attention.",
+    ("deepseek_v4",): "its keys are selected by an indexer or compressed before attention, which uses separate rotary "
+    "positions.",
+    ("funnel",): "it pools the sequence between layers, so a position means something else in every block.",
+    ("bros",): "its encoder is a model of its own, which receives embeddings that contain learned positions, and adds "
+    "the distances of boxes to its logits.",
+    ("canine",): "it pools characters between its layers, so a position means something else before and after.",
+    ("prophetnet",): "its n-gram streams share one attention and shift positions against each other.",
+    ("t5gemma2_decoder",): "one softmax is taken over the keys of its own tokens and those of the encoder together, "
+    "and keys of another sequence have no distance to its tokens.",
+    ("dory",): refused_if(
+        lambda config: config.recurrent_kv_cache_mode != "per_loop",
+        "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last loop "
+        "has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'.",
+    ),
+    ("muse_glimmer_assistant",): "its keys include states of the model that it assists, and its arguments do not tell "
+    "their places among its own tokens.",
+    _DETECTORS: "its layers add position vectors to queries and keys themselves, and attend to feature maps of several "
+    "sizes. Patch the backbone before it is put into the detector, if that is a vision transformer.",
+    ("lightglue", "superglue", "efficientloftr"): "its tokens are keypoints at real coordinates, which it rotates by, "
+    "not patches with rows and columns.",
+    ("gemma4_vision",): "its patches come with (x, y) coordinates in an argument of their own, and each axis is "
+    "rotated by a separate call. Patch another part.",
+    ("pix2struct_vision_model", "kosmos_2_5_vision_model"): "its patches come with their rows and columns as the first "
+    "two of their values, and it looks up a vector for each. Patch the text part.",
+    ("mllama_vision_model",): "its patches are those of several tiles, whose places in the picture only "
+    "`aspect_ratio_ids` tells. Patch the text part.",
+    ("idefics2_perceiver",): "its latents have no positions, and one softmax is taken over them and the features of a "
+    "picture together. Patch another part.",
+    ("molmo2_adapter",): "it pools the patches of a window into one token, which is the only query.",
+    ("gemma3n_audio", "gemma4_audio"): "its attention compares each block of frames with the frames around it, in "
+    "tensors that do not show which keys belong to which query.",
+    ("patchtsmixer",): "it mixes patches with layers of a fixed length, and has no softmax attention over time.",
+    ("granite_speech_encoder", "granite_speech_plus_encoder", "granite_speech5_encoder"): "its attention compares "
+    "frames within blocks, in tensors that hold each block as a sequence of its own.",
+    ("autoformer",): "it correlates a series with itself in place of softmax attention.",
+    ("clap_audio_model",): "its attention compares patches of a spectrogram within shifted windows (Swin), whose order "
+    "is not that of time.",
+    ("decision_transformer",): "it gives all tokens position 0, and adds embeddings of time steps that the caller "
+    "passes.",
+    ("speecht5",): "its prenets, which add positions, are modules outside of its encoder and decoder, and "
+    "generate_speech calls them separately.",
+    ("informer",): refused_if(
+        lambda config: config.attention_type == "prob",
+        "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
+        "attention_type='full'.",
+    ),
+    ("patchtst",): refused_if(
+        lambda config: config.channel_attention,
+        "with `channel_attention=True` the same attention module compares time steps and then channels, which have no "
+        "order. It can be patched with channel_attention=False.",
+    ),
+    ("qwen3_asr_encoder",): "its sinusoids start again in every window, and all windows are packed in one row, so its "
+    "layers are not told the place of a frame. Patch the text part.",
+    ("wavtokenizer",): "its only attention layer, of one head, stands between convolutions, which show it the order of "
+    "its input.",
+}
+
+for _names, _architecture in MECHANISMS.items():
     register_architecture(*_names, architecture=_architecture)
+for _names, _reason in _REFUSED.items():
+    register_architecture(*_names, architecture=Architecture(unsupported=_reason))
+for _names, _example in EXAMPLES.items():
+    register_architecture(*_names, architecture=Architecture(example_inputs=_example))
 
 __all__ = ["Architecture", "Silencer", "architecture_of", "register_architecture"]

@@ -1,8 +1,4 @@
-"""The class of declarations, their registry, and the contents of declarations: silencers, and inputs of short runs.
-
-Silencers are small replacements that disable a native mechanism on one instance. Inputs are fixed numbers: the random
-generator of the caller is not used.
-"""
+"""The class of declarations, their registry, and what silencers put in place of a native mechanism."""
 
 from __future__ import annotations
 
@@ -190,36 +186,3 @@ def zero_phases(table: nn.Embedding, shape: torch.Size, cached: int = 0, positio
 def zero_relative_shift(scores: Tensor, klen: int = -1) -> Tensor:
     """Replaces XLNet's `rel_shift_bnij`: the position term of the scores is zeros `(batch, heads, query_len, klen)`."""
     return scores.new_zeros(*scores.shape[:3], klen)
-
-
-#: Rows and columns of patches. All spatial merges divide it.
-SIDE = 4
-#: Frames of a spectrogram and samples of a wave, enough for 16 tokens after the usual convolutions.
-FRAMES = 128
-SAMPLES = 6480
-
-
-def numbers(*shape: int) -> Tensor:
-    """Normally distributed numbers, the same in every call."""
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-
-
-def words(count: int) -> Tensor:
-    """`(1, count)`: ids of tokens."""
-    return torch.arange(5, 5 + count).unsqueeze(0)
-
-
-def codes(tokens: int, streams: int) -> Tensor:
-    """`(1, tokens, streams)`: a code of each stream for every token."""
-    return (torch.arange(tokens).unsqueeze(1) + torch.arange(streams)).unsqueeze(0) % 16
-
-
-def image_sides(config: Any) -> tuple[int, int]:
-    """Height and width of an image in pixels."""
-    size = config.image_size
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def cut_patches(*shape: int) -> dict[str, Tensor]:
-    """The arguments for an image that was already cut into patches of the given shape."""
-    return {"pixel_values": numbers(*shape), "grid_thw": torch.tensor([[1, SIDE, SIDE]])}

@@ -1,4 +1,4 @@
-"""Declarations for the architectures of text in transformers that need one."""
+"""Declarations for the architectures in transformers with a mechanism or modules of their own."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.architectures.declaration import (
-    SIDE,
     Architecture,
-    image_sides,
     no_bias,
     no_native,
-    numbers,
+    no_vectors,
     refused_if,
     undescribed,
-    words,
     zero_bias,
     zero_bias_of,
     zero_phases,
     zero_relative_shift,
+    zero_vectors,
+)
+from hf_posenc.patching.anatomy.architectures.example_inputs import (
+    patches_in_a_strip,
+    wave_and_spectrogram,
+    words_on_a_page,
 )
 from hf_posenc.patching.anatomy.sites import AttentionLayer, FixedTable, Stack
 from hf_posenc.patching.anatomy.weights import onload_weights
@@ -32,19 +35,16 @@ from hf_posenc.schemes import (
     AlibiConfig,
     ComposedConfig,
     DisentangledConfig,
-    LearnedConfig,
+    NoneConfig,
     RopeConfig,
     SinusoidalConfig,
     T5Config,
 )
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.refusals import CACHE_OF_OTHERS
+from hf_posenc.schemes.refusals import CACHE_OF_OTHERS, POOLED_PATCHES
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.record import Journal
-
-#: Submodules of an attention module that only its disentangled attention uses.
-_PROJECTIONS = ("pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj")
 
 
 def _is_first_version(module: Any) -> bool:
@@ -56,15 +56,10 @@ def _silence_deberta(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         first = _is_first_version(attention.module)
         patches.replace(attention.module, "disentangled_att_bias" if first else "disentangled_attention_bias", no_bias)
-        _freeze(attention.module, _PROJECTIONS, patches)
+        patches.freeze(attention.module, "pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj")
     for encoder in stack.module.modules():
         if hasattr(encoder, "get_rel_embedding"):
-            _freeze(encoder, ("rel_embeddings", "LayerNorm"), patches)
-
-
-def _freeze(owner: nn.Module, names: tuple[str, ...], patches: Journal) -> None:
-    for unused in filter(None, (getattr(owner, name, None) for name in names)):
-        patches.freeze_all(unused)
+            patches.freeze(encoder, "rel_embeddings", "LayerNorm")
 
 
 def _deberta_terms(module: Any) -> list[str]:
@@ -112,11 +107,8 @@ def _deberta_native(stack: Stack) -> SchemeConfig | None:
     refusal = _deberta_refusal(module)
     if refusal is not None:
         raise undescribed(f"The disentangled attention of this {type(stack.module).__name__} {refusal}")
-    scheme = _deberta_config(module)
-    if not stack.tables:
-        return scheme
-    table, offset = stack.tables[0], stack.tables[0].origin
-    return ComposedConfig(parts=(LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset), scheme))
+    vectors, scheme = stack.layout.vector_schemes(stack), _deberta_config(module)
+    return ComposedConfig(parts=(*vectors, scheme)) if vectors else scheme
 
 
 def _sew_native(stack: Stack) -> SchemeConfig | None:
@@ -155,23 +147,21 @@ def _block_sparse(prefix: str) -> Callable[[Any], tuple[str, ...]]:
 def _silence_relative_table(stack: Stack, patches: Journal) -> None:
     """T5 and related models: the layer that owns the table computes the bias and passes it to the others."""
     for attention in stack.attentions:
-        table = getattr(attention.module, "relative_attention_bias", None)
-        if table is not None:
+        if getattr(attention.module, "relative_attention_bias", None) is not None:
             patches.replace(attention.module, "compute_bias", zero_bias)
-            patches.freeze_all(table)
+            patches.freeze(attention.module, "relative_attention_bias")
 
 
 def _silence_mpnet(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
     patches.replace(encoder, "compute_position_bias", zero_bias)
-    patches.freeze_all(encoder.relative_attention_bias)
+    patches.freeze(encoder, "relative_attention_bias")
 
 
 def _silence_xlnet(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         patches.replace(attention.module, "rel_shift_bnij", zero_relative_shift)
-        patches.freeze(attention.module, "r")
-        patches.freeze(attention.module, "r_r_bias")
+        patches.freeze(attention.module, "r", "r_r_bias")
 
 
 def _relative_table(stack: Stack) -> SchemeConfig:
@@ -194,10 +184,9 @@ def _relative_bias_table(stack: Stack, attention: AttentionLayer) -> Tensor | No
 
 
 def _mpnet_native(stack: Stack) -> SchemeConfig:
-    table, offset = stack.tables[0], stack.tables[0].origin
     buckets = stack.config.relative_attention_num_buckets
-    learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
-    return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
+    bias = T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)
+    return ComposedConfig(parts=(*stack.layout.vector_schemes(stack), bias))
 
 
 def _gptj_native(stack: Stack) -> SchemeConfig:
@@ -228,16 +217,16 @@ def _falcon_key_heads(module: Any) -> int:
 
 def _silence_inkling(stack: Stack, patches: Journal) -> None:
     """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
-    biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
-    for bias in biases:
-        patches.freeze_all(bias)
+    for attention in stack.attentions:
+        children = attention.module.named_children()
+        patches.freeze(attention.module, *(name for name, child in children if "Relative" in type(child).__name__))
 
 
 def _silence_layoutlmv3(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
     if encoder.has_relative_attention_bias:
         patches.replace(encoder, "_cal_1d_pos_emb", functools.partial(zero_bias_of, encoder.rel_pos_bias))
-        patches.freeze_all(encoder.rel_pos_bias)
+        patches.freeze(encoder, "rel_pos_bias")
 
 
 def _udop_native(stack: Stack) -> SchemeConfig | None:
@@ -255,6 +244,61 @@ def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
     return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
 
 
+def plain_heads(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Stands in for WavLM's call of torch's attention, which adds the gated `bias` where no scheme can act.
+
+    Args:
+        module: the attention module.
+        hidden_states: `(batch, length, hidden)`.
+        attention_mask: `(batch, length)`, 1 at real tokens.
+        bias: the gated bias, which is not added.
+
+    Returns:
+        `(batch, length, hidden)` and the weights `(batch, heads, length, length)`.
+    """
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    scores = torch.matmul(query * module.scaling, key.transpose(2, 3))
+    if attention_mask is not None:
+        scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], torch.finfo(scores.dtype).min)
+    weights = torch.nn.functional.softmax(scores, dim=-1)
+    dropped = torch.nn.functional.dropout(weights, p=module.dropout, training=module.training)
+    attended = torch.matmul(dropped, value).transpose(1, 2).flatten(2)
+    return module.out_proj(attended), weights
+
+
+def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
+    """Stands in for WavLM's `compute_bias`: zeros `(heads, query_len, key_len)`."""
+    return module.rel_attn_embed.weight.new_zeros(()).expand(module.num_heads, query_length, key_length)
+
+
+def _silence_wavlm(stack: Stack, patches: Journal) -> None:
+    for attention in stack.attentions:
+        module = attention.module
+        patches.replace(module, "torch_multi_head_self_attention", functools.partial(plain_heads, module))
+        patches.freeze(module, "gru_rel_pos_const", "gru_rel_pos_linear")
+        if hasattr(module, "rel_attn_embed"):
+            patches.replace(module, "compute_bias", functools.partial(no_head_bias, module))
+            patches.freeze(module, "rel_attn_embed")
+
+
+def _silence_vits(stack: Stack, patches: Journal) -> None:
+    for attention in stack.attentions:
+        if attention.module.window_size:
+            patches.replace(attention.module, "window_size", None)
+            patches.freeze(attention.module, "emb_rel_k", "emb_rel_v")
+
+
+def _silence_phi4(stack: Stack, patches: Journal) -> None:
+    layer = stack.module.relative_attention_bias_layer
+    patches.set_forward(layer, zero_bias)
+    patches.freeze(layer, "bias_values")
+
+
 _TEMPERATURE = "queries are scaled by a slow function of their position"
 _INKLING = Architecture(
     mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(_TEMPERATURE,)
@@ -267,16 +311,6 @@ _T5 = Architecture(
 )
 
 
-def _words_on_a_page(module: Any, tokens: int) -> dict[str, Any]:
-    """Words in one box, and the same words for a decoder."""
-    given: dict[str, Any] = {"input_ids": words(tokens), "use_cache": False}
-    if module.config.is_encoder_decoder:
-        given["decoder_input_ids"] = words(tokens)
-    if not module.config.is_decoder:
-        given["bbox"] = torch.tensor([0.1, 0.1, 0.2, 0.2]).expand(1, tokens, 4)
-    return given
-
-
 def _inkling(prefix: str) -> Architecture:
     """An Inkling model in which each token also attends to its own states in earlier blocks of layers."""
     classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
@@ -284,7 +318,7 @@ def _inkling(prefix: str) -> Architecture:
 
 
 #: The declarations by the model types that they are for.
-TEXT: dict[tuple[str, ...], Architecture] = {
+MECHANISMS: dict[tuple[str, ...], Architecture] = {
     ("deberta", "deberta-v2"): Architecture(
         mechanism="disentangled attention",
         silence=_silence_deberta,
@@ -302,50 +336,10 @@ TEXT: dict[tuple[str, ...], Architecture] = {
     ("led",): Architecture(sparse=("LEDEncoderSelfAttention",)),
     ("nystromformer",): Architecture(sparse=("NystromformerSelfAttention",), rows_before=2),
     ("yoso",): Architecture(sparse=("YosoSelfAttention",), rows_before=2),
-    ("mra",): Architecture(
-        unsupported="its attention is sparse or approximate, in a kernel for GPUs that transformers downloads. "
-        "Without it, zeros are returned, so what a scheme does cannot be checked."
-    ),
-    ("reformer",): Architecture(
-        unsupported="its attention is sparse or approximate, so no scheme acts in it, and its positions are sums of "
-        "rows of two tables instead of one table that could be exchanged."
-    ),
-    ("longt5",): Architecture(
-        unsupported="its attention is sparse or approximate, so no scheme acts in it, and its positions are a bias "
-        "there, which has no longest text."
-    ),
-    ("pegasus_x",): Architecture(
-        unsupported="its attention is sparse or approximate, so no scheme acts in it, and its sinusoids are computed "
-        "in each call, for any length."
-    ),
     ("big_bird",): Architecture(sparse=_block_sparse("BigBird")),
     ("bigbird_pegasus",): Architecture(sparse=_block_sparse("BigBirdPegasus")),
-    ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet"): Architecture(
-        unsupported="it has no softmax attention."
-    ),
-    ("deepseek_v4",): Architecture(
-        unsupported="its keys are selected by an indexer or compressed before attention, which uses separate rotary "
-        "positions."
-    ),
-    ("funnel",): Architecture(
-        unsupported="it pools the sequence between layers, so a position means something else in every block."
-    ),
-    ("bros",): Architecture(
-        unsupported="its encoder is a model of its own, which receives embeddings that contain learned positions, and "
-        "adds the distances of boxes to its logits."
-    ),
-    ("canine",): Architecture(
-        unsupported="it pools characters between its layers, so a position means something else before and after."
-    ),
-    ("prophetnet",): Architecture(
-        unsupported="its n-gram streams share one attention and shift positions against each other."
-    ),
     ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct_text_model"): _T5,
     ("cohere_asr",): Architecture(tables=("pos_emb",)),
-    ("t5gemma2_decoder",): Architecture(
-        unsupported="one softmax is taken over the keys of its own tokens and those of the encoder together, and "
-        "keys of another sequence have no distance to its tokens."
-    ),
     ("bloom", "mpt"): Architecture(
         mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
     ),
@@ -400,13 +394,6 @@ TEXT: dict[tuple[str, ...], Architecture] = {
     ("inkling_text",): _INKLING,
     ("inkling2_text",): _inkling("Inkling2"),
     ("inkling2_loop_text",): _inkling("Inkling2Loop"),
-    ("dory",): Architecture(
-        unsupported=refused_if(
-            lambda config: config.recurrent_kv_cache_mode != "per_loop",
-            "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last "
-            "loop has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'.",
-        )
-    ),
     ("esm",): Architecture(operand_factors=lambda module: (module.attention_head_size**-0.5, 1.0)),
     ("openai_privacy_filter",): Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
     ("xlm",): Architecture(causal=lambda config: config.causal),
@@ -423,63 +410,78 @@ TEXT: dict[tuple[str, ...], Architecture] = {
     ),
     ("squeezebert",): Architecture(channels_first=True),
     ("convbert",): Architecture(head_shape=_convbert_heads),
-    # A text with cross-attention to the features of one image.
-    ("idefics",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "input_ids": words(tokens),
-            "image_encoder_embeddings": numbers(1, 1, SIDE, module.config.vision_config.embed_dim),
-            "image_attention_mask": torch.ones(1, tokens, 1, dtype=torch.int64),
-            "use_cache": False,
-        }
-    ),
     ("diffusion_gemma",): Architecture(limits=CACHE_OF_OTHERS),
     ("pi0",): Architecture(limits=CACHE_OF_OTHERS),
-    ("muse_glimmer_assistant",): Architecture(
-        unsupported="its keys include states of the model that it assists, and its arguments do not tell their places "
-        "among its own tokens."
-    ),
     ("udop",): Architecture(
         mechanism="relative biases of words and boxes",
         silence=_silence_relative_table,
         native=_udop_native,
-        example_inputs=_words_on_a_page,
+        example_inputs=words_on_a_page,
     ),
-    # Two bytes in each patch.
-    ("blt_local_encoder",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "input_ids": words(tokens),
-            "num_patches": -(-tokens // 2),
-            "patch_ids": torch.arange(tokens).unsqueeze(0) // 2,
-        }
+    ("llama4_vision_model",): Architecture(suffix_tokens=1),
+    ("yolos",): Architecture(suffix_tokens=lambda config: int(config.num_detection_tokens)),
+    ("videomae",): Architecture(
+        left_alone=(
+            r"^decoder\.",
+            "it receives the visible patches first and the masked ones after them, in an order that its arguments do "
+            "not show",
+        )
     ),
-    ("blt_local_decoder",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "inputs_embeds": numbers(1, tokens, module.config.hidden_size),
-            "patch_embeds": numbers(1, tokens, module.config.hidden_size_global),
-        }
+    ("vjepa2",): Architecture(
+        left_alone=(
+            r"^predictor\.",
+            "it receives patches of the context and of the targets, in an order that its arguments do not show",
+        )
     ),
-    ("blt_global_transformer",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "inputs_embeds": numbers(
-                1, tokens, getattr(module.token_embedding_projection, "in_features", module.config.hidden_size)
-            )
-        }
+    ("hiera", "sam2_hiera_det_model"): Architecture(limits=POOLED_PATCHES),
+    ("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"): Architecture(
+        left_alone=(r"^vit_merger\.", "it compares the four patches of a window, which have their own order"),
+        example_inputs=patches_in_a_strip,
     ),
-    ("xclip",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "input_ids": words(tokens),
-            "pixel_values": numbers(
-                1, module.config.vision_config.num_frames, 3, *image_sides(module.config.vision_config)
-            ),
-        }
+    ("semantic", "coarse_acoustics", "fine_acoustics"): Architecture(tables=("position_embeds_layer",)),
+    ("vits",): Architecture(
+        mechanism="relative keys and values",
+        silence=_silence_vits,
+        native=no_native(
+            "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library changes "
+            "values.",
+            "both",
+        ),
     ),
-    # A prompt with one question and two options.
-    ("jev",): Architecture(
-        example_inputs=lambda module, tokens: {
-            "input_ids": words(tokens),
-            "marks": torch.tensor([[tokens]]),
-            "num_options": torch.tensor([[2]]),
-            "question_type_ids": torch.tensor([[0]]),
-        }
+    ("phi4_multimodal_audio",): Architecture(
+        mechanism="relative bias",
+        silence=_silence_phi4,
+        native=no_native(
+            "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. The "
+            "schemes of this library group distances, or compute the bias from the query."
+        ),
     ),
+    ("fun_asr_nano_encoder",): Architecture(
+        mechanism="sinusoids of positions",
+        silence=lambda stack, patches: patches.replace(stack.module.position_embeddings, "forward", no_vectors),
+        native=no_native(
+            "Fun-ASR-Nano adds sinusoids that count frames from 1. No scheme of this library has that origin.", "them"
+        ),
+    ),
+    ("canary_decoder",): Architecture(
+        mechanism="sinusoidal table",
+        silence=lambda stack, patches: patches.replace(stack.module.pos_emb, "forward", zero_vectors),
+        native=no_native(
+            "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
+            "scheme of this library has that scale.",
+            "them",
+        ),
+    ),
+    ("wavlm",): Architecture(
+        mechanism="gated relative bias",
+        attention_classes=("WavLMAttention",),
+        silence=_silence_wavlm,
+        native=no_native(
+            "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
+            "further positions with a convolution over neighbouring embeddings. No scheme of this library does this.",
+            "both",
+        ),
+    ),
+    # Phases depend on the index of the head, so queries and keys of a head are rotated alike.
+    ("neucodec", "xcodec2"): Architecture(native=lambda stack: NoneConfig(), example_inputs=wave_and_spectrogram),
 }
