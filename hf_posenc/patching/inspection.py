@@ -1,26 +1,30 @@
-"""`native_scheme` and `inspect_model`, and the checks of whether an inference engine can run a model."""
+"""`native_scheme` and what schemes take from it, `inspect_model`, and whether an inference engine can run a model."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import PositionEncodingError
+from hf_posenc.errors import PositionEncodingError, UnsupportedError, warn_user
 from hf_posenc.patching.anatomy.native_scheme import find_native_scheme
-from hf_posenc.patching.anatomy.sites import Stack, native_pairing, native_rotary_dim
+from hf_posenc.patching.anatomy.sites import Stack, native_pairing, native_rotary_dim, spans_of
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
+from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, difference
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import ordinary_context
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.arrangement.native import asked_scalings, with_native
+from hf_posenc.schemes.config import SchemeConfig, names_native, walk
 from hf_posenc.schemes.needs import Environment
 from hf_posenc.schemes.registry import scheme_from_dict
+from hf_posenc.schemes.rotary.scaling import RopeScaling
 
 
 @dataclass
@@ -138,6 +142,57 @@ def native_scheme_of(transaction: Transaction, part: str | None = None) -> Schem
     with transaction.suspended():
         stacks = transaction.verified_stacks(transaction.anatomy.part(part))
         return find_native_scheme(transaction, stacks)
+
+
+def resolve_native(transaction: Transaction, part: str, config: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
+    """Returns `config` with every `NativeConfig` replaced by the native scheme.
+
+    Warns if a scaling that the model has is replaced.
+
+    Args:
+        transaction: that of the model.
+        part: the part that gets the scheme.
+        config: the scheme that the caller asks for.
+        stacks: the stacks of the part.
+
+    Raises:
+        UnsupportedError: if the native scheme is unknown; for a scaling of a model whose attention reads it elsewhere.
+        ValueError: for a scaling of a native scheme that cannot have it.
+    """
+    if not names_native(config):
+        return config
+    native = native_scheme_of(transaction, part)
+    with at_native_lengths(transaction.model.config):
+        resolved = with_native(config, native, spans_of(stacks))
+    asked = asked_scalings(config)
+    if asked:
+        _refuse_scaled_softmax(stacks, asked)
+        own = {scaling for one in walk(native) if (scaling := getattr(one, "scaling", None)) is not None}
+        replaced = own - {getattr(one, "scaling", None) for one in walk(resolved)}
+        if replaced:
+            warn_user(
+                f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
+                "that texts within its length are read differently, too. Its factor and original_max_positions refer "
+                "to the rotation without any scaling."
+            )
+    return resolved
+
+
+def _refuse_scaled_softmax(stacks: list[Stack], asked: list[RopeScaling]) -> None:
+    """Refuses a scaling if the attention computed a factor of its softmax from `rope_parameters` when it was built, as
+    DeepSeek's attention does from `mscale_all_dim`.
+    """
+    for stack in stacks:
+        own = (getattr(stack.config, "rope_parameters", None) or {}).get("mscale_all_dim")
+        if not own and not any(getattr(scaling, "mscale_all_dim", None) for scaling in asked):
+            continue
+        for attention in stack.attentions:
+            if hasattr(sys.modules[type(attention.module).__module__], "yarn_get_mscale"):
+                raise UnsupportedError(
+                    f"{type(attention.module).__name__} takes a factor of its softmax from `mscale_all_dim` when it is "
+                    "built, which NativeConfig.scaling would not change. Load the model with the scaling instead: "
+                    "from_pretrained(..., rope_parameters={...})."
+                )
 
 
 def inspect_model(model: PreTrainedModel) -> Inspection:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -14,9 +13,9 @@ from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.other_names import TABLE_EXTENSION
 from hf_posenc.patching.anatomy.architectures import architecture_of
 from hf_posenc.patching.anatomy.rotary_functions import AXES, number_of_axes, reads_axes
-from hf_posenc.patching.anatomy.sites import Stack, spans_of
+from hf_posenc.patching.anatomy.sites import Stack
 from hf_posenc.patching.anatomy.verification import refuse_failing, verify_adopted_tables
-from hf_posenc.patching.inspection import native_scheme_of
+from hf_posenc.patching.inspection import native_scheme_of, resolve_native
 from hf_posenc.patching.layouts.grid import TWO_DIMENSIONAL
 from hf_posenc.patching.place.config_entry import at_native_lengths
 from hf_posenc.patching.place.cross_layers import refuse_without_encoder
@@ -30,11 +29,11 @@ from hf_posenc.patching.place.install import UnfilledTable
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig, MRopeConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.cross_attention import CrossAttentionConfig, across
-from hf_posenc.schemes.arrangement.native import NativeConfig, asked_scalings, with_native
+from hf_posenc.schemes.arrangement.native import NativeConfig
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig, names_native, walk
+from hf_posenc.schemes.parts import LogitScale
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
-from hf_posenc.schemes.rotary.scaling import RopeScaling
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -113,14 +112,15 @@ def place_scheme(
     several = isinstance(config, PartsConfig) or len(transaction.anatomy.parts) > 1
     encoding = _plan(transaction, requested, several, layers, elsewhere)
     _warn_if_uncacheable(encoding, transaction)
+    placed = [one for one in encoding.stacks.values() if previous is None or one not in previous.stacks.values()]
+    _warn_if_only_scaled(encoding, placed)
     if not names_native(config):
-        _warn_of_raster_order(encoding, previous)
+        _warn_of_raster_order(encoding, placed)
     if previous is not None:
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
         encoding.record.follow(previous.record, encoding.stacks)
     transaction.install(encoding)
-    before = () if previous is None else tuple(previous.stacks.values())
-    return {table for stack in encoding.stacks.values() if stack not in before for table in stack.unfilled}
+    return {table for stack in placed for table in stack.unfilled}
 
 
 def _requested(
@@ -190,7 +190,8 @@ def _resolve(
     native = partial(native_scheme_of, transaction, part)
     # The native scheme may be a schedule. Only the chosen layers are taken from it.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
-    config = resolve_native(transaction, part, config, stacks)
+    if names_native(config):
+        config = resolve_native(transaction, part, config, stacks)
     other = other if layers is None else resolve_native(transaction, part, other, stacks)
     config = with_native_options(config, stacks, native)
     config = schedule(config, stacks, layers, other, merged=merged)
@@ -232,13 +233,13 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
     return model
 
 
-def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding | None) -> None:
+def _warn_of_raster_order(encoding: PositionEncoding, placed: list[StackEncoding]) -> None:
     """Warns if a scheme for the order of tokens is placed where tokens are the patches of images.
 
-    Stacks that keep their scheme do not count, because the call that placed it has warned.
+    Args:
+        encoding: that of the model.
+        placed: the stacks that get a scheme. For the others, the call that placed theirs has warned.
     """
-    before = set() if previous is None else set(previous.stacks.values())
-    placed = [stack for stack in encoding.stacks.values() if stack not in before]
     names = {name for stack in placed for name in stack.runtime.layout.in_raster_order(stack.acting_parts())}
     if names:
         warn_user(
@@ -271,59 +272,20 @@ def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -
         )
 
 
+def _warn_if_only_scaled(encoding: PositionEncoding, placed: list[StackEncoding]) -> None:
+    """Warns if a scheme replaces the positions of a part by a scale of its attention logits."""
+    for name in dict.fromkeys(stack.part for stack in placed):
+        acting = [part for stack in placed if stack.part == name for part in stack.acting_parts()]
+        if acting and all(isinstance(part, LogitScale) for part in acting):
+            scheme = cast(SchemeConfig, encoding.config.for_part(name))
+            warn_user(
+                f"Scheme {scheme.label!r} only scales attention logits, and replaces the positions of the {name} part. "
+                "To keep them, combine it with 'native': patch_model(model, ['native', ...])."
+            )
+
+
 _SPECTRUM = ("theta", "inverse_frequencies", "rotary_dim", "layout")
 _ASSIGNMENT = ("sections", "interleaved", "axes")
-
-
-def resolve_native(transaction: Transaction, part: str, config: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
-    """Returns `config` with every `NativeConfig` replaced by the native scheme.
-
-    Warns if a scaling that the model has is replaced.
-
-    Args:
-        transaction: that of the model.
-        part: the part that gets the scheme.
-        config: the scheme that the caller asks for.
-        stacks: the stacks of the part.
-
-    Raises:
-        UnsupportedError: if the native scheme is unknown; for a scaling of a model whose attention reads it elsewhere.
-        ValueError: for a scaling of a native scheme that cannot have it.
-    """
-    if not names_native(config):
-        return config
-    native = native_scheme_of(transaction, part)
-    with at_native_lengths(transaction.model.config):
-        resolved = with_native(config, native, spans_of(stacks))
-    asked = asked_scalings(config)
-    if asked:
-        _refuse_scaled_softmax(stacks, asked)
-        own = {scaling for one in walk(native) if (scaling := getattr(one, "scaling", None)) is not None}
-        replaced = own - {getattr(one, "scaling", None) for one in walk(resolved)}
-        if replaced:
-            warn_user(
-                f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
-                "that texts within its length are read differently, too. Its factor and original_max_positions refer "
-                "to the rotation without any scaling."
-            )
-    return resolved
-
-
-def _refuse_scaled_softmax(stacks: list[Stack], asked: list[RopeScaling]) -> None:
-    """Refuses a scaling if the attention computed a factor of its softmax from `rope_parameters` when it was built, as
-    DeepSeek's attention does from `mscale_all_dim`.
-    """
-    for stack in stacks:
-        own = (getattr(stack.config, "rope_parameters", None) or {}).get("mscale_all_dim")
-        if not own and not any(getattr(scaling, "mscale_all_dim", None) for scaling in asked):
-            continue
-        for attention in stack.attentions:
-            if hasattr(sys.modules[type(attention.module).__module__], "yarn_get_mscale"):
-                raise UnsupportedError(
-                    f"{type(attention.module).__name__} takes a factor of its softmax from `mscale_all_dim` when it is "
-                    "built, which NativeConfig.scaling would not change. Load the model with the scaling instead: "
-                    "from_pretrained(..., rope_parameters={...})."
-                )
 
 
 def with_native_options(

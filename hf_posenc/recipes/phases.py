@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import unpatch_model
-from hf_posenc.patching.inspection import native_scheme_of
-from hf_posenc.patching.patch import place_scheme, resolve_native, with_native_options
+from hf_posenc.patching.inspection import native_scheme_of, resolve_native
+from hf_posenc.patching.patch import place_scheme, with_native_options
 from hf_posenc.patching.place.encoding import parameter_count, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import plain_model

@@ -154,7 +154,10 @@ def test_every_variant_acts_or_is_refused(name: str, step: int) -> None:
         scales_only = parts.additive is None and not any(
             layer.query_key_map or layer.logit_bias for layer in parts.layers
         )
-        invisible = any("have no effect" in str(warning.message) for warning in warned)
+        said = " ".join(str(warning.message) for warning in warned)
+        invisible = "have no effect" in said
+        scaled = any(layer.logit_scale is not None for layer in parts.layers)
+        assert ("only scales attention logits" in said) == (scales_only and scaled), config
         if name != "none" and not scales_only and not invisible:
             assert distance(eager, expected) > 1e-4, config
     refused = {setting for settings in found.values() for setting in settings} - placed
