@@ -263,7 +263,7 @@ def _warn_if_extrapolating(
 ) -> None:
     """Warns if a rotation meets distances in the new length that it was neither trained nor scaled for."""
     native = lengths_of(encoding, model, part)[0].native
-    stacks = [stack for stack in find_stacks(model) if stack.part == part]
+    stacks = find_stacks(model, [part])
     with at_native_lengths(model.config):
         growing = far_layers(config, spans_of(stacks))
     for stack in stacks:

@@ -26,6 +26,7 @@ from hf_posenc.plots.schemes.subject import (
     added_vectors,
     bias_matrix,
     equal_query_key_logits,
+    visible,
 )
 from hf_posenc.plots.style import HIGHLIGHT, palette
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
@@ -108,8 +109,7 @@ def bias_distance(subject: Subject) -> Figure:
 def bias_map(subject: Subject) -> Figure:
     """The attention weight that the bias leaves to every key, per head."""
     # The share of its weight that each key keeps, which runs from 0 to 1 in every head.
-    bias, every = bias_matrix(subject, _MAP), torch.ones(_MAP, _MAP, dtype=torch.bool)
-    shown = every.tril() if subject.context.causal else every
+    bias, shown = bias_matrix(subject, _MAP), visible(subject, _MAP)
     kept = (bias - bias.masked_fill(~shown, -torch.inf).amax(-1, keepdim=True)).exp()
     maps = by_head(kept, bias.masked_fill(~shown, 0.0))
     figure, axes = map_figure(subject, maps, "share of weight kept", 2.5 if len(maps) > 1 else 3.6, shown)

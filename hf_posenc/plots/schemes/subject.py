@@ -169,17 +169,28 @@ def random_query(subject: Subject) -> Tensor:
     return torch.randn(subject.context.head_dim, generator=torch.Generator().manual_seed(INPUT_SEED))
 
 
-def bias_matrix(subject: Subject, length: int) -> Tensor:
+def bias_matrix(subject: Subject, length: int, seed: int = INPUT_SEED) -> Tensor:
     """`(heads, length, length)`: what the bias adds for random queries, keys and hidden states."""
-    bias, positions = subject.parts.logit_bias, subject.positions(length)
+    bias = subject.parts.logit_bias
+    positions = subject.positions(length)
     if isinstance(bias, DistanceBias):
         return bias(positions.ids[0].unsqueeze(0) - positions.ids[0].unsqueeze(1)).float()
-    query, key, hidden = subject.random_heads(length)
+    return added_bias(subject, positions, *subject.random_heads(length, seed=seed))[0]
+
+
+def added_bias(subject: Subject, positions: Positions, query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
+    """`(batch, heads, length, length)`: what the bias adds for these queries, keys and hidden states."""
     biased, plain = (
         positional_logits(dataclasses.replace(subject.parts, **without), query, key, positions, hidden)
         for without in ({"logit_scale": None}, {"logit_scale": None, "logit_bias": None})
     )
-    return (biased - plain)[0]
+    return biased - plain
+
+
+def visible(subject: Subject, length: int) -> Tensor:
+    """`(length, length)` bool, one row per query: which keys a model at this place can see."""
+    every = torch.ones(length, length, dtype=torch.bool)
+    return every.tril() if subject.context.causal else every
 
 
 def equal_query_key_logits(subject: Subject, positions: Positions, samples: int) -> Tensor:
