@@ -154,14 +154,21 @@ def quiet() -> Iterator[None]:
 
     onnxruntime's quantizer also changes what the root logger shows. This is undone afterwards.
     """
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.onnx", "transformers", "onnxscript", "onnx_ir", "onnxruntime.quantization")
+    ]
     root = logging.getLogger()
-    level, handlers, disabled = root.level, list(root.handlers), root.manager.disable
-    logging.disable(logging.WARNING)
+    shown, handlers = root.level, list(root.handlers)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
-        root.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        root.setLevel(shown)
         root.handlers[:] = handlers

@@ -403,12 +403,10 @@ def _check_bias(bias: DistanceBias) -> None:
             f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
             f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
         )
-    # The first token of a text sees only itself.
-    wrong = (values.isnan() | (values == torch.inf) | ((values == -torch.inf) & (distance == 0))).any(0)
+    wrong = (values.isnan() | (values == torch.inf)).any(0)
     if type(values) is torch.Tensor and bool(wrong.any()):
         at = int(wrong.nonzero()[-1])
         raise ValueError(
             f"{type(bias).__name__}.forward returned {values[:, at].tolist()} for the distance {int(distance[at])}, so "
-            "outputs would be NaN. Give distance 0 finite numbers. To hide other pairs, return -inf (by torch.where, "
-            "not by a product with 0)."
+            "outputs would be NaN. To hide a pair, return -inf (by torch.where, not by a product with 0)."
         )

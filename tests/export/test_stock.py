@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import (
@@ -377,3 +377,15 @@ def test_a_long_context_is_compared_beyond_its_length_with_a_few_tokens(tmp_path
     hf_posenc.export_model(model, tmp_path / "stock")
     assert max(end for _, end in seen) == 2 * 8192
     assert max(length for length, _ in seen) <= 48
+
+
+def test_layers_of_a_type_are_written_with_their_own_theta(tmp_path: Path) -> None:
+    model = gemma3()
+    own = model.config.rope_parameters["full_attention"]["rope_theta"]
+    windows = [at for at, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
+    hf_posenc.patch_model(model, RopeConfig(theta=777.0), layers=windows, elsewhere="native")
+    hf_posenc.export_model(model, tmp_path, to="stock")
+    written = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    found = {kind: (one["rope_type"], one["rope_theta"]) for kind, one in written.items()}
+    assert found == {"sliding_attention": ("default", 777.0), "full_attention": ("default", own)}
+    assert own != 777.0

@@ -38,7 +38,7 @@ def own_rotation(parts: ModelParts) -> StockForm:
             rotation,
             context.rotary_dim,
             stated_head_dim(layer.stack.config, context),
-            parts.theta(layer_type),
+            parts.theta(layer.attention),
             context.max_positions,
         )
         if by_layer_type.setdefault(layer_type, parameters) != parameters:
