@@ -403,10 +403,10 @@ def _check_bias(bias: DistanceBias) -> None:
             f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
             f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
         )
-    wrong = (values.isnan() | (values == torch.inf)).any(0)
+    wrong = values.isnan() | (values == torch.inf)
     if type(values) is torch.Tensor and bool(wrong.any()):
-        at = int(wrong.nonzero()[-1])
+        head, at = wrong.nonzero()[-1].tolist()
         raise ValueError(
-            f"{type(bias).__name__}.forward returned {values[:, at].tolist()} for the distance {int(distance[at])}, so "
-            "outputs would be NaN. To hide a pair, return -inf (by torch.where, not by a product with 0)."
+            f"{type(bias).__name__}.forward returned {float(values[head, at])} for the distance {int(distance[at])}, "
+            "so outputs would be NaN. To hide a pair, return -inf (by torch.where, not by a product with 0)."
         )
