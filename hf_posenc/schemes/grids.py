@@ -146,8 +146,7 @@ def entries_of_pairs(table: Tensor, index: Tensor) -> Tensor:
     Returns:
         `(batch or 1, heads, query_len, key_len)`, in memory by head, which takes a tenth of the time of a transpose.
     """
-    entries = table.T.contiguous().index_select(1, index.flatten())
-    return entries.view(-1, *index.shape).transpose(0, 1)
+    return table.T.index_select(1, index.flatten()).view(-1, *index.shape).transpose(0, 1)
 
 
 def share_of_axes(pairs: int, axes: int) -> list[int]:

@@ -170,7 +170,7 @@ class Positions:
         """The greatest position plus 1, read from the device at most once per forward call."""
         return self.remembered("length", lambda: int(self.ids.max()) + 1, self.ids)
 
-    def remembered(self, name: str, compute: Callable[[], Value], *sources: Tensor) -> Value:
+    def remembered(self, name: Hashable, compute: Callable[[], Value], *sources: Tensor) -> Value:
         """`compute()`, evaluated once per forward call for all layers with identical sources.
 
         In a compiled graph each layer computes the value itself, because entries for each length would specialise the
@@ -303,7 +303,7 @@ class AttentionPairs:
         """Whether layers may share numbers of all pairs. A graph must not depend on the number of keys."""
         return self.query_slots.shape[0] == 1 or (not traced() and self.key.shape[-2] <= _FEW_KEYS)
 
-    def remembered(self, name: str, compute: Callable[[], Value]) -> Value:
+    def remembered(self, name: Hashable, compute: Callable[[], Value]) -> Value:
         """`compute()`, evaluated once for all layers if queries or keys are few. It may only use positions and slots.
 
         Otherwise the value would be a large tensor of all pairs, stored until the forward call ends.

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows, select_rows_of_keys
+from hf_posenc.schemes.bias.relative_tables import (
+    check_whole_positions,
+    clipped_rows,
+    plus,
+    select_rows,
+    select_rows_of_keys,
+)
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
@@ -18,6 +25,7 @@ from hf_posenc.schemes.weights import NormalWeights
 BOTH_TERMS = "c2p|p2c"
 
 
+@dataclass(frozen=True)
 class LogBuckets:
     """The buckets of distances, which keep their sign (DeBERTa-v2).
 
@@ -29,10 +37,16 @@ class LogBuckets:
         max_distance: more than `buckets // 2 + 1`.
     """
 
-    def __init__(self, buckets: int, max_distance: int) -> None:
-        self.exact = buckets // 2
+    buckets: int
+    max_distance: int
+    exact: int = field(init=False)
+    whole: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        exact = self.buckets // 2
         # Logarithms in float32, in this order: they decide at the edge of a bucket as those of the authors do.
-        self.whole = float(torch.tensor((max_distance - 1) / self.exact, dtype=torch.float32, device="cpu").log())
+        whole = torch.tensor((self.max_distance - 1) / exact, dtype=torch.float32, device="cpu").log()
+        vars(self).update(exact=exact, whole=float(whole))
 
     def __call__(self, distance: Tensor) -> Tensor:
         """Returns int64 of the same shape as `distance`, int64."""
@@ -57,8 +71,6 @@ class DisentangledBias(NormalWeights, PairwiseBias):
         self.span = max_distance if buckets is None else buckets
         # Vectors for earlier keys only in a causal model.
         self.first = 0 if context.causal else -self.span
-        #: Layers with equal names have equal rows for the same positions.
-        self._name_of_rows = f"rows of disentangled: {max_distance}, {buckets}, {context.causal}"
         shape = (context.num_heads, self.span - self.first, context.head_dim)
         self.key_weight = nn.Parameter(torch.empty(shape)) if "c2p" in config.terms else None
         self.query_weight = nn.Parameter(torch.empty(shape)) if "p2c" in config.terms else None
@@ -80,28 +92,16 @@ class DisentangledBias(NormalWeights, PairwiseBias):
         Raises:
             ValueError: for positions that are not integers.
         """
-        first, last = pairs.occurring(self.first, self.span - 1)
-        rows = pairs.remembered(self._name_of_rows, lambda: self._rows(pairs, first, last))
-        occurring = slice(first - self.first, last - self.first + 1)
+        check_whole_positions(pairs.keys, "The learned table of disentangled", "Use integer positions.")
+        rows, occurring = clipped_rows(pairs, self.first, self.span - 1, back=True, buckets=self.buckets)
+        if self.query_weight is not None:
+            table = self.query_weight[:, occurring].float()
+            of_keys = select_rows_of_keys(pairs.expanded_key.float(), table, rows)
         if self.key_weight is None:
-            return self._of_keys(pairs, rows, occurring)
+            return of_keys * pairs.key_scaling
         products = pairs.query.float() @ self.key_weight[:, occurring].float().transpose(-1, -2)
         of_queries = select_rows(products, rows) * pairs.query_scaling
-        return of_queries if self.query_weight is None else of_queries + self._of_keys(pairs, rows, occurring)
-
-    def _rows(self, pairs: AttentionPairs, first: int, last: int) -> Tensor:
-        """`(batch or 1, query_len, key_len)` int64: the row of each pair, counted from that of the first distance."""
-        distance = pairs.distance
-        check_whole_distances(distance, "The learned table of disentangled", "Use integer positions.")
-        behind = -distance
-        if self.buckets is not None:
-            behind = self.buckets(behind)
-        return behind.clamp(first, last) - first
-
-    def _of_keys(self, pairs: AttentionPairs, rows: Tensor, occurring: slice) -> Tensor:
-        assert self.query_weight is not None
-        table = self.query_weight[:, occurring].float()
-        return select_rows_of_keys(pairs.expanded_key.float(), table, rows) * pairs.key_scaling
+        return of_queries if self.query_weight is None else plus(of_queries, of_keys, pairs.key_scaling)
 
 
 @register_scheme

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.bias.relative_tables import check_whole_distances, clipped_rows, select_rows
+from hf_posenc.schemes.bias.relative_tables import check_whole_positions, clipped_rows, select_rows
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import LARGEST_WIDTH, MOST_DISTANCES
@@ -46,13 +46,13 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
                 "low_rank_relative mixes its profiles with the layer's hidden states, but this layer does not "
                 "provide them. Use a scheme that reads queries, such as 'shaw'."
             )
-        check_whole_distances(pairs.distance, "low_rank_relative", "Use integer positions.")
+        check_whole_positions(pairs.keys, "low_rank_relative", "Use integer positions.")
         mixture = nn.functional.linear(pairs.hidden_states.float(), self.projection.float())
         mixture = mixture.unflatten(-1, (self.num_heads, -1))
         window = self.profiles.shape[-1]
-        _, last = pairs.occurring(0, window - 1)
-        products = (mixture @ self.profiles[:, : last + 1].float()).transpose(1, 2)
-        bias = select_rows(products, clipped_rows(pairs, 0, last, back=True))
+        rows, occurring = clipped_rows(pairs, 0, window - 1, back=True)
+        products = (mixture @ self.profiles[:, occurring].float()).transpose(1, 2)
+        bias = select_rows(products, rows)
         outside = pairs.remembered(f"outside {window}", lambda: (pairs.distance > 0) | (pairs.distance <= -window))
         return bias.masked_fill(outside.unsqueeze(1), 0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,23 +21,35 @@ _MOST_PRODUCTS = 2**23
 _MANY_KEYS = 256
 
 
-def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
-    """Raises if distances are not integers, which happens with some position maps or `position_ids`.
+def check_whole_positions(keys: Positions, owner: str, remedy: str) -> None:
+    """Raises if positions are not integers, which happens with some position maps or `position_ids`.
 
     Raises:
         UnsupportedError: with the scheme, the dtype found and the remedy.
     """
-    if distance.is_floating_point():
+    if keys.ids.is_floating_point():
         raise UnsupportedError(
             f"{owner} looks up integer distances in a table, but these positions are floating-point "
-            f"({distance.dtype}), from a position map or from position_ids. {remedy}"
+            f"({keys.ids.dtype}), from a position map or from position_ids. {remedy}"
         )
 
 
-def clipped_rows(pairs: AttentionPairs, first: int, last: int, back: bool = False) -> Tensor:
-    """Rows for `select_rows`, in a table of the distances `first` to `last`; with `back`, from key to query."""
-    sign = -1 if back else 1
-    return pairs.remembered(f"rows {first} {last} {sign}", lambda: (sign * pairs.distance).clamp(first, last) - first)
+def clipped_rows(
+    pairs: AttentionPairs, first: int, last: int, back: bool = False, buckets: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, slice]:
+    """Rows for `select_rows`, in a table of the distances, or `buckets` of them, `first` to `last`.
+
+    With `back`, distances are those from key to query. The second result is the part of the table whose rows can occur.
+    The rows are counted from its first.
+    """
+
+    def find() -> tuple[Tensor, slice]:
+        nearest, farthest = pairs.occurring(first, last)
+        distance = -pairs.distance if back else pairs.distance
+        rows = (distance if buckets is None else buckets(distance)).clamp(nearest, farthest) - nearest
+        return rows, slice(nearest - first, farthest - first + 1)
+
+    return pairs.remembered(("rows", first, last, back, buckets), find)
 
 
 def select_rows(products: Tensor, rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import (
-    check_whole_distances,
+    check_whole_positions,
     clipped_rows,
     select_rows,
     sinusoidal_products,
@@ -47,13 +47,12 @@ class ShawBias(NativeTable, PairwiseBias):
         Raises:
             ValueError: for positions that are not integers.
         """
-        check_whole_distances(
-            pairs.distance, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
+        check_whole_positions(
+            pairs.keys, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
         )
-        first, last = pairs.occurring(-self.behind, self.ahead)
-        table = self.weight[..., first + self.behind : last + self.behind + 1, :]
-        products = pairs.query.float() @ table.float().transpose(-1, -2)
-        return select_rows(products, clipped_rows(pairs, first, last)) * pairs.query_scaling
+        rows, occurring = clipped_rows(pairs, -self.behind, self.ahead)
+        products = pairs.query.float() @ self.weight[..., occurring, :].float().transpose(-1, -2)
+        return select_rows(products, rows) * pairs.query_scaling
 
 
 class SinusoidalShawBias(PairwiseBias):

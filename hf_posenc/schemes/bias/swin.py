@@ -37,7 +37,9 @@ class SwinBias(NativeTable, PairwiseBias):
         self.class_entries = config.class_entries
         self.resizing = Resizing(config.interpolation)
         self.initializer_range = context.initializer_range
-        rows = displacements(self.grid) + CLASS_ENTRIES * self.class_entries
+        self.size = table_size(self.grid)
+        self.displacements = math.prod(self.size)
+        rows = self.displacements + CLASS_ENTRIES * self.class_entries
         self.weight = nn.Parameter(torch.empty(rows, context.num_heads))
         self.reset_parameters()
 
@@ -58,14 +60,14 @@ class SwinBias(NativeTable, PairwiseBias):
             # The entry after the displacements: for a query without a place, a key, or both; entry 3 is a zero.
             kind = torch.where(queries, 1, torch.where(keys, 0, 2)) if self.class_entries else CLASS_ENTRIES
             rows = rows.where(queries & keys, entries.shape[0] + kind)
-            without_place = self.weight[displacements(self.grid) :].float()
+            without_place = self.weight[self.displacements :].float()
             zero = without_place.new_zeros(CLASS_ENTRIES + 1 - without_place.shape[0], without_place.shape[1])
             entries = torch.cat((entries, without_place, zero))
         return entries_of_pairs(entries, rows)
 
     def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:
         """The row of each pair, `(batch or 1, query_len, key_len)`, and the rows, `(rows, heads)` in float32."""
-        table = self.weight[: displacements(self.grid)].float().view(*table_size(self.grid), -1)
+        table = self.weight[: self.displacements].float().view(*self.size, -1)
         entries, sizes, start = tables_of_call(
             table, pairs.keys, where, self.resizing, table_size, self.grid, SwinConfig.name
         )
@@ -121,9 +123,10 @@ class SwinConfig(SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if displacements(self.grid) > MOST_ROWS:
+        displacements = math.prod(table_size(self.grid))
+        if displacements > MOST_ROWS:
             raise ValueError(
-                f"SwinConfig.grid is {self.grid}, which has {displacements(self.grid)} displacements; a table has at "
+                f"SwinConfig.grid is {self.grid}, which has {displacements} displacements; a table has at "
                 f"most {MOST_ROWS} rows. Give a smaller grid; the table is resized to the grid of a call."
             )
 
@@ -131,8 +134,3 @@ class SwinConfig(SharedConfig):
 def table_size(grid: tuple[int, ...]) -> tuple[int, ...]:
     """The number of displacements along each axis of a grid."""
     return tuple(2 * size - 1 for size in grid)
-
-
-def displacements(grid: tuple[int, ...]) -> int:
-    """The number of displacements between two places of a grid."""
-    return math.prod(table_size(grid))

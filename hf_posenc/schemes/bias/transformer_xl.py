@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import (
-    check_whole_distances,
+    check_whole_positions,
     clipped_rows,
     plus,
     select_rows,
@@ -79,12 +79,13 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
     def _by_clamped_distance(
         self, query: Tensor, projection: Tensor, pairs: AttentionPairs, clamp_length: int
     ) -> Tensor:
-        check_whole_distances(
-            pairs.distance, "transformer_xl with a clamp_length", "Use integer positions, or clamp_length=None."
+        check_whole_positions(
+            pairs.keys, "transformer_xl with a clamp_length", "Use integer positions, or clamp_length=None."
         )
-        rows = torch.arange(-clamp_length, clamp_length + 1, device=query.device)
-        table = projection @ sinusoidal_vectors(rows, self._frequencies).transpose(0, 1)
-        return select_rows(query @ table, clipped_rows(pairs, -clamp_length, clamp_length, back=True))
+        rows, occurring = clipped_rows(pairs, -clamp_length, clamp_length, back=True)
+        distances = torch.arange(-clamp_length, clamp_length + 1, device=query.device)[occurring]
+        table = projection @ sinusoidal_vectors(distances, self._frequencies).transpose(0, 1)
+        return select_rows(query @ table, rows)
 
 
 @register_scheme

@@ -46,12 +46,11 @@ class WaveletBias(PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
         query = pairs.query.float()
-        if pairs.distance.is_floating_point():
+        if pairs.keys.ids.is_floating_point():
             return self._at_real_distances(query, -pairs.distance) * pairs.query_scaling
-        first, last = pairs.occurring(self.first, self.last)
-        table = self._table.on(query.device)[first - self.first : last - self.first + 1]
+        rows, occurring = clipped_rows(pairs, self.first, self.last, back=True)
         # The factor may have the shape of the logits, so it is not one of the query.
-        return select_rows(query @ table.T, clipped_rows(pairs, first, last, back=True)) * pairs.query_scaling
+        return select_rows(query @ self._table.on(query.device)[occurring].T, rows) * pairs.query_scaling
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
         """Evaluates one wavelet at a time, to avoid storing a vector per pair."""
