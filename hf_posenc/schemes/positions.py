@@ -156,6 +156,13 @@ class Positions:
         self.remembered("bound", lambda: length, self.ids)
         return self
 
+    def bound(self) -> int | None:
+        """A number that all positions are below; `None` in a graph, and if it would have to be read from a device."""
+        if traced():
+            return None
+        noted = self.remembered("bound", lambda: None, self.ids)
+        return self.length() if noted is None and self.ids.is_cpu and self.ids.numel() else noted
+
     def all_below(self, length: int) -> bool:
         """Whether every position is below `length`.
 
@@ -275,7 +282,7 @@ class AttentionPairs:
 
     def occurring(self, first: int, last: int) -> tuple[int, int]:
         """The distances within `first` to `last` that tokens can have, as far as the host knows their positions."""
-        bound = None if traced() else self.keys.remembered("bound", lambda: None, self.keys.ids)
+        bound = self.keys.bound()
         return (first, last) if bound is None else (max(first, 1 - bound), min(last, bound - 1))
 
     @property

@@ -30,18 +30,15 @@ class CopeBias(NormalWeights, PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        query = pairs.query.float()
-        last = self.weight.shape[0] - 1
-        products = query @ self.weight.float().transpose(0, 1)
+        products = nn.functional.linear(pairs.query.float(), self.weight.float())
+        steps = torch.cat((products[..., 1:], products[..., -1:]), dim=-1) - products
         far = self._keys_beyond_the_table(pairs)
         positions = self._positions(pairs, far)
-        below = positions.detach().floor()
-        share = positions - below
-        row = below.long()
-        near = torch.lerp(products.gather(-1, row), products.gather(-1, (row + 1).clamp(max=last)), share)
+        row = positions.detach().long()
+        near = torch.addcmul(products.gather(-1, row), steps.gather(-1, row), positions.frac())
         if far == 0:
             return near
-        return torch.cat((products[..., last:].expand(-1, -1, -1, far), near), dim=-1)
+        return torch.cat((products[..., -1:].expand(-1, -1, -1, far), near), dim=-1)
 
     def _positions(self, pairs: AttentionPairs, first: int) -> Tensor:
         """`(batch, heads, query_len, key_len - first)`: what the queries count up to each key from `first` on."""

@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, clipped_rows, ricker_wavelets, select_rows
 from hf_posenc.schemes.parts import AttentionPairs, DeviceConstant, PairwiseBias
@@ -50,7 +50,7 @@ class WaveletBias(PairwiseBias):
             return self._at_real_distances(query, -pairs.distance) * pairs.query_scaling
         rows, occurring = clipped_rows(pairs, self.first, self.last, back=True)
         # The factor may have the shape of the logits, so it is not one of the query.
-        return select_rows(query @ self._table.on(query.device)[occurring].T, rows) * pairs.query_scaling
+        return select_rows(nn.functional.linear(query, self._table.on(query.device)[occurring]), rows) * pairs.query_scaling
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
         """Evaluates one wavelet at a time, to avoid storing a vector per pair."""
