@@ -49,8 +49,9 @@ class WaveletBias(PairwiseBias):
         if pairs.keys.ids.is_floating_point():
             return self._at_real_distances(query, -pairs.distance) * pairs.query_scaling
         rows, occurring = clipped_rows(pairs, self.first, self.last, back=True)
+        products = nn.functional.linear(query, self._table.on(query.device)[occurring])
         # The factor may have the shape of the logits, so it is not one of the query.
-        return select_rows(nn.functional.linear(query, self._table.on(query.device)[occurring]), rows) * pairs.query_scaling
+        return select_rows(products, rows) * pairs.query_scaling
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
         """Evaluates one wavelet at a time, to avoid storing a vector per pair."""
