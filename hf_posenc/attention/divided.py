@@ -60,9 +60,11 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHea
             start, stop = int(rows[0]), int(rows[-1]) + 1
             counts = other.key_counts[start:stop].unsqueeze(-1)
             fewest, most = int(counts.min()), int(counts.max())
-            own = query[:, :, start:stop], key[:, :, fewest:stop], value[:, :, fewest:stop]
-            near = slots[fewest:stop]
-            parts = [_part(*own, _added((near >= counts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling)]
+            starts = other.near_starts[start:stop].unsqueeze(-1)
+            nearest = int(starts.min())
+            own = query[:, :, start:stop], key[:, :, nearest:stop], value[:, :, nearest:stop]
+            near = slots[nearest:stop]
+            parts = [_part(*own, _added((near >= starts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling)]
             for first, last in ((0, fewest), (fewest, most)):
                 if first < last:
                     far = other_query[:, :, start:stop], other_key[:, :, first:last], value[:, :, first:last]

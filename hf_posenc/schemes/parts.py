@@ -279,13 +279,15 @@ class OtherHeads:
 
     Args:
         query: `(batch, heads, query_len, head_dim)` float32.
-        key: `(batch, key_value_heads, key_len, head_dim)` float32.
+        key: `(batch, key_value_heads, greatest of key_counts, head_dim)` float32.
         key_counts: `(query_len,)` int64, the number of these keys of each query.
+        near_starts: `(query_len,)` int64, the first of the other keys that each query sees.
     """
 
     query: Tensor
     key: Tensor
     key_counts: Tensor
+    near_starts: Tensor
 
 
 class PairwiseBias(LogitBias):

@@ -23,6 +23,8 @@ SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("rerope", {"window": 800, "factor": 2.0}),
     ("self_extend", {"window": 40, "group": 4}),
     ("dual_chunk", {"chunk_size": 250, "local_size": 30}),
+    ("attention_sinks", {"sinks": 4, "window": 100}),
+    ("attention_sinks", {"sinks": 0, "window": 800}),
 ]
 
 

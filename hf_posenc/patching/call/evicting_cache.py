@@ -25,7 +25,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import CachedPositions, self_attention_cache
 from hf_posenc.patching.call.forward_state import ForwardState, padding_mask
-from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
+from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
+from hf_posenc.schemes.position_maps.pairwise import FarRotation, HiddenPairs
 
 #: Names of layers, in a config, that see all earlier tokens.
 _SEES_ALL = ("full_attention", "global")
@@ -281,8 +282,9 @@ class SinkCache(Cache):
 def refuse_smaller_cache(state: ForwardState, bias: nn.Module | None) -> None:
     """Refuses the scheme `attention_sinks` with a `SinkCache` that has dropped tokens which the scheme sees."""
     cache = self_attention_cache(state.cache_object)
-    hides = [part.config for part in bias.modules() if isinstance(part, HiddenPairs)] if bias is not None else []
-    for seen in hides if isinstance(cache, SinkCache) else ():
+    parts = bias.modules() if bias is not None and isinstance(cache, SinkCache) else ()
+    for seen in [part.far for part in parts if isinstance(part, FarRotation | HiddenPairs) and part.far.hides]:
+        assert isinstance(seen, AttentionSinksConfig)
         if cache.sinks < seen.sinks or cache.window < seen.window:
             raise UnsupportedError(
                 f"The scheme sees the first {seen.sinks} and the last {seen.window} tokens, but this SinkCache keeps "

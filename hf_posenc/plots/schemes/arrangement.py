@@ -13,7 +13,6 @@ from hf_posenc.plots.style import palette
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.parts import PositionMap
-from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 
 if TYPE_CHECKING:
@@ -83,8 +82,7 @@ def distance_map(subject: Subject) -> Figure:
     assert far is not None
     distance = torch.arange(_TIMES * far.first_query)
     mapped = -far.distance(distance[-1:], distance).squeeze(0).flip(0)
-    if isinstance(far, AttentionSinksConfig):
-        mapped = mapped.float().masked_fill(far.are_hidden(distance[-1:], distance).squeeze(0).flip(0), torch.nan)
+    mapped = mapped.float().masked_fill(far.are_hidden(distance[-1:], distance).squeeze(0).flip(0), torch.nan)
     lines = {"unchanged": distance, f"this scheme (far keys from position {far.first_query} on)": mapped}
     return line_figure(subject, lines, distance, DISTANCE_LABEL, "distance after the map")[0]
 

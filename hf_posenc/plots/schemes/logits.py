@@ -31,8 +31,7 @@ from hf_posenc.plots.schemes.subject import (
 from hf_posenc.plots.style import HIGHLIGHT, palette
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.parts import DistanceBias
-from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
-from hf_posenc.schemes.position_maps.pairwise import FarRotation
+from hf_posenc.schemes.position_maps.pairwise import FarRotation, HiddenPairs
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:

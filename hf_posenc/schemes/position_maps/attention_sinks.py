@@ -4,37 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import HIDDEN, AttentionPairs, PairwiseBias
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.scheme import option, register_scheme
-
-
-class HiddenPairs(PairwiseBias):
-    """Hides the keys that are neither sinks nor in the window of their query.
-
-    Args:
-        config: the sinks and the window.
-    """
-
-    whole_heads = False
-    reads_later_keys = False
-
-    def __init__(self, config: AttentionSinksConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.zero_below = config.first_query
-
-    def forward(self, pairs: AttentionPairs) -> Tensor:
-        """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""
-        heads = pairs.query.shape[1]
-        return pairs.remembered(f"hidden {id(self)}", lambda: self._of_pairs(pairs)).expand(-1, heads, -1, -1)
-
-    def _of_pairs(self, pairs: AttentionPairs) -> Tensor:
-        hidden = self.config.are_hidden(pairs.query_positions, pairs.keys.ids)
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN).unsqueeze(1)
 
 
 @register_scheme
@@ -62,6 +35,7 @@ class AttentionSinksConfig(FarPositionsConfig):
     """
 
     name: ClassVar[str] = "attention_sinks"
+    hides = True
 
     sinks: int = option(4, minimum=0)
     window: int = option(1020, minimum=1)
@@ -83,11 +57,6 @@ class AttentionSinksConfig(FarPositionsConfig):
         """Returns the last sink, or the last key before the window."""
         return (ids - self.window).clamp(max=self.sinks - 1)
 
-    def are_hidden(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
-        """Returns which keys are between the sinks and the window, `(batch or 1, query_len, key_len)` bool."""
-        keys = key_ids.unsqueeze(-2)
-        return (keys >= self.sinks) & (keys <= (query_ids - self.window).unsqueeze(-1))
-
-    def mask(self) -> HiddenPairs:
-        """Returns a bias that hides pairs that are neither near nor sinks."""
-        return HiddenPairs(self)
+    def last_hidden(self, ids: Tensor) -> Tensor:
+        """Returns the last key before the window."""
+        return ids - self.window

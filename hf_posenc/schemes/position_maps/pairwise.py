@@ -7,18 +7,27 @@ import math
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.outer_parts import OuterPart, sum_of_biases
-from hf_posenc.schemes.parts import AttentionPairs, DistanceBias, LogitBias, OtherHeads, PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import (
+    HIDDEN,
+    AttentionPairs,
+    DistanceBias,
+    LogitBias,
+    OtherHeads,
+    PairwiseBias,
+    SchemeParts,
+)
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig, needs_whole_positions
+from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 
 
 class FarRotation(PairwiseBias):
-    """A correction of far pairs: the logit with far positions minus the logit that the layer computes.
+    """A correction of far pairs: the logit with far positions minus the logit that the layer computes; hides others.
 
     Queries and keys are passed, and cached, after rotation by their own positions. Rotations compose, so rotating them
     again by the difference gives the rotation by far positions. Both logits are computed in float32. If the layer
@@ -42,37 +51,51 @@ class FarRotation(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
-        query, key = pairs.query.float(), pairs.key.float()
-        of_query, of_key = pairs.remembered(f"far positions {id(self)}", lambda: self._far_positions(pairs))
+        are_far, (of_query, of_key), hidden = pairs.remembered(f"far {id(self)}", lambda: self._far_pairs(pairs))
+        # Of the keys, only the first ones up to the last that is far.
+        count, others = are_far.shape[-1], pairs.key.shape[-2] - are_far.shape[-1]
+        query, key = pairs.query.float(), pairs.key[..., :count, :].float()
         far_query, far_key = self.rotation.map_query(query, of_query), self.rotation.map_key(key, of_key)
         far = dataclasses.replace(pairs, query=far_query, key=far_key)
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
-        are_far = pairs.remembered(f"far pairs {id(self)}", lambda: self._are_far(pairs))
-        return (change * pairs.scaling).where(are_far, 0.0)
+        bias = nn.functional.pad((change * pairs.scaling).where(are_far, 0.0), (0, others))
+        return bias if hidden is None else bias.masked_fill(hidden, HIDDEN)
 
     def other_heads(self, pairs: AttentionPairs) -> OtherHeads | None:
         """Returns the heads rotated by far positions, if positions rise from key to key and are those of all texts."""
         # Kept for all layers, unlike the values of `forward`, because only one piece of text is computed this way.
         sources = pairs.keys.ids, pairs.query_slots
-        key_counts = pairs.keys.remembered(f"far keys {id(self)}", lambda: self._far_keys(pairs), *sources)
-        if key_counts is None:
+        text = pairs.keys.remembered(f"far text {id(self)}", lambda: self._far_text(pairs), *sources)
+        if text is None:
             return None
-        of_query, of_key = pairs.keys.remembered(f"far text {id(self)}", lambda: self._far_positions(pairs), *sources)
+        key_counts, near_starts, count, (of_query, of_key) = text
         far_query = self.rotation.map_query(pairs.query.float(), of_query)
-        return OtherHeads(far_query, self.rotation.map_key(pairs.key.float(), of_key), key_counts)
+        far_key = self.rotation.map_key(pairs.key[..., :count, :].float(), of_key)
+        return OtherHeads(far_query, far_key, key_counts, near_starts)
 
-    def _far_keys(self, pairs: AttentionPairs) -> Tensor | None:
+    def _far_text(self, pairs: AttentionPairs) -> tuple[Tensor, Tensor, int, tuple[Any, Any]] | None:
+        """How many keys of each query are far, and how many far or hidden; the most that are far; their rotations."""
         query_ids, key_ids = pairs.query_positions, pairs.keys.ids
         if not key_ids.is_cpu or key_ids.shape[0] > 1 or not bool((key_ids.diff() > 0).all()):
             return None
-        return torch.searchsorted(key_ids[0], self.far.last_key(query_ids)[0].contiguous(), right=True)
+        last = torch.cat((self.far.last_key(query_ids), self.far.last_hidden(query_ids)))
+        far, far_or_hidden = torch.searchsorted(key_ids[0], last, right=True)
+        count = int(far.max())
+        return far, far_or_hidden, count, self._far_positions(pairs, key_ids[:, :count])
 
-    def _are_far(self, pairs: AttentionPairs) -> Tensor:
-        return self.far.are_far(pairs.query_positions, pairs.keys.ids).unsqueeze(1)
+    def _far_pairs(self, pairs: AttentionPairs) -> tuple[Tensor, tuple[Any, Any], Tensor | None]:
+        """Which pairs are far, their rotations, and which pairs are hidden; the first two for the first keys only."""
+        ids = pairs.query_positions, pairs.keys.ids
+        are_far = self.far.are_far(*ids)
+        if are_far.is_cpu and not traced():
+            columns = are_far.flatten(0, 1).any(0).nonzero()
+            are_far = are_far[..., : int(columns[-1]) + 1 if len(columns) else 0]
+        hidden = self.far.are_hidden(*ids).unsqueeze(1) if self.far.hides else None
+        return are_far.unsqueeze(1), self._far_positions(pairs, ids[1][:, : are_far.shape[-1]]), hidden
 
-    def _far_positions(self, pairs: AttentionPairs) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The rotations from own to far positions of queries and of keys."""
-        query_ids, key_ids = pairs.query_positions, pairs.keys.ids
+    def _far_positions(self, pairs: AttentionPairs, key_ids: Tensor) -> tuple[Any, Any]:
+        """The rotations from own to far positions of queries, and of keys at `key_ids`."""
+        query_ids = pairs.query_positions
         far_query, far_key = self.far.query(query_ids) - query_ids, self.far.key(key_ids) - key_ids
         return self._prepared(far_query, pairs), self._prepared(far_key, pairs)
 
@@ -105,6 +128,31 @@ class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):
         return self.total(lambda bias: bias(distance)).transpose(0, 1)
 
 
+class HiddenPairs(PairwiseBias):
+    """Hides the pairs that far positions hide.
+
+    Args:
+        far: the far positions.
+    """
+
+    whole_heads = False
+    reads_later_keys = False
+
+    def __init__(self, far: FarPositionsConfig) -> None:
+        super().__init__()
+        self.far = far
+        self.zero_below = far.first_query
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""
+        heads = pairs.query.shape[1]
+        return pairs.remembered(f"hidden {id(self)}", lambda: self._of_pairs(pairs)).expand(-1, heads, -1, -1)
+
+    def _of_pairs(self, pairs: AttentionPairs) -> Tensor:
+        hidden = self.far.are_hidden(pairs.query_positions, pairs.keys.ids)
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, HIDDEN).unsqueeze(1)
+
+
 class FarPositionsConfig(PositionMapConfig):
     """Base class of configs that change the positions of far pairs: of a query and all keys up to `last_key`.
 
@@ -114,6 +162,8 @@ class FarPositionsConfig(PositionMapConfig):
 
     #: Whether far positions may be non-integers.
     gives_real_positions: ClassVar[bool] = False
+    #: Whether queries do not see the keys between far and near ones.
+    hides: ClassVar[bool] = False
 
     @property
     def first_query(self) -> int:
@@ -132,6 +182,15 @@ class FarPositionsConfig(PositionMapConfig):
         """Returns the last far key of queries, in the shape of `ids`. By default, all far pairs are equally far."""
         return ids - self.first_query
 
+    def last_hidden(self, ids: Tensor) -> Tensor:
+        """Returns the last key before the near keys of queries, in the shape of `ids`."""
+        return self.last_key(ids)
+
+    def are_hidden(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
+        """Returns which keys are between far and near ones, `(batch or 1, query_len, key_len)` bool."""
+        keys, first, last = key_ids.unsqueeze(-2), self.last_key(query_ids), self.last_hidden(query_ids)
+        return (keys > first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))
+
     def are_far(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
         """Returns which pairs are far, `(batch or 1, query_len, key_len)` bool."""
         return key_ids.unsqueeze(-2) <= self.last_key(query_ids).unsqueeze(-1)
@@ -146,10 +205,6 @@ class FarPositionsConfig(PositionMapConfig):
         last = torch.tensor([length - 1])
         far = math.ceil(self.query(last).item() - self.key(torch.zeros_like(last)).item())
         return min(length - 1, max(self.first_query - 1, far))
-
-    def mask(self) -> PairwiseBias | None:
-        """Returns a bias that hides some pairs, if this scheme does."""
-        return None
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds the parts of the scheme, and a bias that corrects far pairs.
@@ -167,15 +222,14 @@ class FarPositionsConfig(PositionMapConfig):
             )
         parts = self.inner.build(context)
         rotation, bias = parts.query_key_map, parts.logit_bias
-        mask = self.mask()
-        _check_follows(owner, self.inner, parts, encodes=mask is None)
+        _check_follows(owner, self.inner, parts, encodes=not self.hides)
         if bias is not None and self.gives_real_positions and needs_whole_positions(bias):
             raise ValueError(
                 f"{owner}.inner is {self.inner.name!r}, which needs integer positions, but this factor produces real "
                 "ones for far pairs. Omit the factor, or use 'self_extend', or a bias that accepts real distances, "
                 "such as 'alibi'."
             )
-        biases: list[LogitBias] = [] if mask is None else [mask]
+        biases: list[LogitBias] = [HiddenPairs(self)] if self.hides and rotation is None else []
         if rotation is not None:
             rotation.mapped_again = True
             biases.append(FarRotation(cast("RotaryMap", rotation), self))
