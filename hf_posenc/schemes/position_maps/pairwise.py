@@ -52,13 +52,15 @@ class FarRotation(PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
         are_far, (of_query, of_key), hidden = pairs.remembered(f"far {id(self)}", lambda: self._far_pairs(pairs))
-        # Of the keys, only the first ones up to the last that is far.
-        count, others = are_far.shape[-1], pairs.key.shape[-2] - are_far.shape[-1]
-        query, key = pairs.query.float(), pairs.key[..., :count, :].float()
+        narrowed = pairs.query.is_cpu and not traced()
+        key = pairs.key[..., : are_far.shape[-1], :] if narrowed else pairs.key
+        query, key = pairs.query.float(), key.float()
         far_query, far_key = self.rotation.map_query(query, of_query), self.rotation.map_key(key, of_key)
         far = dataclasses.replace(pairs, query=far_query, key=far_key)
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
-        bias = nn.functional.pad((change * pairs.scaling).where(are_far, 0.0), (0, others))
+        bias = (change * pairs.scaling).where(are_far, 0.0)
+        if narrowed:
+            bias = nn.functional.pad(bias, (0, pairs.key.shape[-2] - bias.shape[-1]))
         return bias if hidden is None else bias.masked_fill(hidden, HIDDEN)
 
     def other_heads(self, pairs: AttentionPairs) -> OtherHeads | None:
@@ -84,13 +86,16 @@ class FarRotation(PairwiseBias):
         return far, far_or_hidden, count, self._far_positions(pairs, key_ids[:, :count])
 
     def _far_pairs(self, pairs: AttentionPairs) -> tuple[Tensor, tuple[Any, Any], Tensor | None]:
-        """Which pairs are far, their rotations, and which pairs are hidden; the first two for the first keys only."""
+        """Which pairs are far, their rotations, and which pairs are hidden.
+
+        Where the values can be read, the first two are for the first keys only, up to the last far one.
+        """
         ids = pairs.query_positions, pairs.keys.ids
         are_far = self.far.are_far(*ids)
+        hidden = self.far.are_hidden(*ids, are_far).unsqueeze(1) if self.far.hides else None
         if are_far.is_cpu and not traced():
             columns = are_far.flatten(0, 1).any(0).nonzero()
             are_far = are_far[..., : int(columns[-1]) + 1 if len(columns) else 0]
-        hidden = self.far.are_hidden(*ids).unsqueeze(1) if self.far.hides else None
         return are_far.unsqueeze(1), self._far_positions(pairs, ids[1][:, : are_far.shape[-1]]), hidden
 
     def _far_positions(self, pairs: AttentionPairs, key_ids: Tensor) -> tuple[Any, Any]:
@@ -186,10 +191,10 @@ class FarPositionsConfig(PositionMapConfig):
         """Returns the last key before the near keys of queries, in the shape of `ids`."""
         return self.last_key(ids)
 
-    def are_hidden(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
-        """Returns which keys are between far and near ones, `(batch or 1, query_len, key_len)` bool."""
-        keys, first, last = key_ids.unsqueeze(-2), self.last_key(query_ids), self.last_hidden(query_ids)
-        return (keys > first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))
+    def are_hidden(self, query_ids: Tensor, key_ids: Tensor, are_far: Tensor | None = None) -> Tensor:
+        """Returns which pairs are between far and near ones, `(batch or 1, query_len, key_len)` bool."""
+        far_or_hidden = key_ids.unsqueeze(-2) <= self.last_hidden(query_ids).unsqueeze(-1)
+        return far_or_hidden & ~(self.are_far(query_ids, key_ids) if are_far is None else are_far)
 
     def are_far(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
         """Returns which pairs are far, `(batch or 1, query_len, key_len)` bool."""
