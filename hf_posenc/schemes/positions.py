@@ -196,13 +196,15 @@ class Positions:
             known = self.memo[key] = compute(), sources
         return known[0]
 
-    def kept(self, part: nn.Module, name: str, compute: Callable[[], Value]) -> Value:
+    def kept(
+        self, part: nn.Module, name: str, compute: Callable[[], Value], fits: Callable[[Value], bool] | None = None
+    ) -> Value:
         """`compute()`, which reads nothing but parameters of `part`.
 
-        Without gradients, a cache keeps it for later tokens, until a parameter is replaced or written to.
+        Without gradients, a cache keeps it for later tokens that it `fits`, until a parameter is replaced or changed.
         """
         kept: KeptValues | None = None if torch.is_grad_enabled() else self.memo.get(KeptValues)
-        return compute() if kept is None else kept.of(part, name, compute)
+        return compute() if kept is None else kept.of(part, name, compute, fits)
 
     def first(self, count: int) -> Positions:
         """The positions of the first `count` tokens; lengths are still those of the whole sequences."""

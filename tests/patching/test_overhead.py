@@ -188,6 +188,16 @@ def test_layers_share_a_bias_that_reads_no_content(counted: Counted) -> None:
     assert not torch.equal(decoded(model, ids, before, [1], 6), first)
 
 
+def test_decoding_projects_the_rows_of_a_table_when_the_length_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = patched("llama_gqa", "tupe", attn_implementation="sdpa"), tokens()
+    expected = model(ids).logits.detach()
+    cache = prefilled(model, ids, 3)
+    rows, own = [], UntiedPositionBias._rows
+    monkeypatch.setattr(UntiedPositionBias, "_rows", lambda bias, ids: rows.append(ids.numel()) or own(bias, ids))
+    torch.testing.assert_close(decoded(model, ids, cache, [1] * 11, 3), expected[:, 3:], atol=1e-4, rtol=1e-4)
+    assert [count for count in rows if count > 1] == [9, 19]
+
+
 WINDOW = 6
 SELF_EXTEND = SelfExtendConfig(group=2, window=WINDOW)
 

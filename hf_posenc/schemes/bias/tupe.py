@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.bias.relative_tables import select_rows
 from hf_posenc.schemes.parts import AttentionPairs, PairwiseBias, Reach, SchemeParts
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
@@ -63,9 +64,9 @@ class UntiedPositionBias(PairwiseBias):
         ids = pairs.keys.ids
         whole_positions(ids, "tupe")
         self.length_reach.check(pairs.keys)
-        rows = self._rows(ids.clamp(min=0) + _FIRST_ROW)
-        query, key = self._queries(rows.index_select(-2, pairs.query_slots)), self._keys(rows)
-        bias = query @ key.transpose(-1, -2)
+        indices = ids.clamp(min=0) + _FIRST_ROW
+        query = self._queries(self._rows(indices.index_select(-1, pairs.query_slots)))
+        bias = self._products(query, indices, pairs)
         if self.reset_first:
             special = self._rows(torch.arange(2, device=ids.device))
             products = (self._queries(special) * self._keys(special)).sum(-1)
@@ -73,6 +74,19 @@ class UntiedPositionBias(PairwiseBias):
             bias = torch.where((ids == 0)[:, None, None, :], to_first, bias)
             bias = torch.where((pairs.query_positions == 0)[:, None, :, None], from_first, bias)
         return bias * self.factor
+
+    def _products(self, query: Tensor, indices: Tensor, pairs: AttentionPairs) -> Tensor:
+        """`(batch or 1, heads, query_len, key_len)`. While tokens are decoded, a cache keeps the projected rows."""
+        bound = pairs.keys.bound()
+        if bound is None or len(pairs.query_slots) > 1:
+            return query @ self._keys(self._rows(indices)).transpose(-1, -2)
+
+        def compute() -> Tensor:
+            count = min(2 * bound + _FIRST_ROW, len(self.weight))
+            return self._keys(self._rows(torch.arange(count, device=indices.device))).transpose(-1, -2)
+
+        keys = pairs.keys.kept(self, "keys", compute, lambda keys: keys.shape[-1] >= bound + _FIRST_ROW)
+        return select_rows(query @ keys, indices.unsqueeze(-2))
 
     def _rows(self, indices: Tensor) -> Tensor:
         """`(..., hidden)` float32: the normalised rows of the table."""
