@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from hf_posenc.schemes.config import SchemeConfig
 
-#: The name of the argument `position_encoding` while a config is read that has an attribute of this name, to which
-#: transformers would assign it.
+#: The argument `position_encoding` of a config that is read: a key of its own, because transformers would ignore
+#: `position_encoding`, or assign it to the entry. A model that is built from the config gets this scheme.
 _SET_ASIDE = "_requested_position_encoding"
 #: Arguments of `patch_model` that may be in the same dictionary as the scheme.
 _PLACES = ("part", "layers", "elsewhere", "cross_attention")
@@ -89,10 +89,15 @@ def get_config_dict(call: Call) -> Any:
         if not isinstance(config.get("model_type"), str):
             raise damaged(source, "a model_type that is not a string")
         check_entry(config[ATTRIBUTE], str(source))
-    if isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)) and ATTRIBUTE in unused:
-        # The reader of the config would write it over the entry.
-        unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {_SET_ASIDE: unused[ATTRIBUTE]}
-    return config, unused
+    if ATTRIBUTE not in unused or not isinstance(config, dict) or _knows_the_argument(config_class):
+        return config, unused
+    if ATTRIBUTE in config and not is_entry(config[ATTRIBUTE]):
+        return config, unused  # A field of another project.
+    requested = unused[ATTRIBUTE]
+    unused = {name: value for name, value in unused.items() if name != ATTRIBUTE}
+    if unused.get("return_unused_kwargs"):  # The caller passes it on.
+        return config, unused | {_SET_ASIDE: requested}
+    return config if requested is None else config | {_SET_ASIDE: _in_json(requested)}, unused
 
 
 def config_post_init(call: Call) -> Any:
@@ -114,8 +119,14 @@ def model_init(call: Call) -> Any:
     entry = read_entry(call["config"])
     if entry is not None:
         raise EntryIgnoredError(type(call["self"]), entry["scheme"])
+    model_class = type(call["self"])
+    if (requested := _requested_of(call["config"])) is not None:
+        raise UnsupportedError(
+            f"The config of this {model_class.__name__} was read with {ATTRIBUTE}={requested!r}, which its class "
+            "ignores. Use AutoModel*.from_config(config), or from_pretrained(..., config=config)."
+        )
     # Classes of other projects may read a field of this name.
-    wish, model_class = getattr(call["config"], ATTRIBUTE, None), type(call["self"])
+    wish = getattr(call["config"], ATTRIBUTE, None)
     if wish is not None and model_class.__module__.startswith("transformers.models."):
         _refuse_wish(model_class, wish)
     return call.run()
@@ -371,11 +382,16 @@ def _with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
         UnknownNameError, ValueError, TypeError, UsageError: if the value is not a scheme, before anything is loaded.
         UnsupportedError: as `patch_model`, and if the folder is an adapter that was trained with another scheme.
     """
-    names = [name for name in (ATTRIBUTE, _SET_ASIDE) if name in call.kwargs]
-    if not names or _knows_the_argument(call["cls"]):
+    config, names = call["config"], [name for name in (ATTRIBUTE, _SET_ASIDE) if name in call.kwargs]
+    of_config = _requested_of(config)
+    if (not names and of_config is None) or _knows_the_argument(call["cls"], call["cls"].config_class):
         return build(call)
-    requested = next((call.kwargs[name] for name in names if call.kwargs[name] is not None), None)
+    requested = next((call.kwargs[name] for name in names if call.kwargs[name] is not None), of_config)
     plain = call.without(*names)
+    if of_config is not None:
+        config = copy.deepcopy(config)
+        delattr(config, _SET_ASIDE)
+        plain = plain.changed(config=config)
     if requested is None:
         return build(plain)
     from hf_posenc.patching.patch import patch_model
@@ -410,6 +426,24 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
         raise
 
 
+def _requested_of(config: Any) -> Any:
+    """The value of the argument with which a config was read, or `None`."""
+    return getattr(config, "__dict__", {}).get(_SET_ASIDE)
+
+
+def _in_json(requested: Any) -> dict[str, Any]:
+    """A value of the argument as a config can hold it. Raises as `read_request`."""
+    from hf_posenc.schemes import as_scheme
+
+    scheme, places = read_request(requested)
+    for name, value in places.items():
+        if name in ("elsewhere", "cross_attention") and not isinstance(value, bool | None):
+            places[name] = as_scheme(value).to_dict()
+    if places.get("layers") is not None:
+        places["layers"] = list(places["layers"])
+    return {"scheme": scheme.to_dict(), **places}
+
+
 def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
     """The scheme, and the arguments of `patch_model` that are in the same dictionary."""
     from hf_posenc.schemes.registry import get_scheme
@@ -424,9 +458,8 @@ def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
     return {name: value for name, value in requested.items() if name not in places}, places
 
 
-def _knows_the_argument(model_class: Any) -> bool:
-    """Whether a model class of another project, or its config, has an argument of this name."""
-    owners = (model_class, model_class.config_class)
+def _knows_the_argument(*owners: Any) -> bool:
+    """Whether a class of another project has an argument of this name."""
     return any(owner is not None and ATTRIBUTE in inspect.signature(owner).parameters for owner in owners)
 
 

@@ -53,6 +53,7 @@ def patch(options: argparse.Namespace) -> int:
 
     model = load_model(options.model)
     part = Anatomy(model).part(options.part)
+    places: dict[str, Any] = {"part": part, "layers": layers, "elsewhere": elsewhere, "cross_attention": cross}
     in_force = scheme_in_part(getattr(model, "position_encoding", None), part)
     if in_force is not None and not options.replace:
         label = in_force.label
@@ -64,9 +65,9 @@ def patch(options: argparse.Namespace) -> int:
     before = context_length(model)
     try:
         if options.table_extension is not None:
-            swap_scheme(model, config, part=part, table_extension=options.table_extension)
+            swap_scheme(model, config, table_extension=options.table_extension, **places)
         else:
-            hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere, cross_attention=cross)
+            hf_posenc.patch_model(model, config, **places)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)

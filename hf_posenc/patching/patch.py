@@ -82,15 +82,27 @@ def patch_model(
         UnsupportedError: if the scheme cannot be computed correctly in this architecture.
     """
     transaction = Transaction(model)
-    config = as_scheme(scheme, **options)
+    config = requested_scheme(transaction, as_scheme(scheme, **options), part, layers, elsewhere, cross_attention)
+    if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
+        warn_of_random_rows(unfilled, config)
+    return model
+
+
+def requested_scheme(
+    transaction: Transaction,
+    config: SchemeConfig,
+    part: str | None,
+    layers: Iterable[int] | None,
+    elsewhere: SchemeLike | None,
+    cross_attention: SchemeLike | bool,
+) -> SchemeConfig:
+    """`config` with the scheme of cross-attention; raises for arguments of `patch_model` that exclude each other."""
     config = config if cross_attention is False else across(config, cross_attention)
     if config.within_and_across()[1] is not None:
         refuse_without_encoder(transaction.anatomy, part)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
-    if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
-        warn_of_random_rows(unfilled, config)
-    return model
+    return config
 
 
 def place_scheme(

@@ -134,6 +134,38 @@ def shortest(reaches: Iterable[Reach]) -> Reach:
     return Reach(limit.length, limit.remedy, made_for)
 
 
+#: What a part states about its methods, for faster ways to compute the same. A class that overrides one of these
+#: methods has inherited a statement about another one, so it gets the neutral value unless it makes its own.
+_STATEMENTS = {
+    "separable": ("forward",),
+    "rotates_heads": ("forward",),
+    "angles_of_own_token": ("rotated", "angles", "places"),
+    "other_heads": ("forward",),
+    "zero_below": ("forward",),
+    "reads_content": ("forward",),
+    "reads_later_keys": ("forward",),
+    "factor_of_all": ("forward",),
+    "turns_by_frequencies": (
+        "angles",
+        "attention_factor",
+        "for_both_of_pair",
+        "phases",
+        "prepared",
+        "map_query",
+        "map_key",
+    ),
+    "keeps_distances": ("forward", "renumber"),
+    "last_position": ("forward", "renumber"),
+}
+
+
+def overrides(kind: type, method: str, statement: str) -> bool:
+    """Whether a class has a method from a subclass of the class that it has `statement` from."""
+    return statement not in next(
+        (vars(one) for one in kind.__mro__ if {method, statement} & vars(one).keys()), statement
+    )
+
+
 class Part(nn.Module):
     """Base class of all parts: declarations about caches and lengths, and adoption of native weights.
 
@@ -159,6 +191,13 @@ class Part(nn.Module):
     length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for statement, methods in _STATEMENTS.items():
+            makers = [vars(one)[statement] for one in cls.__mro__ if statement in vars(one)]
+            if makers and any(overrides(cls, method, statement) for method in methods):
+                setattr(cls, statement, makers[-1])
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.
@@ -207,6 +246,15 @@ class QueryKeyMap(Part):
     #: Whether a bias of the scheme maps the heads a second time and expects the mapped dimensions first in each head.
     #: Multi-head latent attention, which rotates the last dimensions of its heads, is then refused.
     mapped_again: bool = False
+    # Without an annotation, because a part that consists of others does not take it over from them.
+    #: Whether it is a `RotaryMap` that its frequencies and its factor describe.
+    turns_by_frequencies = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for one, other in (("map_query", "map_key"), ("map_key", "map_query")):
+            if overrides(cls, one, other) and overrides(cls, one, "symmetric"):
+                cls.symmetric = False
 
     def fix_weights(self) -> None:
         """Computes what depends on weights alone once, for a program in which the weights are constants.
@@ -246,6 +294,11 @@ class LogitBias(Part):
     #: False if all heads are treated alike, so that the bias of some heads depends only on these heads. With tensor
     #: parallelism, each process then computes the bias for its own heads only.
     whole_heads: bool = True
+    # Without annotations, because a part that consists of others does not take these over from them.
+    #: Whether it is a `SeparableBias` that computes what its `key_terms` say.
+    separable = False
+    #: Whether it is a `ContextualRotation` that computes the logits of the heads that it rotates.
+    rotates_heads = False
 
     def summands(self) -> Sequence[LogitBias]:
         """The biases whose sum this is. Each is passed to the kernel in its most specific form."""
@@ -254,6 +307,13 @@ class LogitBias(Part):
 
 class DistanceBias(LogitBias):
     """A bias that is a function of distance alone, evaluated once per distance instead of once per pair."""
+
+    #: Whether `slopes_behind` is about its `forward`, and not about that of a base class.
+    states_slopes = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.states_slopes = not overrides(cls, "forward", "slopes_behind")
 
     def forward(self, distance: Tensor) -> Tensor:
         """`distance` is key position minus query position (negative: in the past), of any shape.
@@ -344,6 +404,8 @@ class SeparableBias(PairwiseBias):
 
     The softmax is invariant to the query's term, which is the same for all keys. A kernel needs only the keys' terms.
     """
+
+    separable = True
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, key_len)` in float32."""

@@ -25,8 +25,12 @@ class AffineMap(PositionMap):
         super().__init__()
         self.factor = int(factor) if float(factor).is_integer() else factor
         self.offset = offset
-        self.keeps_distances = self.factor == 1
         self.gives_real_positions = not isinstance(self.factor, int)
+
+    @property
+    def keeps_distances(self) -> bool:  # type: ignore[override]
+        """Whether it only shifts positions."""
+        return self.factor == 1
 
     def last_position(self, last: int) -> int:
         """`factor * last + offset`, rounded down."""

@@ -25,7 +25,11 @@ class HiddenPairs(PairwiseBias):
     def __init__(self, config: AttentionSinksConfig) -> None:
         super().__init__()
         self.config = config
-        self.zero_below = config.first_query
+
+    @property
+    def zero_below(self) -> int:  # type: ignore[override]
+        """The first position that does not see all keys."""
+        return self.config.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""

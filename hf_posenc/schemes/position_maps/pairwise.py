@@ -38,7 +38,11 @@ class FarRotation(PairwiseBias):
         super().__init__()
         self.rotation = rotation
         self.far = far
-        self.zero_below = far.first_query
+
+    @property
+    def zero_below(self) -> int:  # type: ignore[override]
+        """The first position with far keys."""
+        return self.far.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""

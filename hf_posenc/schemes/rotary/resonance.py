@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
+from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap, resolve_rotary_dim, scaled_rotation
 from hf_posenc.schemes.rotary.scaling import OuterScaling, RopeScaling, check_scaling
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
@@ -66,7 +66,11 @@ class ResonanceConfig(RotaryConfig):
     layout: str = "auto"
     scaling: RopeScaling | None = option(None, check_scaling)
 
+    def frequencies(self, context: BuildContext) -> Tensor:
+        """The constants of the scaling; raises as in `RotaryConfig`."""
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        return ResonanceScaling(self.scaling).constants(self.theta, rotary_dim)
+
     def rotation(self, context: BuildContext) -> RotaryMap:
         """The rotation of the equivalent `RopeConfig`."""
-        scaling = ResonanceScaling(self.scaling)
-        return RopeConfig(self.theta, self.rotary_dim, layout=self.layout, scaling=scaling).rotation(context)
+        return scaled_rotation(self, ResonanceScaling(self.scaling), context)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts
+from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts, overrides
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
@@ -42,6 +42,7 @@ class RotaryMap(QueryKeyMap):
     """
 
     rotary_dim: int
+    turns_by_frequencies = True
 
     def __init__(self, inverse_frequencies: Tensor, layout: str, attention_scaling: float = 1.0) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class RotaryMap(QueryKeyMap):
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns the factors of queries and of keys, in the dtype of the heads."""
         factors = rotation_factors(phases[0], phases[1], self.layout, dtype)
-        return factors, factors if self.symmetric else rotation_factors(phases[2], phases[3], self.layout, dtype)
+        return factors, factors if len(phases) == 2 else rotation_factors(phases[2], phases[3], self.layout, dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """Rotates queries `(batch, heads, query_len, head_dim)`, by phases or the output of `prepared`."""
@@ -104,13 +105,23 @@ class RotaryMap(QueryKeyMap):
         return phases if isinstance(phases[0], RotationFactors) else self.prepared(phases, heads.dtype)
 
 
+def by_frequencies_alone(rotation: RotaryMap, owner: str) -> RotaryMap:
+    """Refuses a rotation of which a part that computes angles itself, `owner`, would ignore something."""
+    if not rotation.turns_by_frequencies or rotation.attention_scaling != 1:
+        raise ValueError(
+            f"{owner} reads only the frequencies of its rotation, and {type(rotation).__name__} computes more than "
+            f"them. Override inverse_frequencies instead, or the methods of {owner}."
+        )
+    return rotation
+
+
 class LengthDependentRotaryMap(RotaryMap):
     """A `RotaryMap` with frequencies that depend on the length of each sequence.
 
     Args:
+        constants: `(..., rotary_dim / 2)` float32, of the scaling.
         scaling: the scaling that depends on the length.
         theta: the base.
-        rotary_dim: how many dimensions are rotated.
         layout: as in `RotaryMap`.
         attention_scaling: factor of cosine and sine; `None` takes that of the scaling.
         max_positions: the length of the model, from which a scaling may infer its factor.
@@ -120,15 +131,15 @@ class LengthDependentRotaryMap(RotaryMap):
 
     def __init__(
         self,
+        constants: Tensor,
         scaling: RopeScaling,
         theta: float,
-        rotary_dim: int,
         layout: str,
         attention_scaling: float | None,
         max_positions: int | None,
     ) -> None:
         factor = scaling.attention_scaling(max_positions) if attention_scaling is None else attention_scaling
-        super().__init__(scaling.constants(theta, rotary_dim), layout, factor)
+        super().__init__(constants, layout, factor)
         self.scaling = scaling
         self.theta = theta
         self.max_positions = max_positions
@@ -184,7 +195,7 @@ class RotaryConfig(SchemeConfig):
             UnsupportedError: in a bidirectional model, for a scheme that is not defined for later keys.
             ValueError: if the rotary width is odd or does not fit the head, or other options do not fit this layer.
         """
-        if self.part_class is not None:
+        if self.part_class is not None and not overrides(type(self), "rotation", "part_class"):
             return super().build(context)
         return SchemeParts(query_key_map=self.rotation(context))
 
@@ -243,16 +254,7 @@ class RopeConfig(RotaryConfig):
 
     def rotation(self, context: BuildContext) -> RotaryMap:
         """The rotation, with the length that the scaling is made for."""
-        scaling, factor, length = self.scaling or RopeScaling(), self.attention_scaling, context.max_positions
-        rotation: RotaryMap
-        if scaling.length_dependent:
-            rotary_dim = self._rotary_dim(context)
-            rotation = LengthDependentRotaryMap(scaling, self.theta, rotary_dim, self.layout, factor, length)
-        else:
-            factor = scaling.attention_scaling(length) if factor is None else factor
-            rotation = RotaryMap(self.frequencies(context), self.layout, factor)
-        rotation.length_reach = Reach(made_for=scaling.made_for(context.max_positions))
-        return rotation
+        return scaled_rotation(self, self.scaling or RopeScaling(), context, self.attention_scaling)
 
     def _rotary_dim(self, context: BuildContext) -> int:
         rotary_dim = self.rotary_dim
@@ -284,6 +286,27 @@ class RopeConfig(RotaryConfig):
                 f"RopeConfig has {len(inverse_frequencies)} inverse_frequencies, which rotate {width} "
                 f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
             )
+
+
+def scaled_rotation(
+    config: RotaryConfig, scaling: RopeScaling, context: BuildContext, factor: float | None = None
+) -> RotaryMap:
+    """Builds a rotation with the length that its scaling is made for.
+
+    Args:
+        config: its `frequencies` are the constants of the scaling.
+        scaling: the scaling.
+        context: the place in the model.
+        factor: of cosine and sine; `None` takes that of the scaling.
+    """
+    constants, length = config.frequencies(context), context.max_positions
+    rotation: RotaryMap
+    if scaling.length_dependent:
+        rotation = LengthDependentRotaryMap(constants, scaling, config.theta, config.layout, factor, length)
+    else:
+        rotation = RotaryMap(constants, config.layout, scaling.attention_scaling(length) if factor is None else factor)
+    rotation.length_reach = Reach(made_for=scaling.made_for(length))
+    return rotation
 
 
 def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:

@@ -19,9 +19,14 @@ class ConstantScale(LogitScale):
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.factor_of_all: float = factor
+        self.factor = factor
+
+    @property
+    def factor_of_all(self) -> float:  # type: ignore[override]
+        """The factor."""
+        return self.factor
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, 1, length)` in float32."""
         ids = positions.ids
-        return torch.full(ids.shape, self.factor_of_all, dtype=torch.float32, device=ids.device).unsqueeze(1)
+        return torch.full(ids.shape, self.factor, dtype=torch.float32, device=ids.device).unsqueeze(1)
