@@ -116,17 +116,17 @@ def model_init(call: Call) -> Any:
     Raises:
         UnsupportedError: for a config with a scheme, which the stock class would ignore.
     """
-    entry = read_entry(call["config"])
+    config, model_class = call["config"], type(call["self"])
+    entry = read_entry(config)
     if entry is not None:
-        raise EntryIgnoredError(type(call["self"]), entry["scheme"])
-    model_class = type(call["self"])
-    if (requested := _requested_of(call["config"])) is not None:
+        raise EntryIgnoredError(model_class, entry["scheme"])
+    if (requested := getattr(config, _SET_ASIDE, None)) is not None:
         raise UnsupportedError(
             f"The config of this {model_class.__name__} was read with {ATTRIBUTE}={requested!r}, which its class "
             "ignores. Use AutoModel*.from_config(config), or from_pretrained(..., config=config)."
         )
     # Classes of other projects may read a field of this name.
-    wish = getattr(call["config"], ATTRIBUTE, None)
+    wish = getattr(config, ATTRIBUTE, None)
     if wish is not None and model_class.__module__.startswith("transformers.models."):
         _refuse_wish(model_class, wish)
     return call.run()
@@ -383,7 +383,7 @@ def _with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
         UnsupportedError: as `patch_model`, and if the folder is an adapter that was trained with another scheme.
     """
     config, names = call["config"], [name for name in (ATTRIBUTE, _SET_ASIDE) if name in call.kwargs]
-    of_config = _requested_of(config)
+    of_config = getattr(config, _SET_ASIDE, None)
     if (not names and of_config is None) or _knows_the_argument(call["cls"], call["cls"].config_class):
         return build(call)
     requested = next((call.kwargs[name] for name in names if call.kwargs[name] is not None), of_config)
@@ -424,11 +424,6 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
         if isinstance(requested, Mapping):
             error.add_note(f"Besides the scheme and its options, the dictionary takes {', '.join(map(repr, _PLACES))}.")
         raise
-
-
-def _requested_of(config: Any) -> Any:
-    """The value of the argument with which a config was read, or `None`."""
-    return getattr(config, "__dict__", {}).get(_SET_ASIDE)
 
 
 def _in_json(requested: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def patch_model(
         UnsupportedError: if the scheme cannot be computed correctly in this architecture.
     """
     transaction = Transaction(model)
-    config = requested_scheme(transaction, as_scheme(scheme, **options), part, layers, elsewhere, cross_attention)
+    config = requested_scheme(transaction, scheme, options, part, layers, elsewhere, cross_attention)
     if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
         warn_of_random_rows(unfilled, config)
     return model
@@ -90,13 +90,15 @@ def patch_model(
 
 def requested_scheme(
     transaction: Transaction,
-    config: SchemeConfig,
+    scheme: SchemeLike,
+    options: dict[str, Any],
     part: str | None,
     layers: Iterable[int] | None,
     elsewhere: SchemeLike | None,
     cross_attention: SchemeLike | bool,
 ) -> SchemeConfig:
-    """`config` with the scheme of cross-attention; raises for arguments of `patch_model` that exclude each other."""
+    """The config that the arguments of `patch_model` name. Raises if they exclude each other."""
+    config = as_scheme(scheme, **options)
     config = config if cross_attention is False else across(config, cross_attention)
     if config.within_and_across()[1] is not None:
         refuse_without_encoder(transaction.anatomy, part)
@@ -119,9 +121,18 @@ def place_scheme(
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
     previous = transaction.encoding
-    requested = _requested(transaction, config, part, layers)
+    anatomy = transaction.anatomy
+    if not isinstance(config, PartsConfig):
+        requested = {anatomy.part(part): config}
+    elif part is not None or layers is not None:
+        raise ValueError(
+            "A PartsConfig names the parts of a model itself, so `part` and `layers` cannot be combined with it. Pass "
+            "the scheme of one part, or give a part of the PartsConfig a schedule."
+        )
+    else:
+        requested = {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
-    several = isinstance(config, PartsConfig) or len(transaction.anatomy.parts) > 1
+    several = isinstance(config, PartsConfig) or len(anatomy.parts) > 1
     encoding = _plan(transaction, requested, several, layers, elsewhere)
     _warn_if_uncacheable(encoding, transaction)
     placed = [one for one in encoding.stacks.values() if previous is None or one not in previous.stacks.values()]
@@ -133,21 +144,6 @@ def place_scheme(
         encoding.record.follow(previous.record, encoding.stacks)
     transaction.install(encoding)
     return {table for stack in placed for table in stack.unfilled}
-
-
-def _requested(
-    transaction: Transaction, config: SchemeConfig, part: str | None, layers: Iterable[int] | None
-) -> dict[str, SchemeConfig]:
-    """The schemes that a call asks for, by name of the part."""
-    anatomy = transaction.anatomy
-    if not isinstance(config, PartsConfig):
-        return {anatomy.part(part): config}
-    if part is not None or layers is not None:
-        raise ValueError(
-            "A PartsConfig names the parts of a model itself, so `part` and `layers` cannot be combined with it. Pass "
-            "the scheme of one part, or give a part of the PartsConfig a schedule."
-        )
-    return {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
 
 
 def _plan(

@@ -23,7 +23,7 @@ from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS, Fit
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.registry import SchemeLike, as_scheme
+from hf_posenc.schemes.registry import SchemeLike
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -150,10 +150,9 @@ def swap_scheme(
         undo.callback(restore_encoding, transaction, transaction.encoding)
         old = _scheme_in_force(transaction, part, required=gradual or initialization == "fitted")
         carried = {} if initialization == "default" else _carried_options(scheme, options, old)
-        config = as_scheme(scheme, **(options | carried))
+        config = requested_scheme(transaction, scheme, options | carried, part, layers, elsewhere, cross_attention)
         if isinstance(config, PartsConfig):
             raise ValueError("swap_scheme swaps the scheme of one part. Call it once for each, with part=...")
-        config = requested_scheme(transaction, config, part, layers, elsewhere, cross_attention)
         fits: list[Fit] = []
         if initialization == "default" or old is None:
             unfilled = place(transaction, config, part)
