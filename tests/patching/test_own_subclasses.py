@@ -43,7 +43,6 @@ def without(kind: type, method: str) -> type:
     return type("Own", (kind,), dict.fromkeys(("map_query", "map_key") if method == "maps" else (method,), override))
 
 
-@dataclass(frozen=True)
 class OwnConfig(OuterConfig):
     """A scheme in whose part a method does nothing."""
 
@@ -58,7 +57,6 @@ class OwnConfig(OuterConfig):
         return parts
 
 
-@dataclass(frozen=True)
 class OwnShiftConfig(PositionShiftConfig):
     name: ClassVar[str] = "own_shift"
 
@@ -66,7 +64,6 @@ class OwnShiftConfig(PositionShiftConfig):
         return without(AffineMap, "forward")()
 
 
-@dataclass(frozen=True)
 class OwnSumConfig(ComposedConfig):
     name: ClassVar[str] = "own_sum"
 
@@ -74,7 +71,6 @@ class OwnSumConfig(ComposedConfig):
         return SchemeParts()
 
 
-@dataclass(frozen=True)
 class OwnXposConfig(XposConfig):
     name: ClassVar[str] = "own_xpos"
 
@@ -82,7 +78,6 @@ class OwnXposConfig(XposConfig):
         return RotaryMap(torch.zeros(context.head_dim // 2), "half")
 
 
-@dataclass(frozen=True)
 class OwnResonanceConfig(ResonanceConfig):
     name: ClassVar[str] = "own_resonance"
 
@@ -91,7 +86,10 @@ class OwnResonanceConfig(ResonanceConfig):
         return torch.full((context.head_dim // 2,), 0.0 if self.scaling is None else 9.0)
 
 
-OWN = {one.name: one for one in (OwnConfig, OwnShiftConfig, OwnSumConfig, OwnXposConfig, OwnResonanceConfig)}
+OWN = {
+    one.name: dataclass(frozen=True)(one)
+    for one in (OwnConfig, OwnShiftConfig, OwnSumConfig, OwnXposConfig, OwnResonanceConfig)
+}
 GATES = {"scheme": "forget_gate", "gate": "bias_only"}
 #: An own scheme, and the scheme that computes the same.
 ROWS: list[tuple[Any, Any]] = [
