@@ -160,10 +160,12 @@ _STATEMENTS = {
 
 
 def overrides(kind: type, method: str, statement: str) -> bool:
-    """Whether a class has a method from a subclass of the class that it has `statement` from."""
-    return statement not in next(
-        (vars(one) for one in kind.__mro__ if {method, statement} & vars(one).keys()), statement
-    )
+    """Whether a class has another method than the class that it has `statement` from.
+
+    A statement of a class in which the method is abstract is about the methods of all subclasses.
+    """
+    stated = next(getattr(one, method, None) for one in kind.__mro__ if statement in vars(one))
+    return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in stated.__code__.co_names
 
 
 class Part(nn.Module):
@@ -252,9 +254,8 @@ class QueryKeyMap(Part):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for one, other in (("map_query", "map_key"), ("map_key", "map_query")):
-            if overrides(cls, one, other) and overrides(cls, one, "symmetric"):
-                cls.symmetric = False
+        if ("map_query" in vars(cls)) != ("map_key" in vars(cls)) and "symmetric" not in vars(cls):
+            cls.symmetric = False
 
     def fix_weights(self) -> None:
         """Computes what depends on weights alone once, for a program in which the weights are constants.
@@ -309,7 +310,7 @@ class DistanceBias(LogitBias):
     """A bias that is a function of distance alone, evaluated once per distance instead of once per pair."""
 
     #: Whether `slopes_behind` is about its `forward`, and not about that of a base class.
-    states_slopes = False
+    states_slopes = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

@@ -168,6 +168,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rope_nd", {"assignment": "split", "per_head": False}, "per_head is False.*'split' are fixed"),
     ("rope_nd", {"assignment": "interleaved", "per_head": False}, "per_head is False.*'interleaved' are fixed"),
     *(("mrope", {"sections": sections}, "sections") for sections in ((1, 2), (1, 2, -1), 3, (1.0, 2, 1), (True, 2, 1))),
+    ("mrope", {"inverse_frequencies": (1.0, 0.5), "theta": 500.0}, r"both inverse_frequencies and theta=500\.0"),
     ("mrope", {"by_head": True, "interleaved": True}, "no pairs to interleave"),
     ("position_shift", {"offset": -1}, "offset is -1"),
     ("position_scale", {"factor": 0}, "factor is 0"),

@@ -36,7 +36,6 @@ from hf_posenc.schemes.parts import (
     Reach,
     SchemeParts,
     feature_counts,
-    overrides,
     shortest,
 )
 from hf_posenc.schemes.rotary.contextual import rotation_before_cache
@@ -217,7 +216,7 @@ class StackEncoding(nn.Module):
         key = (config, context, path if config.per_layer else None, side)
         if key in self._built:
             return self._built[key]
-        if config.merges_children and not overrides(type(config), "build", "merges_children"):
+        if config.merges_children and type(config).build is SchemeConfig.build:
             sides = {place: side if config.shares_children else f"{side}.{place}" for place in config.children()}
             children = config.children().items()
             parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])

@@ -175,6 +175,11 @@ class RotaryConfig(SchemeConfig):
             check_integer(self, "rotary_dim", minimum=2, even=IN_PAIRS)
         check_choice(self, "layout", ROPE_LAYOUTS)
         super().__post_init__()
+        if getattr(self, "inverse_frequencies", None) is not None and self.theta != type(self).theta:
+            raise ValueError(
+                f"{type(self).__name__} has both inverse_frequencies and theta={self.theta}, which defines the "
+                "frequencies too; give only one of them."
+            )
 
     def frequencies(self, context: BuildContext) -> Tensor:
         """The frequency of each pair, `(rotary_dim / 2,)` float32, in radians per position; by default those of RoPE.
@@ -274,11 +279,6 @@ class RopeConfig(RotaryConfig):
             raise ValueError(
                 "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies are not scaled. Give "
                 "one of them, and attention_scaling= if cosine and sine need a factor."
-            )
-        if self.theta != type(self).theta:
-            raise ValueError(
-                f"RopeConfig has both inverse_frequencies and theta={self.theta}, which defines the frequencies too; "
-                "give only one of them."
             )
         width = 2 * len(inverse_frequencies)
         if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
