@@ -107,8 +107,7 @@ class HealingArguments:
             raise SettingsError("--initialization and --gradual_steps need a new scheme: give --scheme.")
         if self.gradual_steps and scheme.scheme_layers is not None:
             raise SettingsError(
-                "--gradual_steps is for all layers. For only some of them, give "
-                '\'{"scheme": "schedule", "layers": [...]}\' instead of --scheme_layers.'
+                "--gradual_steps is for all layers. Omit --scheme_layers, or give a schedule as --scheme."
             )
         if (self.swaps or self.distill) and model.model_name_or_path is None:
             raise SettingsError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -426,17 +427,15 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
         raise
 
 
-def _in_json(requested: Any) -> dict[str, Any]:
+def _in_json(requested: Any) -> Any:
     """A value of the argument as a config can hold it. Raises as `read_request`."""
-    from hf_posenc.schemes import as_scheme
+    from hf_posenc.schemes import SchemeConfig, as_scheme
 
-    scheme, places = read_request(requested)
-    for name, value in places.items():
-        if name in ("elsewhere", "cross_attention") and not isinstance(value, bool | None):
-            places[name] = as_scheme(value).to_dict()
-    if places.get("layers") is not None:
-        places["layers"] = list(places["layers"])
-    return {"scheme": scheme.to_dict(), **places}
+    def plain(value: Any) -> Any:
+        return as_scheme(value).to_dict() if isinstance(value, SchemeConfig | type) else list(value)
+
+    read_request(requested)
+    return json.loads(json.dumps(requested, default=plain))
 
 
 def _split(requested: Any) -> tuple[Any, dict[str, Any]]:

@@ -21,7 +21,7 @@ from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
-from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap, overrides
+from hf_posenc.schemes.parts import MAP_METHODS, AdditiveEncoding, Part, QueryKeyMap, overrides
 from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
@@ -32,8 +32,6 @@ STOPPED = 1e30
 #: An entry of `rope_parameters` that is not part of a rotation: the attention of Ministral 3 reads it, and multiplies
 #: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
 QUERY_FACTOR = "llama_4_scaling_beta"
-#: Methods with which a rotation in a basis is that of its basis and its frequencies.
-_IN_BASIS = ("phases", "prepared", "map_query", "map_key")
 
 
 @dataclass(frozen=True)
@@ -238,7 +236,7 @@ def _rotation(part: QueryKeyMap, head_dim: int) -> Rotation:
         inner = _rotation(part.members()[0], head_dim)
         return dataclasses.replace(inner, frequencies=inner.frequencies * part.position_map.factor)
     name = type(part).__name__
-    if isinstance(part, RotationInBasis) and not any(overrides(type(part), name, "basis") for name in _IN_BASIS):
+    if isinstance(part, RotationInBasis) and not any(overrides(type(part), name, "basis") for name in MAP_METHODS):
         return dataclasses.replace(_rotation(part.rotation, head_dim), basis=part.basis().detach().float().cpu())
     if isinstance(part, LengthDependentRotaryMap):
         raise UnsupportedError(f"The frequencies of {name} depend on the length of the sequence.")

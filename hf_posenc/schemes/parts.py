@@ -134,28 +134,16 @@ def shortest(reaches: Iterable[Reach]) -> Reach:
     return Reach(limit.length, limit.remedy, made_for)
 
 
+#: The methods of a map of queries and keys.
+MAP_METHODS = ("phases", "prepared", "map_query", "map_key")
 #: What a part states about its methods, for faster ways to compute the same. A class that overrides one of these
 #: methods has inherited a statement about another one, so it gets the neutral value unless it makes its own.
 _STATEMENTS = {
-    "separable": ("forward",),
-    "rotates_heads": ("forward",),
+    **dict.fromkeys(("separable", "rotates_heads", "other_heads", "zero_below", "factor_of_all"), ("forward",)),
+    **dict.fromkeys(("reads_content", "reads_later_keys"), ("forward",)),
+    **dict.fromkeys(("keeps_distances", "last_position"), ("forward", "renumber")),
     "angles_of_own_token": ("rotated", "angles", "places"),
-    "other_heads": ("forward",),
-    "zero_below": ("forward",),
-    "reads_content": ("forward",),
-    "reads_later_keys": ("forward",),
-    "factor_of_all": ("forward",),
-    "turns_by_frequencies": (
-        "angles",
-        "attention_factor",
-        "for_both_of_pair",
-        "phases",
-        "prepared",
-        "map_query",
-        "map_key",
-    ),
-    "keeps_distances": ("forward", "renumber"),
-    "last_position": ("forward", "renumber"),
+    "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
 }
 
 

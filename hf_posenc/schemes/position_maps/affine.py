@@ -21,16 +21,13 @@ class AffineMap(PositionMap):
         offset: at least 0, so that no token becomes padding.
     """
 
+    keeps_distances = property(lambda self: self.factor == 1)  # type: ignore[assignment]
+
     def __init__(self, factor: float = 1.0, offset: int = 0) -> None:
         super().__init__()
         self.factor = int(factor) if float(factor).is_integer() else factor
         self.offset = offset
         self.gives_real_positions = not isinstance(self.factor, int)
-
-    @property
-    def keeps_distances(self) -> bool:  # type: ignore[override]
-        """Whether it only shifts positions."""
-        return self.factor == 1
 
     def last_position(self, last: int) -> int:
         """`factor * last + offset`, rounded down."""

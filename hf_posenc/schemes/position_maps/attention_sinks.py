@@ -21,15 +21,11 @@ class HiddenPairs(PairwiseBias):
 
     whole_heads = False
     reads_later_keys = False
+    zero_below = property(lambda self: self.config.first_query)  # type: ignore[assignment]
 
     def __init__(self, config: AttentionSinksConfig) -> None:
         super().__init__()
         self.config = config
-
-    @property
-    def zero_below(self) -> int:  # type: ignore[override]
-        """The first position that does not see all keys."""
-        return self.config.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""

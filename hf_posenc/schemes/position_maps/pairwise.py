@@ -33,16 +33,12 @@ class FarRotation(PairwiseBias):
     reads_heads = True
     replaces_logits = True
     reads_later_keys = False
+    zero_below = property(lambda self: self.far.first_query)  # type: ignore[assignment]
 
     def __init__(self, rotation: RotaryMap, far: FarPositionsConfig) -> None:
         super().__init__()
         self.rotation = rotation
         self.far = far
-
-    @property
-    def zero_below(self) -> int:  # type: ignore[override]
-        """The first position with far keys."""
-        return self.far.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""

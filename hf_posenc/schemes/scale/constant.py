@@ -16,15 +16,11 @@ class ConstantScale(LogitScale):
     """
 
     reads_positions = False
+    factor_of_all = property(lambda self: self.factor)  # type: ignore[assignment]
 
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
-
-    @property
-    def factor_of_all(self) -> float:  # type: ignore[override]
-        """The factor."""
-        return self.factor
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, 1, length)` in float32."""
