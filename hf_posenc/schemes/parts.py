@@ -153,7 +153,8 @@ def overrides(kind: type, method: str, statement: str) -> bool:
     A statement of a class in which the method is abstract is about the methods of all subclasses.
     """
     stated = next(getattr(one, method, None) for one in kind.__mro__ if statement in vars(one))
-    return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in stated.__code__.co_names
+    names = getattr(getattr(stated, "__code__", None), "co_names", ())
+    return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in names
 
 
 class Part(nn.Module):

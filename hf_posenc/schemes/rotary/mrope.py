@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
 from hf_posenc.schemes.scheme import BuildContext, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FREQUENCY, option
@@ -148,18 +148,6 @@ class MRopeConfig(RotaryConfig):
             axis = self.axis_of_pair(len(spectrum))
             frequencies = torch.nn.functional.one_hot(axis, len(AXES)).T.float() * spectrum
         return MRopeMap(frequencies, self.layout, self.spatial_reset)
-
-    def frequencies(self, context: BuildContext) -> Tensor:
-        """The given frequencies, or those of `theta`; raises as in `RotaryConfig`, or if the number does not fit."""
-        if self.inverse_frequencies is None:
-            return super().frequencies(context)
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        if 2 * len(self.inverse_frequencies) != rotary_dim:
-            raise ValueError(
-                f"MRopeConfig.inverse_frequencies has {len(self.inverse_frequencies)} frequencies, but {rotary_dim} "
-                f"rotated dimensions need {rotary_dim // 2}."
-            )
-        return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
 
     def _of_heads(self, heads: int) -> Tensor:
         """`(axes, heads)`: 1 where a key head belongs to an axis."""

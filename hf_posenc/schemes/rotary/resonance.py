@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap, resolve_rotary_dim, scaled_rotation
+from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.scaling import OuterScaling, RopeScaling, check_scaling
-from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 def resonant(inverse_frequencies: Tensor) -> Tensor:
@@ -66,11 +66,7 @@ class ResonanceConfig(RotaryConfig):
     layout: str = "auto"
     scaling: RopeScaling | None = option(None, check_scaling)
 
-    def frequencies(self, context: BuildContext) -> Tensor:
-        """The constants of the scaling; raises as in `RotaryConfig`."""
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        return ResonanceScaling(self.scaling).constants(self.theta, rotary_dim)
-
-    def rotation(self, context: BuildContext) -> RotaryMap:
-        """The rotation of the equivalent `RopeConfig`."""
-        return scaled_rotation(self, ResonanceScaling(self.scaling), context)
+    @property
+    def applied_scaling(self) -> RopeScaling:
+        """The scaling of the equivalent `RopeConfig`."""
+        return ResonanceScaling(self.scaling)

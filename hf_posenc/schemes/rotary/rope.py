@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts, overrides
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
-from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import (
     LARGEST_FREQUENCY,
@@ -181,17 +181,45 @@ class RotaryConfig(SchemeConfig):
                 "frequencies too; give only one of them."
             )
 
+    @property
+    def applied_scaling(self) -> RopeScaling:
+        """The scaling of the frequencies, by default none."""
+        return RopeScaling()
+
     def frequencies(self, context: BuildContext) -> Tensor:
         """The frequency of each pair, `(rotary_dim / 2,)` float32, in radians per position; by default those of RoPE.
 
+        With a scaling that depends on the length, its constants.
+
         Raises:
-            ValueError: if the rotary width is odd or does not fit the head, or if a length is needed and missing.
+            ValueError: if the rotary width is odd, does not fit the head or the number of `inverse_frequencies`, or if
+                a length is needed and missing.
         """
-        return rope_inverse_frequencies(self.theta, resolve_rotary_dim(self, self.rotary_dim, context))
+        rotary_dim, given = self._rotary_dim(context), getattr(self, "inverse_frequencies", None)
+        if given is None:
+            return self.applied_scaling.constants(self.theta, rotary_dim)
+        if 2 * len(given) != rotary_dim:
+            raise ValueError(
+                f"{type(self).__name__}.inverse_frequencies has {len(given)} frequencies, but {rotary_dim} rotated "
+                f"dimensions need {rotary_dim // 2}."
+            )
+        return torch.tensor(given, dtype=torch.float32, device="cpu")
+
+    def _rotary_dim(self, context: BuildContext) -> int:
+        return resolve_rotary_dim(self, self.rotary_dim, context)
 
     def rotation(self, context: BuildContext) -> QueryKeyMap:
-        """The map of queries and keys; raises as `frequencies`."""
-        return RotaryMap(self.frequencies(context), self.layout)
+        """The map of queries and keys, with the length that a scaling is made for; raises as `frequencies`."""
+        scaling, factor, length = self.applied_scaling, getattr(self, "attention_scaling", None), context.max_positions
+        constants = self.frequencies(context)
+        rotation: RotaryMap
+        if scaling.length_dependent:
+            rotation = LengthDependentRotaryMap(constants, scaling, self.theta, self.layout, factor, length)
+        else:
+            factor = scaling.attention_scaling(length) if factor is None else factor
+            rotation = RotaryMap(constants, self.layout, factor)
+        rotation.length_reach = Reach(made_for=scaling.made_for(length))
+        return rotation
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map, or the part of this scheme.
@@ -250,16 +278,10 @@ class RopeConfig(RotaryConfig):
         if self.inverse_frequencies is not None:
             self._check_inverse_frequencies(self.inverse_frequencies)
 
-    def frequencies(self, context: BuildContext) -> Tensor:
-        """The frequencies of the option, the scaling, or `theta`; `(2, rotary_dim / 2)` for two sets of factors."""
-        rotary_dim = self._rotary_dim(context)
-        if self.inverse_frequencies is not None:
-            return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
-        return (self.scaling or RopeScaling()).constants(self.theta, rotary_dim)
-
-    def rotation(self, context: BuildContext) -> RotaryMap:
-        """The rotation, with the length that the scaling is made for."""
-        return scaled_rotation(self, self.scaling or RopeScaling(), context, self.attention_scaling)
+    @property
+    def applied_scaling(self) -> RopeScaling:
+        """The scaling of the option."""
+        return self.scaling or RopeScaling()
 
     def _rotary_dim(self, context: BuildContext) -> int:
         rotary_dim = self.rotary_dim
@@ -286,27 +308,6 @@ class RopeConfig(RotaryConfig):
                 f"RopeConfig has {len(inverse_frequencies)} inverse_frequencies, which rotate {width} "
                 f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
             )
-
-
-def scaled_rotation(
-    config: RotaryConfig, scaling: RopeScaling, context: BuildContext, factor: float | None = None
-) -> RotaryMap:
-    """Builds a rotation with the length that its scaling is made for.
-
-    Args:
-        config: its `frequencies` are the constants of the scaling.
-        scaling: the scaling.
-        context: the place in the model.
-        factor: of cosine and sine; `None` takes that of the scaling.
-    """
-    constants, length = config.frequencies(context), context.max_positions
-    rotation: RotaryMap
-    if scaling.length_dependent:
-        rotation = LengthDependentRotaryMap(constants, scaling, config.theta, config.layout, factor, length)
-    else:
-        rotation = RotaryMap(constants, config.layout, scaling.attention_scaling(length) if factor is None else factor)
-    rotation.length_reach = Reach(made_for=scaling.made_for(length))
-    return rotation
 
 
 def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, required_options
 from hf_posenc.schemes.rotary.p_rope import PRopeConfig
-from hf_posenc.schemes.rotary.rope import RopeConfig, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RopeConfig
 from hf_posenc.schemes.rotary.scaling import (
     DynamicScaling,
     LinearScaling,
@@ -51,7 +51,7 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
         UnsupportedError: if `rope_parameters` cannot express the scheme.
     """
     if isinstance(config, PRopeConfig):
-        if resolve_rotary_dim(config, config.rotary_dim, context) != context.head_dim:
+        if config._rotary_dim(context) != context.head_dim:
             raise UnsupportedError(
                 f"Stock 'proportional' frequencies always spread over the whole head of {context.head_dim} dimensions, "
                 f"but this p_rope has rotary_dim={config.rotary_dim or context.rotary_dim}."
@@ -168,7 +168,7 @@ def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, con
 
 
 def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, context: BuildContext) -> None:
-    if config.attention_scaling == (config.scaling or RopeScaling()).attention_scaling(context.max_positions):
+    if config.attention_scaling == config.applied_scaling.attention_scaling(context.max_positions):
         return
     if parameters["rope_type"] not in ("yarn", "longrope"):
         raise UnsupportedError(
