@@ -19,7 +19,7 @@ from hf_posenc.schemes import registry
 from hf_posenc.schemes.arrangement.composed import ComposedConfig
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
 from hf_posenc.schemes.config import BuildContext, OuterConfig
-from hf_posenc.schemes.parts import PairwiseBias, QueryKeyMap, SeparableBias
+from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.position_maps.affine import AffineMap, PositionShiftConfig
 from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
 from hf_posenc.schemes.position_maps.pairwise import FarRotation
@@ -57,39 +57,22 @@ class OwnConfig(OuterConfig):
         return parts
 
 
-class OwnShiftConfig(PositionShiftConfig):
-    name: ClassVar[str] = "own_shift"
-
-    def position_map(self) -> AffineMap:
-        return without(AffineMap, "forward")()
-
-
-class OwnSumConfig(ComposedConfig):
-    name: ClassVar[str] = "own_sum"
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        return SchemeParts()
+def own(base: type, method: str, does: Callable[..., Any]) -> Any:
+    """A config with another method."""
+    changed = {"name": f"own_{base.name}", method: does, "__module__": __name__}
+    return dataclass(frozen=True)(type(f"Own{base.__name__}", (base,), changed))
 
 
-class OwnXposConfig(XposConfig):
-    name: ClassVar[str] = "own_xpos"
-
-    def rotation(self, context: BuildContext) -> QueryKeyMap:
-        return RotaryMap(torch.zeros(context.head_dim // 2), "half")
+def frequencies(config: Any, context: BuildContext) -> torch.Tensor:
+    # The constants of a `DynamicScaling` are exponents.
+    return torch.full((context.head_dim // 2,), 0.0 if config.scaling is None else 9.0)
 
 
-class OwnResonanceConfig(ResonanceConfig):
-    name: ClassVar[str] = "own_resonance"
-
-    def frequencies(self, context: BuildContext) -> torch.Tensor:
-        # The constants of a `DynamicScaling` are exponents.
-        return torch.full((context.head_dim // 2,), 0.0 if self.scaling is None else 9.0)
-
-
-OWN = {
-    one.name: dataclass(frozen=True)(one)
-    for one in (OwnConfig, OwnShiftConfig, OwnSumConfig, OwnXposConfig, OwnResonanceConfig)
-}
+OwnShift = own(PositionShiftConfig, "position_map", lambda config: without(AffineMap, "forward")())
+OwnSum = own(ComposedConfig, "build", lambda config, context: SchemeParts())
+OwnXpos = own(XposConfig, "rotation", lambda config, context: RotaryMap(torch.zeros(context.head_dim // 2), "half"))
+OwnResonance = own(ResonanceConfig, "frequencies", frequencies)
+OWN = {one.name: one for one in (dataclass(frozen=True)(OwnConfig), OwnShift, OwnSum, OwnXpos, OwnResonance)}
 GATES = {"scheme": "forget_gate", "gate": "bias_only"}
 #: An own scheme, and the scheme that computes the same.
 ROWS: list[tuple[Any, Any]] = [
@@ -101,11 +84,11 @@ ROWS: list[tuple[Any, Any]] = [
     *((OwnConfig("repo", method), "none") for method in ("places", "angles")),
     *((OwnConfig(inner, "inverse_frequencies"), "none") for inner in ("rope", "learned_rope", "mrope")),
     *((OwnConfig("rope", method), "none") for method in ("angles", "maps")),
-    (OwnShiftConfig("alibi"), "none"),
-    (OwnSumConfig(("alibi", "rope")), "none"),
-    (OwnXposConfig(), "none"),
-    (OwnResonanceConfig(), "none"),
-    (OwnResonanceConfig(scaling=DynamicScaling(2.0, 64)), "none"),
+    (OwnShift("alibi"), "none"),
+    (OwnSum(("alibi", "rope")), "none"),
+    (OwnXpos(), "none"),
+    (OwnResonance(), "none"),
+    (OwnResonance(scaling=DynamicScaling(2.0, 64)), "none"),
 ]
 
 
