@@ -94,8 +94,7 @@ def get_config_dict(call: Call) -> Any:
         return config, unused
     if ATTRIBUTE in config and not is_entry(config[ATTRIBUTE]):
         return config, unused  # A field of another project.
-    requested = unused[ATTRIBUTE]
-    unused = {name: value for name, value in unused.items() if name != ATTRIBUTE}
+    requested = unused.pop(ATTRIBUTE)
     if unused.get("return_unused_kwargs"):  # The caller passes it on.
         return config, unused | {_SET_ASIDE: requested}
     return config if requested is None else config | {_SET_ASIDE: _in_json(requested)}, unused

@@ -9,7 +9,7 @@ from hf_posenc.metrics.properties.specimen import Found, Refusals, Specimen, bui
 from hf_posenc.metrics.statistics import spearman
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
-from hf_posenc.schemes.parts import SchemeParts, overrides
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.rotary.rope import RotaryMap
 
 #: At or below this rank correlation with distance, logits fall overall. They may oscillate.
@@ -121,8 +121,6 @@ def rotation_frequencies(parts: SchemeParts, length: int) -> Tensor | None:
     """
     part = parts.query_key_map
     if not isinstance(part, RotaryMap) or not part.symmetric or parts.logit_bias is not None:
-        return None
-    if overrides(type(part), "angles", "inverse_frequencies"):
         return None
     cosine, sine = part.phases(positions_at(torch.arange(length)))
     squares = cosine.square() + sine.square()

@@ -13,11 +13,6 @@ from hf_posenc.schemes.rotary.scaling import OuterScaling, RopeScaling, check_sc
 from hf_posenc.schemes.scheme import option, register_scheme
 
 
-def resonant(inverse_frequencies: Tensor) -> Tensor:
-    """Rounds the wavelengths of frequencies to whole positions; a frequency of zero stays zero."""
-    return 2 * math.pi / (2 * math.pi / inverse_frequencies).round().clamp(min=1.0)
-
-
 @dataclass(frozen=True)
 class ResonanceScaling(OuterScaling):
     """Integer wavelengths (arXiv:2403.00071, section 4.1): `w -> 2 pi / round(2 pi / w)`, alone or after a scaling.
@@ -37,8 +32,8 @@ class ResonanceScaling(OuterScaling):
             object.__setattr__(self, "scaling", self.scaling.scaling)
 
     def changed(self, frequencies: Tensor, theta: float) -> Tensor:
-        """`(..., d/2)`."""
-        return resonant(frequencies)
+        """`(..., d/2)`; a frequency of zero stays zero."""
+        return 2 * math.pi / (2 * math.pi / frequencies).round().clamp(min=1.0)
 
 
 @register_scheme
