@@ -120,8 +120,7 @@ def place_scheme(
     """
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
-    previous = transaction.encoding
-    anatomy = transaction.anatomy
+    previous, anatomy, model = transaction.encoding, transaction.anatomy, transaction.model
     if not isinstance(config, PartsConfig):
         requested = {anatomy.part(part): config}
     elif part is not None or layers is not None:
@@ -131,9 +130,20 @@ def place_scheme(
         )
     else:
         requested = {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
+    schemes = _in_force(previous)
+    for name, scheme in requested.items():
+        schemes[name] = _resolve(transaction, name, scheme, layers, elsewhere)
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
     several = isinstance(config, PartsConfig) or len(anatomy.parts) > 1
-    encoding = _plan(transaction, requested, several, layers, elsewhere)
+    whole = of_parts(schemes) if several else next(iter(schemes.values()))
+    changed = [name for name in requested if schemes[name] != scheme_in_part(previous, name)]
+    # Defaults that depend on the length use the native one, even if the config has been given another since.
+    with at_native_lengths(model.config):
+        encoding = transaction.plan(whole, kept=_kept(previous, changed))
+    if (limits := architecture_of(model.config).limits) is not None:
+        for stack in encoding.stacks.values():
+            if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
+                limits.refuse(stack.needs(), encoding.label)
     _warn_if_uncacheable(encoding, transaction)
     placed = [one for one in encoding.stacks.values() if previous is None or one not in previous.stacks.values()]
     _warn_if_only_scaled(encoding, placed)
@@ -144,30 +154,6 @@ def place_scheme(
         encoding.record.follow(previous.record, encoding.stacks)
     transaction.install(encoding)
     return {table for stack in placed for table in stack.unfilled}
-
-
-def _plan(
-    transaction: Transaction,
-    requested: Mapping[str, SchemeConfig],
-    several: bool,
-    layers: Iterable[int] | None,
-    elsewhere: SchemeLike | None,
-) -> PositionEncoding:
-    """Builds the encoding of a model in which some parts get another scheme."""
-    target, previous = transaction.model, transaction.encoding
-    schemes = _in_force(previous)
-    for part, config in requested.items():
-        schemes[part] = _resolve(transaction, part, config, layers, elsewhere)
-    whole = of_parts(schemes) if several else next(iter(schemes.values()))
-    changed = [part for part in requested if schemes[part] != scheme_in_part(previous, part)]
-    # Defaults that depend on the length use the native one, even if the config has been given another since.
-    with at_native_lengths(target.config):
-        encoding = transaction.plan(whole, kept=_kept(previous, changed))
-    if (limits := architecture_of(target.config).limits) is not None:
-        for stack in encoding.stacks.values():
-            if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
-                limits.refuse(stack.needs(), encoding.label)
-    return encoding
 
 
 def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:
