@@ -106,9 +106,7 @@ class HealingArguments:
         if self.swaps and scheme.scheme is None:
             raise SettingsError("--initialization and --gradual_steps need a new scheme: give --scheme.")
         if self.gradual_steps and scheme.scheme_layers is not None:
-            raise SettingsError(
-                "--gradual_steps is for all layers. Omit --scheme_layers, or give a schedule as --scheme."
-            )
+            raise SettingsError("--gradual_steps is for all layers. For some, give --scheme a schedule of them.")
         if (self.swaps or self.distill) and model.model_name_or_path is None:
             raise SettingsError(
                 "--initialization, --gradual_steps and --distill need a trained model: give --model_name_or_path."

@@ -14,21 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import RopeConfig, SchemeConfig, SchemeParts, option
-from hf_posenc.schemes import registry
-from hf_posenc.schemes.arrangement.composed import ComposedConfig
+from hf_posenc import RopeConfig, SchemeConfig, SchemeParts, as_scheme, get_scheme, option
+from hf_posenc.schemes import DynamicScaling, registry
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
 from hf_posenc.schemes.config import BuildContext, OuterConfig
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
-from hf_posenc.schemes.position_maps.affine import AffineMap, PositionShiftConfig
+from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
 from hf_posenc.schemes.position_maps.pairwise import FarRotation
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
-from hf_posenc.schemes.rotary.resonance import ResonanceConfig
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from hf_posenc.schemes.rotary.scaling import DynamicScaling
 from hf_posenc.schemes.rotary.string import CayleyMap
-from hf_posenc.schemes.rotary.xpos import XposConfig
 from hf_posenc.schemes.scale.constant import ConstantScale
 from tests.matrix.running import distance, patched, tokens
 
@@ -57,10 +53,10 @@ class OwnConfig(OuterConfig):
         return parts
 
 
-def own(base: type, method: str, does: Callable[..., Any]) -> Any:
-    """A config with another method."""
-    changed = {"name": f"own_{base.name}", method: does, "__module__": __name__}
-    return dataclass(frozen=True)(type(f"Own{base.__name__}", (base,), changed))
+def own(name: str, method: str, does: Callable[..., Any]) -> Any:
+    """The config of a scheme with another method."""
+    changed = {"name": f"own_{name}", method: does, "__module__": __name__}
+    return dataclass(frozen=True)(type("Own", (get_scheme(name),), changed))
 
 
 def frequencies(config: Any, context: BuildContext) -> torch.Tensor:
@@ -68,18 +64,18 @@ def frequencies(config: Any, context: BuildContext) -> torch.Tensor:
     return torch.full((context.head_dim // 2,), 0.0 if config.scaling is None else 9.0)
 
 
-OwnShift = own(PositionShiftConfig, "position_map", lambda config: without(AffineMap, "forward")())
-OwnSum = own(ComposedConfig, "build", lambda config, context: SchemeParts())
-OwnXpos = own(XposConfig, "rotation", lambda config, context: RotaryMap(torch.zeros(context.head_dim // 2), "half"))
-OwnResonance = own(ResonanceConfig, "frequencies", frequencies)
+OwnShift = own("position_shift", "position_map", lambda config: without(AffineMap, "forward")())
+OwnSum = own("composed", "build", lambda config, context: SchemeParts())
+OwnXpos = own("xpos", "rotation", lambda config, context: RotaryMap(torch.zeros(context.head_dim // 2), "half"))
+OwnResonance = own("resonance", "frequencies", frequencies)
 OWN = {one.name: one for one in (dataclass(frozen=True)(OwnConfig), OwnShift, OwnSum, OwnXpos, OwnResonance)}
 GATES = {"scheme": "forget_gate", "gate": "bias_only"}
 #: An own scheme, and the scheme that computes the same.
 ROWS: list[tuple[Any, Any]] = [
     *((OwnConfig(inner), "none") for inner in ("alibi", "t5", "fire", "forget_gate", GATES, "repo", "grape_m")),
-    (ComposedConfig((OwnConfig("alibi"), "forget_gate")), "forget_gate"),
-    (ComposedConfig((OwnConfig(GATES), "forget_gate")), "forget_gate"),
-    (ComposedConfig((OwnConfig("repo"), "alibi")), "alibi"),
+    (as_scheme([OwnConfig("alibi"), "forget_gate"]), "forget_gate"),
+    (as_scheme([OwnConfig(GATES), "forget_gate"]), "forget_gate"),
+    (as_scheme([OwnConfig("repo"), "alibi"]), "alibi"),
     *((OwnConfig(inner, "rotated"), "none") for inner in ("repo", "grape_m", "selective_rope")),
     *((OwnConfig("repo", method), "none") for method in ("places", "angles")),
     *((OwnConfig(inner, "inverse_frequencies"), "none") for inner in ("rope", "learned_rope", "mrope")),
@@ -99,12 +95,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """Those of all tokens, and those of four tokens that a cache is continued with."""
-    ids = tokens()
-    cached = model(ids[:, :-4], use_cache=True).past_key_values
-    steps = [model(ids[:, at : at + 1], past_key_values=cached).logits for at in range(ids.shape[1] - 4, ids.shape[1])]
-    whole = model(ids, use_cache=False).logits
-    assert distance(torch.cat(steps, dim=1), whole[:, -4:]) < 1e-5
+    """Those of a text with four generated tokens, whose logits in `generate` are the same."""
+    made = model.generate(
+        tokens(), min_new_tokens=4, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    whole: torch.Tensor = model(made.sequences[:, :-1], use_cache=False).logits
+    assert distance(torch.stack(made.logits, dim=1), whole[:, -4:]) < 1e-5
     return whole
 
 
