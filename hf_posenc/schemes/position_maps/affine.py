@@ -21,7 +21,7 @@ class AffineMap(PositionMap):
         offset: at least 0, so that no token becomes padding.
     """
 
-    keeps_distances = property(lambda self: self.factor == 1)  # type: ignore[assignment]
+    keeps_distances = property(lambda self: self.factor == 1)
 
     def __init__(self, factor: float = 1.0, offset: int = 0) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ class HiddenPairs(PairwiseBias):
 
     whole_heads = False
     reads_later_keys = False
-    zero_below = property(lambda self: self.config.first_query)  # type: ignore[assignment]
+    zero_below = property(lambda self: self.config.first_query)
 
     def __init__(self, config: AttentionSinksConfig) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class FarRotation(PairwiseBias):
     reads_heads = True
     replaces_logits = True
     reads_later_keys = False
-    zero_below = property(lambda self: self.far.first_query)  # type: ignore[assignment]
+    zero_below = property(lambda self: self.far.first_query)
 
     def __init__(self, rotation: RotaryMap, far: FarPositionsConfig) -> None:
         super().__init__()

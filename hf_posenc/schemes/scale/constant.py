@@ -16,7 +16,7 @@ class ConstantScale(LogitScale):
     """
 
     reads_positions = False
-    factor_of_all = property(lambda self: self.factor)  # type: ignore[assignment]
+    factor_of_all = property(lambda self: self.factor)
 
     def __init__(self, factor: float) -> None:
         super().__init__()
