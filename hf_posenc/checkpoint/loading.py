@@ -182,7 +182,14 @@ def _from_pretrained(call: Call) -> Any:
 
         return rebuilt(_from_pretrained, call)
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
-        refuse_stock_config(source, config, call.arguments)
+        if source is not None and not call.arguments.get("gguf_file") and is_patched(source, call.arguments):
+            raise UnsupportedError(
+                f"The model in {source} has a position encoding of hf_posenc, but the {type(config).__name__} passed "
+                "as `config` does not contain it, so the weights would run with other positions than they were trained "
+                "with. Pass no config, or modify the config from AutoConfig.from_pretrained. To get stock positions, "
+                "load the model without `config` and call unpatch_model. (A text-only class cannot read a part of a "
+                "composite checkpoint: load the whole model.)"
+            )
         return _stock_from_pretrained(call)
     if not isinstance(config, PreTrainedConfig) and not is_patched(
         source if config is None else config, call.arguments
@@ -237,22 +244,6 @@ def finish_saving_of(source: Any, kwargs: dict[str, Any]) -> None:
     """Completes an interrupted save before anything is read."""
     if isinstance(source, str | os.PathLike) and os.path.isdir(source):
         finish_saving(os.path.join(source, kwargs.get("subfolder") or ""))
-
-
-def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """Raises if a stock config is passed for the files of a patched model.
-
-    Raises:
-        UnsupportedError: with the reason.
-    """
-    if source is not None and not kwargs.get("gguf_file") and is_patched(source, kwargs):
-        raise UnsupportedError(
-            f"The model in {source} has a position encoding of hf_posenc, but the {type(config).__name__} passed as "
-            "`config` does not contain it, so the weights would run with other positions than they were trained with. "
-            "Pass no config, or modify the config from AutoConfig.from_pretrained. To get stock positions, load the "
-            "model without `config` and call unpatch_model. (A text-only class cannot read a part of a composite "
-            "checkpoint: load the whole model.)"
-        )
 
 
 def is_scheme_name(source: Any) -> bool:

@@ -43,8 +43,11 @@ def patch(options: argparse.Namespace) -> int:
     layers = None if options.layers is None else parse_layers(options.layers)
     if layers is not None and options.table_extension is not None:
         raise UsageError("--table-extension is for a table, which is added before the first layer. Omit --layers.")
-    elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
-    cross = options.cross_attention is not None and parse_scheme(options.cross_attention)
+    places: dict[str, Any] = {
+        "layers": layers,
+        "elsewhere": None if options.elsewhere is None else parse_scheme(options.elsewhere),
+        "cross_attention": options.cross_attention is not None and parse_scheme(options.cross_attention),
+    }
 
     from hf_posenc.patching.anatomy.anatomy import Anatomy
     from hf_posenc.patching.place.encoding import scheme_in_part
@@ -53,7 +56,6 @@ def patch(options: argparse.Namespace) -> int:
 
     model = load_model(options.model)
     part = Anatomy(model).part(options.part)
-    places: dict[str, Any] = {"part": part, "layers": layers, "elsewhere": elsewhere, "cross_attention": cross}
     in_force = scheme_in_part(getattr(model, "position_encoding", None), part)
     if in_force is not None and not options.replace:
         label = in_force.label
@@ -65,9 +67,9 @@ def patch(options: argparse.Namespace) -> int:
     before = context_length(model)
     try:
         if options.table_extension is not None:
-            swap_scheme(model, config, table_extension=options.table_extension, **places)
+            swap_scheme(model, config, part=part, table_extension=options.table_extension, **places)
         else:
-            hf_posenc.patch_model(model, config, **places)
+            hf_posenc.patch_model(model, config, part=part, **places)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)

@@ -47,7 +47,8 @@ class FarRotation(PairwiseBias):
         far_query, far_key = self.rotation.map_query(query, of_query), self.rotation.map_key(key, of_key)
         far = dataclasses.replace(pairs, query=far_query, key=far_key)
         change = far.products - dataclasses.replace(pairs, query=query, key=key).products
-        are_far = pairs.remembered(f"far pairs {id(self)}", lambda: self._are_far(pairs))
+        ids = pairs.query_positions, pairs.keys.ids
+        are_far = pairs.remembered(f"far pairs {id(self)}", lambda: self.far.are_far(*ids).unsqueeze(1))
         return (change * pairs.scaling).where(are_far, 0.0)
 
     def other_heads(self, pairs: AttentionPairs) -> OtherHeads | None:
@@ -66,9 +67,6 @@ class FarRotation(PairwiseBias):
         if not key_ids.is_cpu or key_ids.shape[0] > 1 or not bool((key_ids.diff() > 0).all()):
             return None
         return torch.searchsorted(key_ids[0], self.far.last_key(query_ids)[0].contiguous(), right=True)
-
-    def _are_far(self, pairs: AttentionPairs) -> Tensor:
-        return self.far.are_far(pairs.query_positions, pairs.keys.ids).unsqueeze(1)
 
     def _far_positions(self, pairs: AttentionPairs) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The rotations from own to far positions of queries and of keys."""

@@ -161,15 +161,6 @@ class MRopeConfig(RotaryConfig):
         owned = owned.repeat_interleave(torch.tensor(sections, device="cpu"), dim=1)
         return torch.nn.functional.pad(owned, (0, heads - sum(sections)))
 
-    def _sections_of_pairs(self, pairs: int) -> tuple[int, ...]:
-        sections = self.sections if self.sections is not None else default_sections(pairs, self.interleaved)
-        if sum(sections) != pairs:
-            raise ValueError(
-                f"MRopeConfig.sections is {sections}, {sum(sections)} pairs, but {2 * pairs} rotated dimensions have "
-                f"{pairs}. Use sections that sum to {pairs}, for example {default_sections(pairs, self.interleaved)}."
-            )
-        return sections
-
     def axis_of_pair(self, pairs: int) -> Tensor:
         """`(pairs,)` int64: 0, 1 or 2 for time, height or width.
 
@@ -183,7 +174,13 @@ class MRopeConfig(RotaryConfig):
                     f"{pairs}."
                 )
             return torch.tensor(self.axes, device="cpu")
-        sections = self._sections_of_pairs(pairs)
+        suiting = default_sections(pairs, self.interleaved)
+        sections = suiting if self.sections is None else self.sections
+        if sum(sections) != pairs:
+            raise ValueError(
+                f"MRopeConfig.sections is {sections}, {sum(sections)} pairs, but {2 * pairs} rotated dimensions have "
+                f"{pairs}. Use sections that sum to {pairs}, for example {suiting}."
+            )
         if not self.interleaved:
             return torch.arange(len(AXES), device="cpu").repeat_interleave(torch.tensor(sections, device="cpu"))
         turns = [pair % len(AXES) for pair in range(sum(sections))]
