@@ -276,13 +276,6 @@ CAUSAL = {"causal": True}
         ("rope", {"scaling": LongRopeScaling((1.0,), (1.0,), 64, 2.0)}, {}, "16 rotated dimensions make 8 pairs"),
         ("p_rope", {}, {"head_dim": 15}, "would rotate 15 .*rotary_dim=14 or less"),
         *(
-            (scheme, options, CAUSAL | {"head_dim": 15}, "would rotate 15")
-            for scheme, options in (
-                *((name, {}) for name in ("xpos", "learned_rope", "hope", "fope", "resonance", "string")),
-                ("string", {"variant": "circulant"}),
-            )
-        ),
-        *(
             ("rope_pp", {}, {"num_heads": heads, "num_key_value_heads": key_heads},
              f"{heads} query heads and {key_heads} key heads.*even number.*'rope'")
             for heads, key_heads in ((6, 2), (3, 3), (3, 1))

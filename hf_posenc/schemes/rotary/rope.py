@@ -275,8 +275,19 @@ class RopeConfig(RotaryConfig):
                 f"RopeConfig has both rotary_dim={self.rotary_dim} and "
                 f"partial_rotary_factor={self.partial_rotary_factor}, which both set the rotated width; give only one."
             )
-        if self.inverse_frequencies is not None:
-            self._check_inverse_frequencies(self.inverse_frequencies)
+        if self.inverse_frequencies is None:
+            return
+        if self.scaling is not None:
+            raise ValueError(
+                "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies are not scaled. Give "
+                "one of them, and attention_scaling= if cosine and sine need a factor."
+            )
+        width = 2 * len(self.inverse_frequencies)
+        if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
+            raise ValueError(
+                f"RopeConfig has {len(self.inverse_frequencies)} inverse_frequencies, which rotate {width} "
+                f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
+            )
 
     @property
     def applied_scaling(self) -> RopeScaling:
@@ -295,19 +306,6 @@ class RopeConfig(RotaryConfig):
                     "dimensions leaves no pair to rotate. Use a larger share, or the scheme 'none'."
                 )
         return resolve_rotary_dim(self, rotary_dim, context)
-
-    def _check_inverse_frequencies(self, inverse_frequencies: tuple[float, ...]) -> None:
-        if self.scaling is not None:
-            raise ValueError(
-                "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies are not scaled. Give "
-                "one of them, and attention_scaling= if cosine and sine need a factor."
-            )
-        width = 2 * len(inverse_frequencies)
-        if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
-            raise ValueError(
-                f"RopeConfig has {len(inverse_frequencies)} inverse_frequencies, which rotate {width} "
-                f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
-            )
 
 
 def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:
