@@ -43,11 +43,9 @@ def patch(options: argparse.Namespace) -> int:
     layers = None if options.layers is None else parse_layers(options.layers)
     if layers is not None and options.table_extension is not None:
         raise UsageError("--table-extension is for a table, which is added before the first layer. Omit --layers.")
-    places: dict[str, Any] = {
-        "layers": layers,
-        "elsewhere": None if options.elsewhere is None else parse_scheme(options.elsewhere),
-        "cross_attention": options.cross_attention is not None and parse_scheme(options.cross_attention),
-    }
+    elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
+    cross = options.cross_attention is not None and parse_scheme(options.cross_attention)
+    places: dict[str, Any] = {"layers": layers, "elsewhere": elsewhere, "cross_attention": cross}
 
     from hf_posenc.patching.anatomy.anatomy import Anatomy
     from hf_posenc.patching.place.encoding import scheme_in_part

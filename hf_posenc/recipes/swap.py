@@ -139,10 +139,7 @@ def swap_scheme(
             "Omit one of them."
         )
     if gradual and layers is not None:
-        raise ValueError(
-            "`layers` cannot be combined with `gradual`. For a blend in some layers, give a ScheduleConfig with a "
-            "scheme for each layer."
-        )
+        raise ValueError("`layers` cannot be combined with `gradual`. Give a ScheduleConfig with a scheme per layer.")
     transaction = Transaction(model)
     place: Any = place_blend if gradual else partial(place_scheme, layers=layers, elsewhere=elsewhere)
     part = transaction.anatomy.part(part)

@@ -215,8 +215,7 @@ class LogitSite(PlacedForward):
         device = keys.ids.device
         query_slots = torch.arange(query_length, device=device) + (offset - first)
         own_bias = state.own(bias)
-        linear = folds and self.encoding.causal and own_bias.states_slopes
-        slopes = own_bias.slopes_behind(device) if linear else None
+        slopes = own_bias.slopes_behind(device) if folds and self.encoding.causal and own_bias.states_slopes else None
         if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
             # Relative to the first position, so that no later token changes the values of earlier ones.
             steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
