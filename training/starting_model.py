@@ -160,15 +160,15 @@ def apply_scheme(
         return
     try:
         scheme, options = _scheme(arguments.scheme, "scheme"), _scheme_options(arguments)
-        if healing is not None and healing.swaps:
-            sample = None if healing.initialization == "default" else sample_rows(rows)
-            healing.swap(model, scheme, sample, options)
-            return
         if arguments.scheme_layers is not None:
             options["layers"] = parse_layers(arguments.scheme_layers)
         if arguments.elsewhere is not None:
             options["elsewhere"] = _scheme(arguments.elsewhere, "elsewhere")
-        patch_model(model, scheme, **options)
+        if healing is not None and healing.swaps:
+            sample = None if healing.initialization == "default" else sample_rows(rows)
+            healing.swap(model, scheme, sample, options)
+        else:
+            patch_model(model, scheme, **options)
     except (PositionEncodingError, UsageError, ValueError, TypeError) as error:
         raise SettingsError(f"--scheme {arguments.scheme}: {error}") from error
 

@@ -103,11 +103,10 @@ class HealingArguments:
 
     def check_start(self, scheme: SchemeArguments, model: ModelArguments) -> None:
         """Raises `SettingsError` if there is nothing to swap, or nothing to learn from."""
-        if self.swaps and (scheme.scheme is None or scheme.scheme_layers is not None):
-            raise SettingsError(
-                "--initialization and --gradual_steps need a new scheme: give --scheme. For only some layers, give "
-                '\'{"scheme": "schedule", "layers": [...]}\' instead of --scheme_layers.'
-            )
+        if self.swaps and scheme.scheme is None:
+            raise SettingsError("--initialization and --gradual_steps need a new scheme: give --scheme.")
+        if self.gradual_steps and scheme.scheme_layers is not None:
+            raise SettingsError("--gradual_steps is for all layers. For some, give --scheme a schedule of them.")
         if (self.swaps or self.distill) and model.model_name_or_path is None:
             raise SettingsError(
                 "--initialization, --gradual_steps and --distill need a trained model: give --model_name_or_path."

@@ -245,7 +245,8 @@ def distance_form(
     distances = torch.arange(query_length + key_length - 1, device=device) + farthest
     # Torch's fused kernels refuse a mask whose rows are not contiguous. Tables give one number per head for a distance.
     vector = bias(distances).contiguous()
-    return DistanceForm(vector, query_length, key_length, bias.slopes_behind(device))
+    slopes = bias.slopes_behind(device) if bias.states_slopes else None
+    return DistanceForm(vector, query_length, key_length, slopes)
 
 
 FusedForm = DistanceForm | SeparableForm | SumForm

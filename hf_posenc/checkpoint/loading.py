@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
     from hf_posenc.schemes.config import SchemeConfig
 
-#: The name of the argument `position_encoding` while a config is read that has an attribute of this name, to which
-#: transformers would assign it.
+#: The argument `position_encoding` of a config that is read: a key of its own, because transformers would ignore
+#: `position_encoding`, or assign it to the entry. A model that is built from the config gets this scheme.
 _SET_ASIDE = "_requested_position_encoding"
 #: Arguments of `patch_model` that may be in the same dictionary as the scheme.
 _PLACES = ("part", "layers", "elsewhere", "cross_attention")
@@ -89,10 +90,14 @@ def get_config_dict(call: Call) -> Any:
         if not isinstance(config.get("model_type"), str):
             raise damaged(source, "a model_type that is not a string")
         check_entry(config[ATTRIBUTE], str(source))
-    if isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)) and ATTRIBUTE in unused:
-        # The reader of the config would write it over the entry.
-        unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {_SET_ASIDE: unused[ATTRIBUTE]}
-    return config, unused
+    if ATTRIBUTE not in unused or not isinstance(config, dict) or _knows_the_argument(config_class):
+        return config, unused
+    if ATTRIBUTE in config and not is_entry(config[ATTRIBUTE]):
+        return config, unused  # A field of another project.
+    requested = unused.pop(ATTRIBUTE)
+    if unused.get("return_unused_kwargs"):  # The caller passes it on.
+        return config, unused | {_SET_ASIDE: requested}
+    return config if requested is None else config | {_SET_ASIDE: _in_json(requested)}, unused
 
 
 def config_post_init(call: Call) -> Any:
@@ -111,11 +116,17 @@ def model_init(call: Call) -> Any:
     Raises:
         UnsupportedError: for a config with a scheme, which the stock class would ignore.
     """
-    entry = read_entry(call["config"])
+    config, model_class = call["config"], type(call["self"])
+    entry = read_entry(config)
     if entry is not None:
-        raise EntryIgnoredError(type(call["self"]), entry["scheme"])
+        raise EntryIgnoredError(model_class, entry["scheme"])
+    if (requested := getattr(config, _SET_ASIDE, None)) is not None:
+        raise UnsupportedError(
+            f"The config of this {model_class.__name__} was read with {ATTRIBUTE}={requested!r}, which its class "
+            "ignores. Use AutoModel*.from_config(config), or from_pretrained(..., config=config)."
+        )
     # Classes of other projects may read a field of this name.
-    wish, model_class = getattr(call["config"], ATTRIBUTE, None), type(call["self"])
+    wish = getattr(config, ATTRIBUTE, None)
     if wish is not None and model_class.__module__.startswith("transformers.models."):
         _refuse_wish(model_class, wish)
     return call.run()
@@ -171,7 +182,14 @@ def _from_pretrained(call: Call) -> Any:
 
         return rebuilt(_from_pretrained, call)
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
-        refuse_stock_config(source, config, call.arguments)
+        if source is not None and not call.arguments.get("gguf_file") and is_patched(source, call.arguments):
+            raise UnsupportedError(
+                f"The model in {source} has a position encoding of hf_posenc, but the {type(config).__name__} passed "
+                "as `config` does not contain it, so the weights would run with other positions than they were trained "
+                "with. Pass no config, or modify the config from AutoConfig.from_pretrained. To get stock positions, "
+                "load the model without `config` and call unpatch_model. (A text-only class cannot read a part of a "
+                "composite checkpoint: load the whole model.)"
+            )
         return _stock_from_pretrained(call)
     if not isinstance(config, PreTrainedConfig) and not is_patched(
         source if config is None else config, call.arguments
@@ -226,22 +244,6 @@ def finish_saving_of(source: Any, kwargs: dict[str, Any]) -> None:
     """Completes an interrupted save before anything is read."""
     if isinstance(source, str | os.PathLike) and os.path.isdir(source):
         finish_saving(os.path.join(source, kwargs.get("subfolder") or ""))
-
-
-def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """Raises if a stock config is passed for the files of a patched model.
-
-    Raises:
-        UnsupportedError: with the reason.
-    """
-    if source is not None and not kwargs.get("gguf_file") and is_patched(source, kwargs):
-        raise UnsupportedError(
-            f"The model in {source} has a position encoding of hf_posenc, but the {type(config).__name__} passed as "
-            "`config` does not contain it, so the weights would run with other positions than they were trained with. "
-            "Pass no config, or modify the config from AutoConfig.from_pretrained. To get stock positions, load the "
-            "model without `config` and call unpatch_model. (A text-only class cannot read a part of a composite "
-            "checkpoint: load the whole model.)"
-        )
 
 
 def is_scheme_name(source: Any) -> bool:
@@ -371,11 +373,16 @@ def _with_requested_scheme(call: Call, build: Callable[[Call], Any]) -> Any:
         UnknownNameError, ValueError, TypeError, UsageError: if the value is not a scheme, before anything is loaded.
         UnsupportedError: as `patch_model`, and if the folder is an adapter that was trained with another scheme.
     """
-    names = [name for name in (ATTRIBUTE, _SET_ASIDE) if name in call.kwargs]
-    if not names or _knows_the_argument(call["cls"]):
+    config, names = call["config"], [name for name in (ATTRIBUTE, _SET_ASIDE) if name in call.kwargs]
+    of_config = getattr(config, _SET_ASIDE, None)
+    if (not names and of_config is None) or _knows_the_argument(call["cls"], call["cls"].config_class):
         return build(call)
-    requested = next((call.kwargs[name] for name in names if call.kwargs[name] is not None), None)
+    requested = next((call.kwargs[name] for name in names if call.kwargs[name] is not None), of_config)
     plain = call.without(*names)
+    if of_config is not None:
+        config = copy.deepcopy(config)
+        delattr(config, _SET_ASIDE)
+        plain = plain.changed(config=config)
     if requested is None:
         return build(plain)
     from hf_posenc.patching.patch import patch_model
@@ -410,6 +417,17 @@ def read_request(requested: Any) -> tuple[SchemeConfig, dict[str, Any]]:
         raise
 
 
+def _in_json(requested: Any) -> Any:
+    """A value of the argument as a config can hold it. Raises as `read_request`."""
+    from hf_posenc.schemes import SchemeConfig, as_scheme
+
+    def plain(value: Any) -> Any:
+        return as_scheme(value).to_dict() if isinstance(value, SchemeConfig | type) else list(value)
+
+    read_request(requested)
+    return json.loads(json.dumps(requested, default=plain))
+
+
 def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
     """The scheme, and the arguments of `patch_model` that are in the same dictionary."""
     from hf_posenc.schemes.registry import get_scheme
@@ -424,9 +442,8 @@ def _split(requested: Any) -> tuple[Any, dict[str, Any]]:
     return {name: value for name, value in requested.items() if name not in places}, places
 
 
-def _knows_the_argument(model_class: Any) -> bool:
-    """Whether a model class of another project, or its config, has an argument of this name."""
-    owners = (model_class, model_class.config_class)
+def _knows_the_argument(*owners: Any) -> bool:
+    """Whether a class of another project has an argument of this name."""
     return any(owner is not None and ATTRIBUTE in inspect.signature(owner).parameters for owner in owners)
 
 

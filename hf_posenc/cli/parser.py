@@ -131,7 +131,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     patch.add_argument("--layers", metavar="0,1,2", help="patch only these layers")
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
     patch.add_argument("--cross-attention", metavar="SCHEME", help="scheme of a decoder's attention to an encoder")
-    extension_help = "fill a longer learned table from the model's own rows: linear, spline, repeat or last"
+    extension_help = "fill a longer learned table from the model's own rows: linear, long_clip, spline, repeat or last"
     patch.add_argument("--table-extension", metavar="HOW", help=extension_help)
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
     patch.add_argument("--replace", action="store_true", help="discard the scheme that MODEL already has")

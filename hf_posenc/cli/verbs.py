@@ -45,6 +45,7 @@ def patch(options: argparse.Namespace) -> int:
         raise UsageError("--table-extension is for a table, which is added before the first layer. Omit --layers.")
     elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
     cross = options.cross_attention is not None and parse_scheme(options.cross_attention)
+    places: dict[str, Any] = {"layers": layers, "elsewhere": elsewhere, "cross_attention": cross}
 
     from hf_posenc.patching.anatomy.anatomy import Anatomy
     from hf_posenc.patching.place.encoding import scheme_in_part
@@ -64,9 +65,9 @@ def patch(options: argparse.Namespace) -> int:
     before = context_length(model)
     try:
         if options.table_extension is not None:
-            swap_scheme(model, config, part=part, table_extension=options.table_extension)
+            swap_scheme(model, config, part=part, table_extension=options.table_extension, **places)
         else:
-            hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere, cross_attention=cross)
+            hf_posenc.patch_model(model, config, part=part, **places)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)

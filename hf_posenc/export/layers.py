@@ -21,10 +21,10 @@ from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.needs import Need
 from hf_posenc.schemes.outer_parts import ChainedMap
-from hf_posenc.schemes.parts import AdditiveEncoding, Part, QueryKeyMap
+from hf_posenc.schemes.parts import MAP_METHODS, AdditiveEncoding, Part, QueryKeyMap, overrides
 from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 from hf_posenc.schemes.rotary.string import RotationInBasis
 
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
@@ -32,8 +32,6 @@ STOPPED = 1e30
 #: An entry of `rope_parameters` that is not part of a rotation: the attention of Ministral 3 reads it, and multiplies
 #: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
 QUERY_FACTOR = "llama_4_scaling_beta"
-#: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
-_ROTATION = ("angles", "phases", "prepared", "map_query", "map_key")
 
 
 @dataclass(frozen=True)
@@ -233,17 +231,17 @@ def rotation_of(layer: Layer) -> Rotation:
 
 
 def _rotation(part: QueryKeyMap, head_dim: int) -> Rotation:
-    if isinstance(part, ChainedMap) and isinstance(part.position_map, AffineMap) and len(part.members()) == 1:
+    if isinstance(part, ChainedMap) and type(part.position_map) is AffineMap and len(part.members()) == 1:
         # An offset is not visible, because a rotation depends on distances only.
         inner = _rotation(part.members()[0], head_dim)
         return dataclasses.replace(inner, frequencies=inner.frequencies * part.position_map.factor)
     name = type(part).__name__
-    if isinstance(part, RotationInBasis) and _keeps(part, RotationInBasis, ("phases", "map_query", "map_key")):
+    if isinstance(part, RotationInBasis) and not any(overrides(type(part), name, "basis") for name in MAP_METHODS):
         return dataclasses.replace(_rotation(part.rotation, head_dim), basis=part.basis().detach().float().cpu())
-    if not isinstance(part, RotaryMap) or not _keeps(part, RotaryMap, _ROTATION):
-        raise UnsupportedError(f"{name} is more than a rotation by fixed frequencies.")
-    if part.length_dependent:
+    if isinstance(part, LengthDependentRotaryMap):
         raise UnsupportedError(f"The frequencies of {name} depend on the length of the sequence.")
+    if not isinstance(part, RotaryMap) or not part.turns_by_frequencies:
+        raise UnsupportedError(f"{name} is more than a rotation by fixed frequencies.")
     frequencies = part.inverse_frequencies(torch.zeros(1, 1, dtype=torch.int64)).detach().float().cpu()
     rows = frequencies.reshape(-1, frequencies.shape[-1])
     if not torch.equal(rows, rows[:1].expand_as(rows)):
@@ -267,11 +265,6 @@ def rotations_of(parts: ModelParts, *, same: bool = True) -> list[Rotation]:
     if same and any(rotation.spectrum != rotations[0].spectrum for rotation in rotations):
         raise UnsupportedError("the layers have different frequencies")
     return rotations
-
-
-def _keeps(part: QueryKeyMap, base: type, methods: tuple[str, ...]) -> bool:
-    """Whether a part overrides none of some methods of its base class."""
-    return all(getattr(type(part), method) is getattr(base, method) for method in methods)
 
 
 @torch.no_grad()

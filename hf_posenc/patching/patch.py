@@ -82,15 +82,29 @@ def patch_model(
         UnsupportedError: if the scheme cannot be computed correctly in this architecture.
     """
     transaction = Transaction(model)
+    config = requested_scheme(transaction, scheme, options, part, layers, elsewhere, cross_attention)
+    if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
+        warn_of_random_rows(unfilled, config)
+    return model
+
+
+def requested_scheme(
+    transaction: Transaction,
+    scheme: SchemeLike,
+    options: dict[str, Any],
+    part: str | None,
+    layers: Iterable[int] | None,
+    elsewhere: SchemeLike | None,
+    cross_attention: SchemeLike | bool,
+) -> SchemeConfig:
+    """The config that the arguments of `patch_model` name. Raises if they exclude each other."""
     config = as_scheme(scheme, **options)
     config = config if cross_attention is False else across(config, cross_attention)
     if config.within_and_across()[1] is not None:
         refuse_without_encoder(transaction.anatomy, part)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
-    if unfilled := place_scheme(transaction, config, part, layers, elsewhere):
-        warn_of_random_rows(unfilled, config)
-    return model
+    return config
 
 
 def place_scheme(
@@ -106,11 +120,30 @@ def place_scheme(
     """
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
-    previous = transaction.encoding
-    requested = _requested(transaction, config, part, layers)
+    previous, anatomy, model = transaction.encoding, transaction.anatomy, transaction.model
+    if not isinstance(config, PartsConfig):
+        requested = {anatomy.part(part): config}
+    elif part is not None or layers is not None:
+        raise ValueError(
+            "A PartsConfig names the parts of a model itself, so `part` and `layers` cannot be combined with it. Pass "
+            "the scheme of one part, or give a part of the PartsConfig a schedule."
+        )
+    else:
+        requested = {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
+    schemes = _in_force(previous)
+    for name, scheme in requested.items():
+        schemes[name] = _resolve(transaction, name, scheme, layers, elsewhere)
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
-    several = isinstance(config, PartsConfig) or len(transaction.anatomy.parts) > 1
-    encoding = _plan(transaction, requested, several, layers, elsewhere)
+    several = isinstance(config, PartsConfig) or len(anatomy.parts) > 1
+    whole = of_parts(schemes) if several else next(iter(schemes.values()))
+    changed = [name for name in requested if schemes[name] != scheme_in_part(previous, name)]
+    # Defaults that depend on the length use the native one, even if the config has been given another since.
+    with at_native_lengths(model.config):
+        encoding = transaction.plan(whole, kept=_kept(previous, changed))
+    if (limits := architecture_of(model.config).limits) is not None:
+        for stack in encoding.stacks.values():
+            if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
+                limits.refuse(stack.needs(), encoding.label)
     _warn_if_uncacheable(encoding, transaction)
     placed = [one for one in encoding.stacks.values() if previous is None or one not in previous.stacks.values()]
     _warn_if_only_scaled(encoding, placed)
@@ -121,45 +154,6 @@ def place_scheme(
         encoding.record.follow(previous.record, encoding.stacks)
     transaction.install(encoding)
     return {table for stack in placed for table in stack.unfilled}
-
-
-def _requested(
-    transaction: Transaction, config: SchemeConfig, part: str | None, layers: Iterable[int] | None
-) -> dict[str, SchemeConfig]:
-    """The schemes that a call asks for, by name of the part."""
-    anatomy = transaction.anatomy
-    if not isinstance(config, PartsConfig):
-        return {anatomy.part(part): config}
-    if part is not None or layers is not None:
-        raise ValueError(
-            "A PartsConfig names the parts of a model itself, so `part` and `layers` cannot be combined with it. Pass "
-            "the scheme of one part, or give a part of the PartsConfig a schedule."
-        )
-    return {anatomy.part(name): scheme for name, scheme in config.by_part().items()}
-
-
-def _plan(
-    transaction: Transaction,
-    requested: Mapping[str, SchemeConfig],
-    several: bool,
-    layers: Iterable[int] | None,
-    elsewhere: SchemeLike | None,
-) -> PositionEncoding:
-    """Builds the encoding of a model in which some parts get another scheme."""
-    target, previous = transaction.model, transaction.encoding
-    schemes = _in_force(previous)
-    for part, config in requested.items():
-        schemes[part] = _resolve(transaction, part, config, layers, elsewhere)
-    whole = of_parts(schemes) if several else next(iter(schemes.values()))
-    changed = [part for part in requested if schemes[part] != scheme_in_part(previous, part)]
-    # Defaults that depend on the length use the native one, even if the config has been given another since.
-    with at_native_lengths(target.config):
-        encoding = transaction.plan(whole, kept=_kept(previous, changed))
-    if (limits := architecture_of(target.config).limits) is not None:
-        for stack in encoding.stacks.values():
-            if not stack.runtime.layout.has_axes:  # Patches of images are not cached.
-                limits.refuse(stack.needs(), encoding.label)
-    return encoding
 
 
 def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
-from hf_posenc.patching.patch import place_scheme, warn_of_random_rows
+from hf_posenc.patching.patch import place_scheme, requested_scheme, warn_of_random_rows
 from hf_posenc.patching.place.encoding import PositionEncoding, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import new_scheme, place_blend
@@ -21,7 +23,7 @@ from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS, Fit
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.registry import SchemeLike, as_scheme
+from hf_posenc.schemes.registry import SchemeLike
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -67,6 +69,9 @@ def swap_scheme(
     scheme: SchemeLike,
     *,
     part: str | None = None,
+    layers: Iterable[int] | None = None,
+    elsewhere: SchemeLike | None = None,
+    cross_attention: SchemeLike | bool = False,
     initialization: str = "auto",
     sample: Tensor | None = None,
     table_extension: str | None = None,
@@ -96,6 +101,9 @@ def swap_scheme(
         model: patched or not; may be wrapped in a PEFT model.
         scheme: the new scheme, as in `patch_model`.
         part: the part of a composite model whose scheme is swapped, as in `patch_model`.
+        layers: indices of the layers that get the scheme, as in `patch_model`; not with `gradual`.
+        elsewhere: the scheme of the other layers, as in `patch_model`.
+        cross_attention: the scheme of cross-attention, as in `patch_model`.
         initialization: "auto" fits what can be fitted; "fitted" raises if nothing can be fitted; "default" is the same
             as `patch_model`.
         sample: `(batch, length)` token ids of ordinary text, without padding, long enough for the distances that
@@ -130,14 +138,16 @@ def swap_scheme(
             "table_extension controls how a table is fitted, but initialization='default' does not fit anything. "
             "Omit one of them."
         )
+    if gradual and layers is not None:
+        raise ValueError("`layers` cannot be combined with `gradual`. Give a ScheduleConfig with a scheme per layer.")
     transaction = Transaction(model)
-    place: Any = place_blend if gradual else place_scheme
+    place: Any = place_blend if gradual else partial(place_scheme, layers=layers, elsewhere=elsewhere)
     part = transaction.anatomy.part(part)
     with contextlib.ExitStack() as undo:
         undo.callback(restore_encoding, transaction, transaction.encoding)
         old = _scheme_in_force(transaction, part, required=gradual or initialization == "fitted")
         carried = {} if initialization == "default" else _carried_options(scheme, options, old)
-        config = as_scheme(scheme, **(options | carried))
+        config = requested_scheme(transaction, scheme, options | carried, part, layers, elsewhere, cross_attention)
         if isinstance(config, PartsConfig):
             raise ValueError("swap_scheme swaps the scheme of one part. Call it once for each, with part=...")
         fits: list[Fit] = []

@@ -21,10 +21,9 @@ from hf_posenc.schemes.parts import (
     PairwiseBias,
     Part,
     QueryKeyMap,
-    SeparableBias,
     feature_counts,
 )
-from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
+from hf_posenc.schemes.rotary.contextual import rotation_before_cache
 
 
 class Need(Enum):
@@ -121,12 +120,12 @@ _DECLARED = {
 
 
 def _needs_of_bias(bias: LogitBias) -> Iterator[Need]:
-    rotations = [isinstance(summand, ContextualRotation) for summand in bias.summands()]
+    rotations = [summand.rotates_heads for summand in bias.summands()]
     if any(rotations):
         yield Need.ROTATION_BY_INPUT
-    if isinstance(bias, DistanceBias) and bias.slopes_behind(torch.device("cpu")) is not None:
+    if isinstance(bias, DistanceBias) and bias.states_slopes and bias.slopes_behind(torch.device("cpu")) is not None:
         yield Need.SLOPES
-    elif isinstance(bias, SeparableBias):
+    elif bias.separable:
         yield Need.KEY_TERMS
     elif not all(rotations):
         yield Need.BIAS

@@ -134,6 +134,29 @@ def shortest(reaches: Iterable[Reach]) -> Reach:
     return Reach(limit.length, limit.remedy, made_for)
 
 
+#: The methods of a map of queries and keys.
+MAP_METHODS = ("phases", "prepared", "map_query", "map_key")
+#: What a part states about its methods, for faster ways to compute the same. A class that overrides one of these
+#: methods has inherited a statement about another one, so it gets the neutral value unless it makes its own.
+_STATEMENTS = {
+    **dict.fromkeys(("separable", "rotates_heads", "other_heads", "zero_below", "factor_of_all"), ("forward",)),
+    **dict.fromkeys(("reads_content", "reads_later_keys"), ("forward",)),
+    **dict.fromkeys(("keeps_distances", "last_position"), ("forward", "renumber")),
+    "angles_of_own_token": ("rotated", "angles", "places"),
+    "turns_by_frequencies": (*MAP_METHODS, "angles", "attention_factor", "for_both_of_pair"),
+}
+
+
+def overrides(kind: type, method: str, statement: str) -> bool:
+    """Whether a class has another method than the class that it has `statement` from.
+
+    A statement of a class in which the method is abstract is about the methods of all subclasses.
+    """
+    stated = next(getattr(one, method, None) for one in kind.__mro__ if statement in vars(one))
+    names = getattr(getattr(stated, "__code__", None), "co_names", ())
+    return stated not in (None, getattr(kind, method, None)) and "NotImplementedError" not in names
+
+
 class Part(nn.Module):
     """Base class of all parts: declarations about caches and lengths, and adoption of native weights.
 
@@ -159,6 +182,13 @@ class Part(nn.Module):
     length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for statement, methods in _STATEMENTS.items():
+            makers = [vars(one)[statement] for one in cls.__mro__ if statement in vars(one)]
+            if makers and any(overrides(cls, method, statement) for method in methods):
+                setattr(cls, statement, makers[-1])
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache of `cached_length` tokens to `total_length` if the result would be wrong.
@@ -207,6 +237,14 @@ class QueryKeyMap(Part):
     #: Whether a bias of the scheme maps the heads a second time and expects the mapped dimensions first in each head.
     #: Multi-head latent attention, which rotates the last dimensions of its heads, is then refused.
     mapped_again: bool = False
+    # Without an annotation, because a part that consists of others does not take it over from them.
+    #: Whether it is a `RotaryMap` that its frequencies and its factor describe.
+    turns_by_frequencies = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if ("map_query" in vars(cls)) != ("map_key" in vars(cls)) and "symmetric" not in vars(cls):
+            cls.symmetric = False
 
     def fix_weights(self) -> None:
         """Computes what depends on weights alone once, for a program in which the weights are constants.
@@ -246,6 +284,11 @@ class LogitBias(Part):
     #: False if all heads are treated alike, so that the bias of some heads depends only on these heads. With tensor
     #: parallelism, each process then computes the bias for its own heads only.
     whole_heads: bool = True
+    # Without annotations, because a part that consists of others does not take these over from them.
+    #: Whether it is a `SeparableBias` that computes what its `key_terms` say.
+    separable = False
+    #: Whether it is a `ContextualRotation` that computes the logits of the heads that it rotates.
+    rotates_heads = False
 
     def summands(self) -> Sequence[LogitBias]:
         """The biases whose sum this is. Each is passed to the kernel in its most specific form."""
@@ -254,6 +297,13 @@ class LogitBias(Part):
 
 class DistanceBias(LogitBias):
     """A bias that is a function of distance alone, evaluated once per distance instead of once per pair."""
+
+    #: Whether `slopes_behind` is about its `forward`, and not about that of a base class.
+    states_slopes = True
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.states_slopes = not overrides(cls, "forward", "slopes_behind")
 
     def forward(self, distance: Tensor) -> Tensor:
         """`distance` is key position minus query position (negative: in the past), of any shape.
@@ -346,6 +396,8 @@ class SeparableBias(PairwiseBias):
 
     The softmax is invariant to the query's term, which is the same for all keys. A kernel needs only the keys' terms.
     """
+
+    separable = True
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, key_len)` in float32."""

@@ -139,13 +139,25 @@ def test_a_quantised_load(folders: dict[str, Path]) -> None:
     assert_equal(model, patch_model(AutoModelForCausalLM.from_pretrained(folders["stock"], **options), "alibi"))
 
 
-def test_a_new_model_is_patched(folders: dict[str, Path]) -> None:
-    for kind in folders:
-        config = AutoConfig.from_pretrained(folders[kind])
-        before = config.to_dict()
-        model = AutoModelForCausalLM.from_config(config, position_encoding="alibi")
-        assert model.position_encoding.config == AlibiConfig()
-        assert config.to_dict() == before
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("kind", ["stock", "patched"])
+def test_a_config_keeps_what_it_was_read_with(folders: dict[str, Path], kind: str, request_: str) -> None:
+    requested = REQUESTS[request_][0]
+    config = AutoConfig.from_pretrained(folders[kind], position_encoding=requested)
+    before, again = config.to_json_string(), LlamaConfig.from_pretrained(folders[kind], position_encoding=requested)
+    assert again.to_json_string() == before
+    wanted = expected(folders[kind], request_)
+    for load in (LlamaForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        model = load(folders[kind], config=config)
+        assert_equal(model, wanted)
+        assert model.config.to_dict().keys() == wanted.config.to_dict().keys()
+    new = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config, position_encoding="alibi")
+    assert [one.position_encoding.config for one in new] == [wanted.position_encoding.config, AlibiConfig()]
+    assert config.to_json_string() == before
+    with pytest.raises(UnsupportedError, match=r"from_config\(config\)"):
+        LlamaForCausalLM(config)
+    with pytest.raises(UnknownNameError, match="Did you mean 'alibi'"):
+        AutoConfig.from_pretrained(folders[kind], position_encoding="alibbi")
 
 
 def test_a_part_is_named_in_the_dictionary(tmp_path: Path) -> None:
@@ -233,6 +245,7 @@ class OwnModel(PreTrainedModel):
 def test_the_argument_of_another_project_stays_theirs(tmp_path: Path) -> None:
     OwnModel(OwnConfig()).save_pretrained(tmp_path)
     assert OwnModel.from_pretrained(tmp_path, position_encoding="special").config.position_encoding == "special"
+    assert OwnConfig.from_pretrained(tmp_path, position_encoding="special").position_encoding == "special"
 
 
 def test_a_warning_points_at_the_line_that_asked() -> None:

@@ -314,6 +314,20 @@ def test_the_default_is_what_patch_model_does():
     _exact(model, "bert", _outputs(plain, "bert"), 1e-9)
 
 
+def test_places_are_those_of_patch_model():
+    places = {"layers": [0], "elsewhere": "none", "cross_attention": "alibi"}
+    model, plain = patched("bart", None).eval(), patched("bart", None)
+    swap = swap_scheme(model, "t5", sample=_sample(), **places)
+    assert {fit.where for fit in swap.fits} == {"logit_bias of layer 0", "logit_bias of layer 2"}  # of the decoder
+    assert model.position_encoding.config == patch_model(plain, "t5", **places).position_encoding.config
+    for wrong, message in (
+        ({"elsewhere": "t5"}, "Pass `layers`"),
+        ({"layers": [0], "gradual": True}, "ScheduleConfig"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swap_scheme(model, "t5", **wrong)
+
+
 # Refusals
 
 

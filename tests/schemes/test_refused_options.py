@@ -168,6 +168,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rope_nd", {"assignment": "split", "per_head": False}, "per_head is False.*'split' are fixed"),
     ("rope_nd", {"assignment": "interleaved", "per_head": False}, "per_head is False.*'interleaved' are fixed"),
     *(("mrope", {"sections": sections}, "sections") for sections in ((1, 2), (1, 2, -1), 3, (1.0, 2, 1), (True, 2, 1))),
+    ("mrope", {"inverse_frequencies": (1.0, 0.5), "theta": 500.0}, r"both inverse_frequencies and theta=500\.0"),
     ("mrope", {"by_head": True, "interleaved": True}, "no pairs to interleave"),
     ("position_shift", {"offset": -1}, "offset is -1"),
     ("position_scale", {"factor": 0}, "factor is 0"),
@@ -274,13 +275,6 @@ CAUSAL = {"causal": True}
         ("rope", {"scaling": NtkScaling(2.0)}, {"head_dim": 2}, "rotary width of at least 4"),
         ("rope", {"scaling": LongRopeScaling((1.0,), (1.0,), 64, 2.0)}, {}, "16 rotated dimensions make 8 pairs"),
         ("p_rope", {}, {"head_dim": 15}, "would rotate 15 .*rotary_dim=14 or less"),
-        *(
-            (scheme, options, CAUSAL | {"head_dim": 15}, "would rotate 15")
-            for scheme, options in (
-                *((name, {}) for name in ("xpos", "learned_rope", "hope", "fope", "resonance", "string")),
-                ("string", {"variant": "circulant"}),
-            )
-        ),
         *(
             ("rope_pp", {}, {"num_heads": heads, "num_key_value_heads": key_heads},
              f"{heads} query heads and {key_heads} key heads.*even number.*'rope'")

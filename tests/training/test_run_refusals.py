@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.models import tiny
 from tests.training.run_cases import SIZES, run, trained_on, words, write_texts
+from training.arguments import SchemeArguments
+from training.errors import SettingsError
+from training.starting_model import apply_scheme
+from training.swapping import HealingArguments
 
 FROM_SCRATCH = {
     "model_name_or_path": None, "model_type": "bert", "config_overrides": json.dumps(SIZES), "tokenizer_name": "bytes",
@@ -24,6 +29,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "options that are no JSON": ({"scheme": "rope", "scheme_options": '{"a": '}, "neither JSON nor YAML"),
     "options without a scheme": ({"scheme_options": '{"theta": 1}'}, "--scheme_options is given without --scheme"),
     "layers without a scheme": ({"scheme_layers": "1"}, "--scheme_layers is given without --scheme"),
+    "a blend in one layer": (
+        {"scheme": "alibi", "scheme_layers": "0", "gradual_steps": 2}, "--gradual_steps is for all layers",
+    ),
     "a layer that is not there": ({"scheme": "alibi", "scheme_layers": "0,7"}, "contains [7]"),
     "corpus too small": ({"block_size": 60_000, "scheme": "alibi"}, "one row needs 60000"),
     "too few rows": ({"per_device_train_batch_size": 10_000}, "one update needs 10000"),
@@ -170,3 +178,9 @@ def test_a_folder_with_other_files_is_left_alone(texts: Path, tmp_path: Path, ca
         assert run(words(texts, tmp_path, **more)) == 2
         assert "notes.md" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
+
+
+def test_a_swap_refuses_what_a_patch_refuses() -> None:
+    scheme, healing = SchemeArguments(scheme="alibi", elsewhere="none"), HealingArguments(gradual_steps=2)
+    with pytest.raises(SettingsError, match="Pass `layers` as well"):
+        apply_scheme(tiny("LlamaForCausalLM"), scheme, healing)

@@ -111,7 +111,7 @@ def refuse_other_biases(parts: ModelParts) -> None:
     """
     for layer in parts.layers:
         bias = layer.parts.logit_bias
-        if not isinstance(bias, AlibiBias):
+        if type(bias) is not AlibiBias:
             what = "no bias" if bias is None else type(bias).__name__
             raise UnsupportedError(f"ALiBi is the only bias that llama.cpp has in these blocks; a layer has {what}")
         if bias.num_left is not None:

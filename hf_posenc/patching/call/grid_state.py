@@ -97,16 +97,6 @@ def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
     return found.bounded(ids.shape[-1])
 
 
-def places_of_images(sizes: Tensor) -> Tensor:
-    """`(axes, 1, length)` int64: the coordinates of images that follow each other in one row, each in raster order.
-
-    Args:
-        sizes: `(images, axes)` integers.
-    """
-    grids = [torch.cartesian_prod(*(torch.arange(size) for size in image)) for image in sizes.tolist()]
-    return torch.cat(grids).T.unsqueeze(1).to(sizes.device)
-
-
 def merged(coordinates: Tensor) -> Tensor:
     """The coordinates of patches that were merged two by two, in the order of the first patch of each.
 
@@ -301,7 +291,9 @@ def grid_state(stack: nn.Module, suffix_tokens: int, arguments: Mapping[str, Any
         state.shown_patches = given[_SHOWN].bool()
     state.hidden_patches = given.get(_HIDDEN)
     if _PACKED_SIZES in given:
-        state.coordinates = places_of_images(given[_PACKED_SIZES])
+        sizes = given[_PACKED_SIZES]
+        grids = [torch.cartesian_prod(*(torch.arange(size) for size in image)) for image in sizes.tolist()]
+        state.coordinates = torch.cat(grids).T.unsqueeze(1).to(sizes.device)
     places = inspect.unwrap(type(stack).forward).__globals__.get(_PLACES)
     if _PACKED in given and places is not None:
         # A stack whose patches are merged after it has them row by row, whatever its config says.

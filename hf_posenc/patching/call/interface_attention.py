@@ -195,7 +195,8 @@ class InterfaceAttention(Rebound, AttentionSite):
         forward = inspect.unwrap(self._decorated)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
-        replaced |= dict.fromkeys(relative_names(forward), _without_relative_bias)
+        # These return a query and its relative bias.
+        replaced |= dict.fromkeys(relative_names(forward), lambda module, query, *others: (query, None))
         self._forward = self._with_globals(replaced | {INTERFACE: InterfaceReplacement(self)})
         fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
         self._rotary_only_forward = self._with_globals(fast)
@@ -424,8 +425,3 @@ class _FastRotary(_RotaryReplacement):
             if packed:
                 return without_batch(first if second is None else (first, second))
         return first if second is None else (first, second)
-
-
-def _without_relative_bias(module: nn.Module, query: Tensor, *args: Any) -> tuple[Tensor, None]:
-    """Stands in for a function that returns a query and its relative bias."""
-    return query, None

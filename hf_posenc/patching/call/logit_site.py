@@ -115,7 +115,7 @@ class LogitSite(PlacedForward):
         forms: list[BiasForm] = []
         pairs: list[AttentionPairs] = []
         for index, summand in enumerate(summands):
-            if rotated and isinstance(summand, ContextualRotation):
+            if rotated and summand.rotates_heads:
                 continue
             if isinstance(summand, DistanceBias):
                 forms.append(self._distance_form(summand, state, query, key, mask, folds))
@@ -148,7 +148,7 @@ class LogitSite(PlacedForward):
         check_heads(self.encoding.num_heads, query.shape[1])
         summands = self.encoding.summands
         for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
-            if isinstance(summand, ContextualRotation):
+            if isinstance(summand, ContextualRotation) and summand.rotates_heads:
                 if own.query is not query:
                     own = dataclasses.replace(own, query=query, key=key)
                 with without_autocast(query.device):
@@ -215,7 +215,7 @@ class LogitSite(PlacedForward):
         device = keys.ids.device
         query_slots = torch.arange(query_length, device=device) + (offset - first)
         own_bias = state.own(bias)
-        slopes = own_bias.slopes_behind(device) if folds and self.encoding.causal else None
+        slopes = own_bias.slopes_behind(device) if folds and self.encoding.causal and own_bias.states_slopes else None
         if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
             # Relative to the first position, so that no later token changes the values of earlier ones.
             steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
@@ -339,7 +339,7 @@ def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dis
     def compute() -> tuple[Tensor, Tensor | None]:
         own = state.own(bias)
         distances = torch.arange(1 - 2 * key_length, 1, device=state.device)
-        return own(distances).contiguous(), own.slopes_behind(distances.device)
+        return own(distances).contiguous(), own.slopes_behind(distances.device) if own.states_slopes else None
 
     name = f"bias on {state.device}"
     values, slopes = kept.of(bias, name, compute, lambda known: known[0].shape[-1] >= key_length)
@@ -348,7 +348,7 @@ def _cached_row(bias: DistanceBias, state: ForwardState, key_length: int) -> Dis
 
 def _pairwise_form(part: LogitBias, state: ForwardState, pairs: AttentionPairs) -> BiasForm:
     bias = state.own(part)
-    if isinstance(bias, SeparableBias):
+    if isinstance(bias, SeparableBias) and bias.separable:
         with without_autocast(pairs.query.device):
             return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
 

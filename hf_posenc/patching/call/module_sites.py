@@ -266,7 +266,10 @@ class RotaryModuleSite(PlacedForward):
         state = self.runtime.state
         if state is not None and isinstance(position_ids, Tensor):
             state.rotary_position_ids = position_ids
-            args, kwargs = _on_one_axis(self.module, position_ids, args, kwargs)
+            if position_ids.dim() == 3 and getattr(self.module, "mrope_section", None) is None:
+                # It supports one axis. Before transformers 5.19 it has a matrix product that refuses three dimensions.
+                first = position_ids[0]
+                args, kwargs = ((first, *args[1:]), kwargs) if args else (args, kwargs | {"position_ids": first})
         if self.neutral:
             cos, sin = type(self.module).forward(self.module, x, *args, **kwargs)
             return torch.ones_like(cos), torch.zeros_like(sin)
@@ -286,20 +289,6 @@ class RotaryModuleSite(PlacedForward):
             self._placeholders.clear()
         self._placeholders[signature] = _placeholder(phases)
         return phases
-
-
-def _on_one_axis(
-    module: nn.Module, position_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a rotary module, reduced from `(axes, batch, length)` to the first axis if it supports only one.
-
-    Before transformers 5.19 such a module uses a matrix product that does not accept three dimensions.
-    """
-    if position_ids.dim() != 3 or getattr(module, "mrope_section", None) is not None:
-        return args, kwargs
-    if args:
-        return (position_ids[0], *args[1:]), kwargs
-    return args, kwargs | {"position_ids": position_ids[0]}
 
 
 def _signature(value: Any) -> Hashable:

@@ -87,11 +87,6 @@ class Requests:
         )
 
 
-def without_requests(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an attention function for requests that were separated from a paged call."""
-    return {name: value for name, value in kwargs.items() if name not in _REQUEST_ARGUMENTS} | {"is_causal": True}
-
-
 def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The keys and values of all requests of a call.
 
@@ -131,22 +126,12 @@ def heads_first(read: Tensor) -> Tensor:
     return read.transpose(0, 1).unsqueeze(0) if read.dim() == 3 else read
 
 
-def requests_of(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
-    """Splits the requests of a call into groups, once for all layers with the same mask.
+def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
+    """Splits the requests of a call into groups.
 
     Layers with a sliding window read fewer keys of a long request. They read all keys of a prompt that arrives in one
-    piece, and their mask hides those outside the window.
-
-    Args:
-        state: the state of the whole call.
-        key_length: number of keys that the cache has returned.
-        mask: `(1, 1, all queries, all keys)`, the additive mask of the call, or `None`.
-        kwargs: arguments of the attention function.
+    piece, and their mask, `(1, 1, all queries, all keys)`, hides those outside the window.
     """
-    return state.shared("requests", lambda: _group(state, key_length, mask, kwargs), key_length, mask=mask)
-
-
-def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
     query_bounds, key_bounds = kwargs["cu_seq_lens_q"].long(), kwargs["cu_seq_lens_k"]
     if isinstance(key_bounds, Mapping):
         key_bounds = next(bounds for bounds in key_bounds.values() if int(bounds[-1]) == key_length)
@@ -221,8 +206,12 @@ def attend_pages(attend: Callable[[LayerCall, KernelCall], Any], call: LayerCall
         kernel: the call of the attention function, with the tokens of all requests.
     """
     features, (query, key, value) = call.key_features, (kernel.query, kernel.key, kernel.value)
+    mask, kwargs, length = kernel.mask, kernel.kwargs, key.shape[2]
+    # Layers with the same mask share the groups.
+    groups = call.state.shared("requests", lambda: _group(call.state, length, mask, kwargs), length, mask=mask)
+    own_kwargs = {name: value for name, value in kwargs.items() if name not in _REQUEST_ARGUMENTS} | {"is_causal": True}
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-    for requests in requests_of(call.state, key.shape[2], kernel.mask, kernel.kwargs):
+    for requests in groups:
         own = call.of_tokens(requests.state, cut(call.hidden_states, requests.queries))
         own.key_features = None if features is None else cut_heads(features, requests.keys)
         if call.rotation is not None:
@@ -232,8 +221,8 @@ def attend_pages(attend: Callable[[LayerCall, KernelCall], Any], call: LayerCall
             query=cut_heads(query, requests.queries),
             key=cut_heads(key, requests.keys),
             value=cut_heads(value, requests.keys),
-            mask=requests.mask(kernel.implementation or EAGER, kernel.mask, query.dtype),
-            kwargs=without_requests(kernel.kwargs),
+            mask=requests.mask(kernel.implementation or EAGER, mask, query.dtype),
+            kwargs=dict(own_kwargs),
         )
         put(output, requests.queries, attend(own, own_kernel)[0])
     return output, None

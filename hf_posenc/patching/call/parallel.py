@@ -158,7 +158,7 @@ class SplitDistanceBias(_SplitPart[DistanceBias], DistanceBias):
     def slopes_behind(self, device: torch.device) -> Tensor | None:
         """`(heads of this process,)` float32, or `None`, like the inner bias."""
         with self.summed_gradients():
-            slopes = self.inner.slopes_behind(device)
+            slopes = self.inner.slopes_behind(device) if self.inner.states_slopes else None
         return None if slopes is None else self.shard.own(slopes, 0)
 
 
@@ -201,6 +201,8 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
 
 class SplitSeparableBias(SplitPairwiseBias, SeparableBias):
     """A separable bias (a term per key minus a term per query) for the heads of one process."""
+
+    separable = True
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads of this process, key_len)` in float32."""
@@ -256,7 +258,7 @@ def split_part(part: Part, shard: HeadShard) -> Part:
         return SplitQueryKeyMap(part, shard)
     if isinstance(part, DistanceBias):
         return SplitDistanceBias(part, shard)
-    if isinstance(part, SeparableBias):
+    if isinstance(part, SeparableBias) and part.separable:
         return SplitSeparableBias(part, shard)
     if isinstance(part, LogitBias):
         return SplitPairwiseBias(cast("PairwiseBias", part), shard)

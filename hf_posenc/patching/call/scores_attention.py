@@ -55,7 +55,9 @@ class ScoresAttention(AttentionSite):
         seen: list[tuple[Tensor, Tensor]] = []
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-            heads = self._as_heads(query, key)
+            # The module may merge batch and heads.
+            whole = query.reshape(-1, self.encoding.num_heads, *query.shape[-2:])
+            heads = whole, key.reshape(whole.shape[0], -1, *key.shape[-2:])
             self.check_head_count(heads[0])
             self.check_rotated(call, heads[0])
             heads = self.map_before_kernel(call, *heads)
@@ -114,11 +116,6 @@ class ScoresAttention(AttentionSite):
         silenced = name in self.bias_arguments and isinstance(value, Tensor)
         # One number, which fits any scores: some models build a bias for their native length.
         return value.new_zeros((1,) * value.dim()) if silenced else value
-
-    def _as_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Reshapes query and key to `(batch, heads, length, width)`; the module may merge batch and heads."""
-        query = query.reshape(-1, self.encoding.num_heads, *query.shape[-2:])
-        return query, key.reshape(query.shape[0], -1, *key.shape[-2:])
 
     def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
         """False for wider heads: these modules reshape cached keys to their original width."""

@@ -38,7 +38,7 @@ from hf_posenc.schemes.parts import (
     feature_counts,
     shortest,
 )
-from hf_posenc.schemes.rotary.contextual import ContextualRotation, rotation_before_cache
+from hf_posenc.schemes.rotary.contextual import rotation_before_cache
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.install import PatchReport, UnfilledTable
@@ -103,7 +103,7 @@ class LayerEncoding:
         self.needs_oldest_keys = pairwise is not None and pairwise.needs_oldest_keys
         #: The biases whose sum the bias is. Some may be rotations of heads by the layer's input.
         summands = self.summands = () if bias is None else tuple(bias.summands())
-        kinds = [isinstance(one, ContextualRotation) for one in summands]
+        kinds = [one.rotates_heads for one in summands]
         whole = self.num_cached_heads in (None, self.num_key_value_heads)
         self.rotates_by_input = any(kinds)
         #: Whether the bias consists only of rotations by the layer's input.
@@ -216,7 +216,7 @@ class StackEncoding(nn.Module):
         key = (config, context, path if config.per_layer else None, side)
         if key in self._built:
             return self._built[key]
-        if config.merges_children:
+        if config.merges_children and type(config).build is SchemeConfig.build:
             sides = {place: side if config.shares_children else f"{side}.{place}" for place in config.children()}
             children = config.children().items()
             parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])

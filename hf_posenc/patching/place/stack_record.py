@@ -342,7 +342,9 @@ class StackRecord:
         return len(own) == self._number_of_fields and ALL_ATTENTION_FUNCTIONS.get(own.get(_BACKEND)) is self._called
 
     def _remember(self, sites: list[str], placed: list[Any]) -> None:
-        above = _above(self.stack, sites)
+        # The stack, and the modules on the way from it to the sites.
+        way = (parent for path in sites for parent, _, _ in _along(path, self.stack))
+        above = list({id(module): module for module in (self.stack, *way)}.values())
         seen = {id(module): module for module in (*(change.target for change in placed), *above)}.values()
         self._forwards = [
             (one, one.__dict__, one.__dict__.get("forward"), type(one), type(one).forward) for one in seen
@@ -458,12 +460,6 @@ def _reads_places(function: Any, attention: nn.Module, layer: LayerEncoding) -> 
         function(attention, query, order, order, None, scaling=layer.head_dim**-0.5, dropout=0.0)[0] for order in orders
     )
     return not torch.allclose(one[:, -1], other[:, -1], atol=1e-2, equal_nan=True)
-
-
-def _above(stack: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
-    """A stack, and the modules on the way from it to those at some paths."""
-    above = (parent for path in paths for parent, _, _ in _along(path, stack))
-    return list({id(module): module for module in (stack, *above)}.values())
 
 
 def is_attention_site(module: nn.Module, kind: type[PlacedForward] = AttentionSite) -> bool:

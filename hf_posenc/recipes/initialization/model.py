@@ -64,7 +64,9 @@ def fit_encoding(
     stacks, old_stacks = stacks_in_part(new, part), stacks_in_part(old, part)
     for name, stack in stacks.items():
         additive, previous = _new(stack.additive), old_stacks[name].additive
-        if is_trained(additive) and not _on_a_grid(additive, previous):
+        modules = [module for one in (additive, previous) if one is not None for module in one.modules()]
+        # Vectors on a grid belong to places, which a range of positions does not contain.
+        if is_trained(additive) and not any(getattr(module, "reads_coordinates", False) for module in modules):
             where = f"additive of {name}"
             fits.append(fit_additive(additive, previous, _positions_of(previous), table_extension, where))
     old_layers, new_layers = layers_of(old, part), layers_of(new, part)
@@ -86,12 +88,6 @@ def fit_encoding(
 def _new(part: Any) -> Any:
     """The part itself, or the new one of a blend."""
     return part.new if is_blend(part) else part
-
-
-def _on_a_grid(*additives: AdditiveEncoding | None) -> bool:
-    """Whether vectors belong to places on a grid, which a range of positions does not contain."""
-    modules = [module for additive in additives if additive is not None for module in additive.modules()]
-    return any(getattr(module, "reads_coordinates", False) for module in modules)
 
 
 def _positions_of(additive: AdditiveEncoding | None) -> int:

@@ -69,7 +69,7 @@ class AlibiSlopes(LogitBias):
             return self.log_slopes.float().exp()
         return self._initial_slopes.on(device)
 
-    def penalty(self, distance: Tensor) -> Tensor:
+    def _penalty(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32, for integers or real numbers."""
         return -distance.abs().float() * self.slopes_on(distance.device).view(-1, *(1 for _ in distance.shape))
 
@@ -79,7 +79,7 @@ class AlibiBias(AlibiSlopes, DistanceBias):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        bias = self.penalty(distance)
+        bias = self._penalty(distance)
         if self.num_left is None:
             return bias
         left = bias[: self.num_left].masked_fill(distance > 0, AWAY_BIAS)
@@ -99,7 +99,7 @@ class GridAlibiBias(AlibiSlopes, GridBias):
     def of_distances(self, distances: Tensor, keys: Positions) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         # Squares of whole numbers are exact in float32 up to a distance of 4096 on each axis.
-        return self.penalty(distances.float().square().sum(0).sqrt()).transpose(0, 1)
+        return self._penalty(distances.float().square().sum(0).sqrt()).transpose(0, 1)
 
 
 @register_scheme

@@ -21,11 +21,12 @@ class AffineMap(PositionMap):
         offset: at least 0, so that no token becomes padding.
     """
 
+    keeps_distances = property(lambda self: self.factor == 1)
+
     def __init__(self, factor: float = 1.0, offset: int = 0) -> None:
         super().__init__()
         self.factor = int(factor) if float(factor).is_integer() else factor
         self.offset = offset
-        self.keeps_distances = self.factor == 1
         self.gives_real_positions = not isinstance(self.factor, int)
 
     def last_position(self, last: int) -> int:

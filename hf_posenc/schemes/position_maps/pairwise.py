@@ -42,12 +42,12 @@ class FarRotation(PairwiseBias):
     reads_heads = True
     replaces_logits = True
     reads_later_keys = False
+    zero_below = property(lambda self: self.far.first_query)
 
     def __init__(self, rotation: RotaryMap, far: FarPositionsConfig) -> None:
         super().__init__()
         self.rotation = rotation
         self.far = far
-        self.zero_below = far.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
@@ -142,11 +142,11 @@ class HiddenPairs(PairwiseBias):
 
     whole_heads = False
     reads_later_keys = False
+    zero_below = property(lambda self: self.far.first_query)
 
     def __init__(self, far: FarPositionsConfig) -> None:
         super().__init__()
         self.far = far
-        self.zero_below = far.first_query
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32: 0, or a number that leaves no weight."""

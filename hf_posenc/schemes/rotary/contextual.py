@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.parts import AttentionPairs, LogitBias, PairwiseBias, Positions
 from hf_posenc.schemes.positions import traced
-from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.rotary.rope import RotaryMap, by_frequencies_alone
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 
 
@@ -34,6 +34,7 @@ class ContextualRotation(PairwiseBias):
     reads_later_keys = False
     reads_positions = False
     sums_tokens = True
+    rotates_heads = True
     #: Whether the angles of a token depend on no other token, so that its rotated key can be cached.
     angles_of_own_token: bool = False
 
@@ -103,8 +104,8 @@ class ContextualRotation(PairwiseBias):
 
 def rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
     """The rotation by the layer's input, if it needs no other token, and no other summand needs keys without it."""
-    rotations = [one for one in summands if isinstance(one, ContextualRotation)]
-    others = [one for one in summands if not isinstance(one, ContextualRotation)]
+    rotations = [one for one in summands if isinstance(one, ContextualRotation) and one.rotates_heads]
+    others = [one for one in summands if not one.rotates_heads]
     if len(rotations) != 1 or not rotations[0].angles_of_own_token:
         return None
     if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
@@ -125,7 +126,7 @@ class ContextualPlaces(ContextualRotation):
 
     def __init__(self, rotation: RotaryMap, context: BuildContext) -> None:
         super().__init__(rotation.rotary_dim, rotation.layout, context)
-        self.rotation = rotation
+        self.rotation = by_frequencies_alone(rotation, type(self).__name__)
 
     def contributions(self, hidden_states: Tensor) -> Tensor:
         """The contribution of each token to the places.

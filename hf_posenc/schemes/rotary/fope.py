@@ -46,12 +46,6 @@ def share_sums(coefficients: Tensor) -> Tensor:
     return 1 + coefficients.sum(dim=-2, keepdim=True)
 
 
-def normalized_shares(coefficients: Tensor) -> Tensor:
-    """Normalises the shares of each pair, including its own, to the sum 1; shape `(2, heads, n, m)`."""
-    identity = torch.eye(coefficients.shape[-1], device=coefficients.device)
-    return (identity + coefficients) / share_sums(coefficients)
-
-
 def released_shares(coefficients: Tensor) -> Tensor:
     """Sets the share of each mixed pair's own frequency to 1; shape `(2, heads, n, m)`.
 
@@ -112,7 +106,11 @@ class FourierMap(RotaryMap):
             coefficients = self._initial_coefficients.on(positions.ids.device)
         angles = self.angles(positions)
         turning = angles[..., : self.num_turning]
-        shares = released_shares(coefficients) if self.released else normalized_shares(coefficients)
+        if self.released:
+            shares = released_shares(coefficients)
+        else:
+            identity = torch.eye(coefficients.shape[-1], device=coefficients.device)
+            shares = (identity + coefficients) / share_sums(coefficients)
         of_others = (1.0, 1.0) if self.released else (1.0, 0.0)
         mixed = []
         for function, mix, other in zip((torch.cos, torch.sin), shares, of_others, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
 from hf_posenc.schemes.scheme import BuildContext, register_scheme
 from hf_posenc.schemes.validation import LARGEST_FREQUENCY, option
@@ -149,18 +149,6 @@ class MRopeConfig(RotaryConfig):
             frequencies = torch.nn.functional.one_hot(axis, len(AXES)).T.float() * spectrum
         return MRopeMap(frequencies, self.layout, self.spatial_reset)
 
-    def frequencies(self, context: BuildContext) -> Tensor:
-        """The given frequencies, or those of `theta`; raises as in `RotaryConfig`, or if the number does not fit."""
-        if self.inverse_frequencies is None:
-            return super().frequencies(context)
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        if 2 * len(self.inverse_frequencies) != rotary_dim:
-            raise ValueError(
-                f"MRopeConfig.inverse_frequencies has {len(self.inverse_frequencies)} frequencies, but {rotary_dim} "
-                f"rotated dimensions need {rotary_dim // 2}."
-            )
-        return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
-
     def _of_heads(self, heads: int) -> Tensor:
         """`(axes, heads)`: 1 where a key head belongs to an axis."""
         sections = self.sections if self.sections is not None else default_head_sections(heads)
@@ -172,15 +160,6 @@ class MRopeConfig(RotaryConfig):
         owned = torch.eye(len(AXES), dtype=torch.float32, device="cpu")
         owned = owned.repeat_interleave(torch.tensor(sections, device="cpu"), dim=1)
         return torch.nn.functional.pad(owned, (0, heads - sum(sections)))
-
-    def _sections_of_pairs(self, pairs: int) -> tuple[int, ...]:
-        sections = self.sections if self.sections is not None else default_sections(pairs, self.interleaved)
-        if sum(sections) != pairs:
-            raise ValueError(
-                f"MRopeConfig.sections is {sections}, {sum(sections)} pairs, but {2 * pairs} rotated dimensions have "
-                f"{pairs}. Use sections that sum to {pairs}, for example {default_sections(pairs, self.interleaved)}."
-            )
-        return sections
 
     def axis_of_pair(self, pairs: int) -> Tensor:
         """`(pairs,)` int64: 0, 1 or 2 for time, height or width.
@@ -195,7 +174,13 @@ class MRopeConfig(RotaryConfig):
                     f"{pairs}."
                 )
             return torch.tensor(self.axes, device="cpu")
-        sections = self._sections_of_pairs(pairs)
+        suiting = default_sections(pairs, self.interleaved)
+        sections = suiting if self.sections is None else self.sections
+        if sum(sections) != pairs:
+            raise ValueError(
+                f"MRopeConfig.sections is {sections}, {sum(sections)} pairs, but {2 * pairs} rotated dimensions have "
+                f"{pairs}. Use sections that sum to {pairs}, for example {suiting}."
+            )
         if not self.interleaved:
             return torch.arange(len(AXES), device="cpu").repeat_interleave(torch.tensor(sections, device="cpu"))
         turns = [pair % len(AXES) for pair in range(sum(sections))]

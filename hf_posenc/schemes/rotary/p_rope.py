@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.scaling import rope_exponents
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
@@ -48,5 +48,4 @@ class PRopeConfig(RotaryConfig):
 
     def frequencies(self, context: BuildContext) -> Tensor:
         """RoPE's frequencies and zeros; raises as in `RotaryConfig`."""
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        return p_rope_inverse_frequencies(self.theta, rotary_dim, self.fraction)
+        return p_rope_inverse_frequencies(self.theta, self._rotary_dim(context), self.fraction)

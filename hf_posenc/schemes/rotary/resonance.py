@@ -8,14 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
+from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.rotary.scaling import OuterScaling, RopeScaling, check_scaling
-from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
-
-
-def resonant(inverse_frequencies: Tensor) -> Tensor:
-    """Rounds the wavelengths of frequencies to whole positions; a frequency of zero stays zero."""
-    return 2 * math.pi / (2 * math.pi / inverse_frequencies).round().clamp(min=1.0)
+from hf_posenc.schemes.scheme import option, register_scheme
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,8 @@ class ResonanceScaling(OuterScaling):
             object.__setattr__(self, "scaling", self.scaling.scaling)
 
     def changed(self, frequencies: Tensor, theta: float) -> Tensor:
-        """`(..., d/2)`."""
-        return resonant(frequencies)
+        """`(..., d/2)`; a frequency of zero stays zero."""
+        return 2 * math.pi / (2 * math.pi / frequencies).round().clamp(min=1.0)
 
 
 @register_scheme
@@ -66,7 +61,7 @@ class ResonanceConfig(RotaryConfig):
     layout: str = "auto"
     scaling: RopeScaling | None = option(None, check_scaling)
 
-    def rotation(self, context: BuildContext) -> RotaryMap:
-        """The rotation of the equivalent `RopeConfig`."""
-        scaling = ResonanceScaling(self.scaling)
-        return RopeConfig(self.theta, self.rotary_dim, layout=self.layout, scaling=scaling).rotation(context)
+    @property
+    def applied_scaling(self) -> RopeScaling:
+        """The scaling of the equivalent `RopeConfig`."""
+        return ResonanceScaling(self.scaling)

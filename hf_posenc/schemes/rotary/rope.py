@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts
+from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap, Reach, SchemeParts, overrides
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
-from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, register_scheme
 from hf_posenc.schemes.validation import (
     LARGEST_FREQUENCY,
@@ -42,6 +42,7 @@ class RotaryMap(QueryKeyMap):
     """
 
     rotary_dim: int
+    turns_by_frequencies = True
 
     def __init__(self, inverse_frequencies: Tensor, layout: str, attention_scaling: float = 1.0) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class RotaryMap(QueryKeyMap):
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns the factors of queries and of keys, in the dtype of the heads."""
         factors = rotation_factors(phases[0], phases[1], self.layout, dtype)
-        return factors, factors if self.symmetric else rotation_factors(phases[2], phases[3], self.layout, dtype)
+        return factors, factors if len(phases) == 2 else rotation_factors(phases[2], phases[3], self.layout, dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """Rotates queries `(batch, heads, query_len, head_dim)`, by phases or the output of `prepared`."""
@@ -104,13 +105,23 @@ class RotaryMap(QueryKeyMap):
         return phases if isinstance(phases[0], RotationFactors) else self.prepared(phases, heads.dtype)
 
 
+def by_frequencies_alone(rotation: RotaryMap, owner: str) -> RotaryMap:
+    """Refuses a rotation of which a part that computes angles itself, `owner`, would ignore something."""
+    if not rotation.turns_by_frequencies or rotation.attention_scaling != 1:
+        raise ValueError(
+            f"{owner} reads only the frequencies of its rotation, and {type(rotation).__name__} computes more than "
+            f"them. Override inverse_frequencies instead, or the methods of {owner}."
+        )
+    return rotation
+
+
 class LengthDependentRotaryMap(RotaryMap):
     """A `RotaryMap` with frequencies that depend on the length of each sequence.
 
     Args:
+        constants: `(..., rotary_dim / 2)` float32, of the scaling.
         scaling: the scaling that depends on the length.
         theta: the base.
-        rotary_dim: how many dimensions are rotated.
         layout: as in `RotaryMap`.
         attention_scaling: factor of cosine and sine; `None` takes that of the scaling.
         max_positions: the length of the model, from which a scaling may infer its factor.
@@ -120,15 +131,15 @@ class LengthDependentRotaryMap(RotaryMap):
 
     def __init__(
         self,
+        constants: Tensor,
         scaling: RopeScaling,
         theta: float,
-        rotary_dim: int,
         layout: str,
         attention_scaling: float | None,
         max_positions: int | None,
     ) -> None:
         factor = scaling.attention_scaling(max_positions) if attention_scaling is None else attention_scaling
-        super().__init__(scaling.constants(theta, rotary_dim), layout, factor)
+        super().__init__(constants, layout, factor)
         self.scaling = scaling
         self.theta = theta
         self.max_positions = max_positions
@@ -164,18 +175,51 @@ class RotaryConfig(SchemeConfig):
             check_integer(self, "rotary_dim", minimum=2, even=IN_PAIRS)
         check_choice(self, "layout", ROPE_LAYOUTS)
         super().__post_init__()
+        if getattr(self, "inverse_frequencies", None) is not None and self.theta != type(self).theta:
+            raise ValueError(
+                f"{type(self).__name__} has both inverse_frequencies and theta={self.theta}, which defines the "
+                "frequencies too; give only one of them."
+            )
+
+    @property
+    def applied_scaling(self) -> RopeScaling:
+        """The scaling of the frequencies, by default none."""
+        return RopeScaling()
 
     def frequencies(self, context: BuildContext) -> Tensor:
         """The frequency of each pair, `(rotary_dim / 2,)` float32, in radians per position; by default those of RoPE.
 
+        With a scaling that depends on the length, its constants.
+
         Raises:
-            ValueError: if the rotary width is odd or does not fit the head, or if a length is needed and missing.
+            ValueError: if the rotary width is odd, does not fit the head or the number of `inverse_frequencies`, or if
+                a length is needed and missing.
         """
-        return rope_inverse_frequencies(self.theta, resolve_rotary_dim(self, self.rotary_dim, context))
+        rotary_dim, given = self._rotary_dim(context), getattr(self, "inverse_frequencies", None)
+        if given is None:
+            return self.applied_scaling.constants(self.theta, rotary_dim)
+        if 2 * len(given) != rotary_dim:
+            raise ValueError(
+                f"{type(self).__name__}.inverse_frequencies has {len(given)} frequencies, but {rotary_dim} rotated "
+                f"dimensions need {rotary_dim // 2}."
+            )
+        return torch.tensor(given, dtype=torch.float32, device="cpu")
+
+    def _rotary_dim(self, context: BuildContext) -> int:
+        return resolve_rotary_dim(self, self.rotary_dim, context)
 
     def rotation(self, context: BuildContext) -> QueryKeyMap:
-        """The map of queries and keys; raises as `frequencies`."""
-        return RotaryMap(self.frequencies(context), self.layout)
+        """The map of queries and keys, with the length that a scaling is made for; raises as `frequencies`."""
+        scaling, factor, length = self.applied_scaling, getattr(self, "attention_scaling", None), context.max_positions
+        constants = self.frequencies(context)
+        rotation: RotaryMap
+        if scaling.length_dependent:
+            rotation = LengthDependentRotaryMap(constants, scaling, self.theta, self.layout, factor, length)
+        else:
+            factor = scaling.attention_scaling(length) if factor is None else factor
+            rotation = RotaryMap(constants, self.layout, factor)
+        rotation.length_reach = Reach(made_for=scaling.made_for(length))
+        return rotation
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map, or the part of this scheme.
@@ -184,7 +228,7 @@ class RotaryConfig(SchemeConfig):
             UnsupportedError: in a bidirectional model, for a scheme that is not defined for later keys.
             ValueError: if the rotary width is odd or does not fit the head, or other options do not fit this layer.
         """
-        if self.part_class is not None:
+        if self.part_class is not None and not overrides(type(self), "rotation", "part_class"):
             return super().build(context)
         return SchemeParts(query_key_map=self.rotation(context))
 
@@ -231,28 +275,24 @@ class RopeConfig(RotaryConfig):
                 f"RopeConfig has both rotary_dim={self.rotary_dim} and "
                 f"partial_rotary_factor={self.partial_rotary_factor}, which both set the rotated width; give only one."
             )
-        if self.inverse_frequencies is not None:
-            self._check_inverse_frequencies(self.inverse_frequencies)
+        if self.inverse_frequencies is None:
+            return
+        if self.scaling is not None:
+            raise ValueError(
+                "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies are not scaled. Give "
+                "one of them, and attention_scaling= if cosine and sine need a factor."
+            )
+        width = 2 * len(self.inverse_frequencies)
+        if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
+            raise ValueError(
+                f"RopeConfig has {len(self.inverse_frequencies)} inverse_frequencies, which rotate {width} "
+                f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
+            )
 
-    def frequencies(self, context: BuildContext) -> Tensor:
-        """The frequencies of the option, the scaling, or `theta`; `(2, rotary_dim / 2)` for two sets of factors."""
-        rotary_dim = self._rotary_dim(context)
-        if self.inverse_frequencies is not None:
-            return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
-        return (self.scaling or RopeScaling()).constants(self.theta, rotary_dim)
-
-    def rotation(self, context: BuildContext) -> RotaryMap:
-        """The rotation, with the length that the scaling is made for."""
-        scaling, factor, length = self.scaling or RopeScaling(), self.attention_scaling, context.max_positions
-        rotation: RotaryMap
-        if scaling.length_dependent:
-            rotary_dim = self._rotary_dim(context)
-            rotation = LengthDependentRotaryMap(scaling, self.theta, rotary_dim, self.layout, factor, length)
-        else:
-            factor = scaling.attention_scaling(length) if factor is None else factor
-            rotation = RotaryMap(self.frequencies(context), self.layout, factor)
-        rotation.length_reach = Reach(made_for=scaling.made_for(context.max_positions))
-        return rotation
+    @property
+    def applied_scaling(self) -> RopeScaling:
+        """The scaling of the option."""
+        return self.scaling or RopeScaling()
 
     def _rotary_dim(self, context: BuildContext) -> int:
         rotary_dim = self.rotary_dim
@@ -266,24 +306,6 @@ class RopeConfig(RotaryConfig):
                     "dimensions leaves no pair to rotate. Use a larger share, or the scheme 'none'."
                 )
         return resolve_rotary_dim(self, rotary_dim, context)
-
-    def _check_inverse_frequencies(self, inverse_frequencies: tuple[float, ...]) -> None:
-        if self.scaling is not None:
-            raise ValueError(
-                "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies are not scaled. Give "
-                "one of them, and attention_scaling= if cosine and sine need a factor."
-            )
-        if self.theta != type(self).theta:
-            raise ValueError(
-                f"RopeConfig has both inverse_frequencies and theta={self.theta}, which defines the frequencies too; "
-                "give only one of them."
-            )
-        width = 2 * len(inverse_frequencies)
-        if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
-            raise ValueError(
-                f"RopeConfig has {len(inverse_frequencies)} inverse_frequencies, which rotate {width} "
-                f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
-            )
 
 
 def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:

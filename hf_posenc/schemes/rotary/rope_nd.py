@@ -90,14 +90,10 @@ class CoordinateRotaryMap(RotaryMap):
         rows = torch.div(lengths + row - 1, row, rounding_mode="floor")
         return torch.stack([rows, *(torch.full_like(rows, size) for size in self.grid)])
 
-    def frequencies_on(self, device: torch.device) -> Tensor:
-        """The frequencies in float32, `(axes, heads, pairs)` if heads differ, else `(axes, pairs)`."""
-        return self._constants.on(device)
-
     def angles(self, positions: Positions) -> Tensor:
         """`(batch or 1, length, rotary_dim / 2)` float32, with `key_value_heads` before the last axis if per head."""
         coordinates, placed = self.coordinates(positions)
-        frequencies = self.frequencies_on(coordinates.device)
+        frequencies = self.inverse_frequencies(positions.lengths)
         coordinates = coordinates[(..., *(None for _ in frequencies.shape[1:]))]
         # A frequency of zero adds exactly zero, so an axis with its own pairs rotates as in one dimension.
         angles = coordinates[0] * frequencies[0]
@@ -165,8 +161,8 @@ class MixedRotaryMap(CoordinateRotaryMap):
         turned = [random_rotation(self.axes) @ axial for _ in range(self.frequencies.shape[1])]
         self.frequencies.copy_(torch.stack(turned, dim=1))
 
-    def frequencies_on(self, device: torch.device) -> Tensor:
-        """The learned frequencies in float32."""
+    def inverse_frequencies(self, lengths: Tensor) -> Tensor:
+        """The learned frequencies, `(axes, rotary_dim / 2)` or `(axes, key_value_heads, rotary_dim / 2)` float32."""
         frequencies = self.frequencies.float()
         return frequencies if self.whole_heads else frequencies.squeeze(1)
 

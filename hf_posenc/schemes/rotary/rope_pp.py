@@ -7,19 +7,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import Positions, QueryKeyMap
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, register_scheme
 
 
-class RopePpMap(QueryKeyMap):
+class RopePpMap(RotaryMap):
     """A rotation in which two neighbouring heads compute both parts of one complex product."""
 
     symmetric = False
     whole_heads = True
 
     def __init__(self, config: RopePpConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(config.frequencies(context), config.layout)
         groups = context.num_heads // context.key_heads
         if context.num_heads % 2 or (groups % 2 and groups > 1):
             raise ValueError(
@@ -28,37 +27,26 @@ class RopePpMap(QueryKeyMap):
                 "heads for each key head, or an even number of heads with a key head each. Use 'rope'."
             )
         self.shares_keys = groups == 1
-        self.rotation = RotaryMap(config.frequencies(context), config.layout)
-        self.rotary_dim = self.rotation.rotary_dim
-
-    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
-        """Returns cosine and sine, each `(batch or 1, query_len, rotary_dim)` in float32."""
-        return self.rotation.phases(positions)
-
-    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """Returns the factors of queries and of keys, in the dtype of the heads."""
-        return self.rotation.prepared(phases, dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)`, same shape and dtype; every second head is replaced."""
-        real = self.rotation.map_query(query[:, ::2], phases)
+        real = super().map_query(query[:, ::2], phases)
         return torch.stack((real, self._quarter_turn_back(real)), dim=2).flatten(1, 2)
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)`, same shape and dtype."""
         if not self.shares_keys:
-            return self.rotation.map_key(key, phases)
-        return self.rotation.map_key(key[:, ::2], phases).repeat_interleave(2, dim=1)
+            return super().map_key(key, phases)
+        return super().map_key(key[:, ::2], phases).repeat_interleave(2, dim=1)
 
     def _quarter_turn_back(self, query: Tensor) -> Tensor:
         """Rotates every pair by -90 degrees, so that its product with a key is the imaginary part."""
-        layout, width = self.rotation.layout, self.rotation.rotary_dim
-        turned, rest = query[..., :width], query[..., width:]
-        if layout == "interleaved":
+        turned, rest = query[..., : self.rotary_dim], query[..., self.rotary_dim :]
+        if self.layout == "interleaved":
             first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
             return torch.cat((torch.stack((second, -first), dim=-1).flatten(-2), rest), dim=-1)
         first, second = turned.chunk(2, dim=-1)
-        back = (second, -first) if layout == "half" else (-second, first)
+        back = (second, -first) if self.layout == "half" else (-second, first)
         return torch.cat((*back, rest), dim=-1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, required_options
 from hf_posenc.schemes.rotary.p_rope import PRopeConfig
-from hf_posenc.schemes.rotary.rope import RopeConfig, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RopeConfig
 from hf_posenc.schemes.rotary.scaling import (
     DynamicScaling,
     LinearScaling,
@@ -50,8 +50,8 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
     Raises:
         UnsupportedError: if `rope_parameters` cannot express the scheme.
     """
-    if isinstance(config, PRopeConfig):
-        if resolve_rotary_dim(config, config.rotary_dim, context) != context.head_dim:
+    if type(config) is PRopeConfig:
+        if config._rotary_dim(context) != context.head_dim:
             raise UnsupportedError(
                 f"Stock 'proportional' frequencies always spread over the whole head of {context.head_dim} dimensions, "
                 f"but this p_rope has rotary_dim={config.rotary_dim or context.rotary_dim}."
@@ -61,7 +61,7 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
             "rope_theta": config.theta,
             "partial_rotary_factor": config.fraction,
         }
-    if not isinstance(config, RopeConfig):
+    if type(config) is not RopeConfig:
         raise UnsupportedError(f"Stock rope_parameters can express 'rope' and 'p_rope', not {config.name!r}.")
     if config.inverse_frequencies is not None:
         raise UnsupportedError(
@@ -72,13 +72,19 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.theta}
     if config.scaling is not None:
         parameters |= _scaling_parameters(config.scaling, config.theta, rotary_dim, context)
-    if config.attention_scaling is not None:
-        _set_attention_factor(parameters, config, context)
+    factor = config.attention_scaling
+    if factor is not None and factor != config.applied_scaling.attention_scaling(context.max_positions):
+        if parameters["rope_type"] not in ("yarn", "longrope"):
+            raise UnsupportedError(
+                f"attention_scaling={factor} cannot be written for the stock type {parameters['rope_type']!r}; only "
+                "'yarn' and 'longrope' multiply cosine and sine."
+            )
+        parameters["attention_factor"] = factor
     # This is set even for the whole head, because without the key some architectures (GPT-NeoX) rotate only a fraction.
-    factor = rotary_dim / context.head_dim
+    share = rotary_dim / context.head_dim
     # The product with `head_dim` is truncated to `rotary_dim` in floating point.
-    exact = int(context.head_dim * factor) == rotary_dim
-    parameters["partial_rotary_factor"] = factor if exact else math.nextafter(factor, 1.0)
+    exact = int(context.head_dim * share) == rotary_dim
+    parameters["partial_rotary_factor"] = share if exact else math.nextafter(share, 1.0)
     return parameters
 
 
@@ -151,9 +157,9 @@ def _scaling(rope_type: str, parameters: Mapping[str, Any], max_positions: int |
 
 
 def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, context: BuildContext) -> dict[str, Any]:
-    if isinstance(scaling, NtkScaling):
+    if type(scaling) is NtkScaling:
         return {"rope_theta": scaling.stretched_theta(theta, rotary_dim)}
-    if not isinstance(scaling, _STOCK_SCALINGS):
+    if type(scaling) not in _STOCK_SCALINGS:
         raise UnsupportedError(f"Stock rope_parameters have no type for the scaling {scaling.type!r}.")
     options = {key: getattr(scaling, name) for name, key in _stock_options(type(scaling)).items()}
     if isinstance(scaling, DynamicScaling) and context.max_positions != options.pop("original_max_position_embeddings"):
@@ -165,14 +171,3 @@ def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, con
         options["attention_factor"] = scaling.attention_scaling(context.max_positions)
     stated = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     return {"rope_type": scaling.type} | {key: value for key, value in stated.items() if value is not None}
-
-
-def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, context: BuildContext) -> None:
-    if config.attention_scaling == (config.scaling or RopeScaling()).attention_scaling(context.max_positions):
-        return
-    if parameters["rope_type"] not in ("yarn", "longrope"):
-        raise UnsupportedError(
-            f"attention_scaling={config.attention_scaling} cannot be written for the stock type "
-            f"{parameters['rope_type']!r}; only 'yarn' and 'longrope' multiply cosine and sine."
-        )
-    parameters["attention_factor"] = config.attention_scaling

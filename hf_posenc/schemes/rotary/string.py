@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.parts import DeviceConstant, Positions, QueryKeyMap
 from hf_posenc.schemes.positions import traced
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
-from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap, by_frequencies_alone
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, factors_of_angles
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
 
@@ -28,7 +28,7 @@ class RotationInBasis(QueryKeyMap):
 
     def __init__(self, rotation: RotaryMap, num_key_heads: int | None) -> None:
         super().__init__()
-        self.rotation = rotation
+        self.rotation = by_frequencies_alone(rotation, type(self).__name__)
         self.rotary_dim = rotation.rotary_dim
         self.whole_heads = num_key_heads is not None
 

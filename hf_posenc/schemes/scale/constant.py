@@ -16,12 +16,13 @@ class ConstantScale(LogitScale):
     """
 
     reads_positions = False
+    factor_of_all = property(lambda self: self.factor)
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.factor_of_all: float = factor
+        self.factor = factor
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, 1, length)` in float32."""
         ids = positions.ids
-        return torch.full(ids.shape, self.factor_of_all, dtype=torch.float32, device=ids.device).unsqueeze(1)
+        return torch.full(ids.shape, self.factor, dtype=torch.float32, device=ids.device).unsqueeze(1)

@@ -14,17 +14,14 @@ from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, registe
 from hf_posenc.schemes.validation import SMALLEST_FACTOR
 
 
-def mean_log(length: int) -> float:
-    """The mean of `log(n)` over `n = 1 .. length`."""
-    return math.lgamma(length + 1) / length
-
-
 class SSMaxScale(VisibleKeysScale):
     """`s * log(n) + b` per head."""
 
     def __init__(self, config: SSMaxConfig, context: BuildContext) -> None:
         super().__init__(context)
-        self.initial_scale = config.initial_scale or 1 / mean_log(config.training_length)
+        length = config.training_length
+        # One over the mean of log(n) for n = 1 .. length.
+        self.initial_scale = config.initial_scale or 1 / (math.lgamma(length + 1) / length)
         self.scale = nn.Parameter(torch.empty(context.num_heads))
         self.bias = nn.Parameter(torch.empty(context.num_heads)) if config.bias else None
         self.reset_parameters()

@@ -51,22 +51,25 @@ def resonance(config: Any, head_dim: int, vector: list[float], position: int, le
     return rotate(vector, turned, layout_of(config), 1, factor)
 
 
+def pair_of(config: Any, vector: list[float], index: int, width: int) -> complex:
+    """A pair of dimensions, which turns by a product with a number of length 1."""
+    if layout_of(config) == "interleaved":
+        return complex(vector[2 * index], vector[2 * index + 1])
+    first, second = vector[index], vector[index + width // 2]
+    return complex(second, first) if config.layout == "half_reversed" else complex(first, second)
+
+
 def xpos(config: Any, parts: Any, case: LogitCase) -> Logits:
     """arXiv:2212.10554, eq. 13 and algorithm 1, as logits: one complex number per pair and distance."""
     width = config.rotary_dim or len(case.query[0][0])
     frequencies = rope_spectrum(config.theta, width)
-
-    def pair(vector: list[float], index: int) -> complex:
-        if layout_of(config) == "interleaved":
-            return complex(vector[2 * index], vector[2 * index + 1])
-        return complex(vector[index], vector[index + width // 2])
 
     def logit(query: list[float], key: list[float], distance: int) -> float:
         total = dot(query[width:], key[width:])
         for index, frequency in enumerate(frequencies):
             zeta = (2 * index / width + config.gamma) / (1 + config.gamma)
             turn = cmath.exp(1j * frequency * distance) * zeta ** (distance / config.scale_base)
-            total += (pair(query, index) * turn * pair(key, index).conjugate()).real
+            total += (pair_of(config, query, index, width) * turn * pair_of(config, key, index, width).conjugate()).real
         return total
 
     return case.logits(
@@ -81,16 +84,12 @@ def rope_pp(config: Any, parts: Any, case: LogitCase) -> Logits:
     width = config.rotary_dim or len(case.query[0][0])
     frequencies = rope_spectrum(config.theta, width)
 
-    def pair(vector: list[float], index: int) -> complex:
-        if layout_of(config) == "interleaved":
-            return complex(vector[2 * index], vector[2 * index + 1])
-        first, second = vector[index], vector[index + width // 2]
-        return complex(second, first) if config.layout == "half_reversed" else complex(first, second)
-
     def logit(head: int, i: int, j: int) -> float:
         query, key = case.query[head - head % 2][i], case.key[head][j]
         total = sum(
-            pair(query, index) * pair(key, index).conjugate() * cmath.exp(1j * frequency * case.distance(i, j))
+            pair_of(config, query, index, width)
+            * pair_of(config, key, index, width).conjugate()
+            * cmath.exp(1j * frequency * case.distance(i, j))
             for index, frequency in enumerate(frequencies)
         )
         part = total.imag if head % 2 else total.real

@@ -1,0 +1,134 @@
+"""Subclasses of the library's parts and configs: what they override is computed, and no faster way goes around it.
+
+Every override here does nothing, so the model has to be that of a scheme without the part, mostly of 'none'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_posenc import RopeConfig, SchemeConfig, SchemeParts, as_scheme, get_scheme, option
+from hf_posenc.schemes import DynamicScaling, registry
+from hf_posenc.schemes.arrangement.schedule import nested_scheme
+from hf_posenc.schemes.config import BuildContext, OuterConfig
+from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
+from hf_posenc.schemes.position_maps.affine import AffineMap
+from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
+from hf_posenc.schemes.position_maps.pairwise import FarRotation
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.rotary.string import CayleyMap
+from hf_posenc.schemes.scale.constant import ConstantScale
+from tests.matrix.running import distance, patched, tokens
+
+
+def without(kind: type, method: str) -> type:
+    """A subclass whose `method` does nothing; "maps" are those of queries and of keys."""
+    does: dict[str, Callable[..., Any]] = {
+        "maps": lambda self, heads, phases: heads,
+        "rotated": lambda self, pairs: (pairs.query, pairs.key),
+    }
+    override = does.get(method, lambda self, *given: 0 * getattr(kind, method)(self, *given))
+    return type("Own", (kind,), dict.fromkeys(("map_query", "map_key") if method == "maps" else (method,), override))
+
+
+class OwnConfig(OuterConfig):
+    """A scheme in whose part a method does nothing."""
+
+    name: ClassVar[str] = "own"
+
+    inner: SchemeConfig = option(RopeConfig, nested_scheme)
+    method: str = "forward"
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        (part,) = parts = self.inner.build(context)
+        part.__class__ = without(type(part), self.method)
+        return parts
+
+
+def own(name: str, method: str, does: Callable[..., Any]) -> Any:
+    """The config of a scheme with another method."""
+    changed = {"name": f"own_{name}", method: does, "__module__": __name__}
+    return dataclass(frozen=True)(type("Own", (get_scheme(name),), changed))
+
+
+def frequencies(config: Any, context: BuildContext) -> torch.Tensor:
+    # The constants of a `DynamicScaling` are exponents.
+    return torch.full((context.head_dim // 2,), 0.0 if config.scaling is None else 9.0)
+
+
+OwnShift = own("position_shift", "position_map", lambda config: without(AffineMap, "forward")())
+OwnSum = own("composed", "build", lambda config, context: SchemeParts())
+OwnXpos = own("xpos", "rotation", lambda config, context: RotaryMap(torch.zeros(context.head_dim // 2), "half"))
+OwnResonance = own("resonance", "frequencies", frequencies)
+OWN = {one.name: one for one in (dataclass(frozen=True)(OwnConfig), OwnShift, OwnSum, OwnXpos, OwnResonance)}
+GATES = {"scheme": "forget_gate", "gate": "bias_only"}
+#: An own scheme, and the scheme that computes the same.
+ROWS: list[tuple[Any, Any]] = [
+    *((OwnConfig(inner), "none") for inner in ("alibi", "t5", "fire", "forget_gate", GATES, "repo", "grape_m")),
+    (as_scheme([OwnConfig("alibi"), "forget_gate"]), "forget_gate"),
+    (as_scheme([OwnConfig(GATES), "forget_gate"]), "forget_gate"),
+    (as_scheme([OwnConfig("repo"), "alibi"]), "alibi"),
+    *((OwnConfig(inner, "rotated"), "none") for inner in ("repo", "grape_m", "selective_rope")),
+    *((OwnConfig("repo", method), "none") for method in ("places", "angles")),
+    *((OwnConfig(inner, "inverse_frequencies"), "none") for inner in ("rope", "learned_rope", "mrope")),
+    *((OwnConfig("rope", method), "none") for method in ("angles", "maps")),
+    (OwnShift("alibi"), "none"),
+    (OwnSum(("alibi", "rope")), "none"),
+    (OwnXpos(), "none"),
+    (OwnResonance(), "none"),
+    (OwnResonance(scaling=DynamicScaling(2.0, 64)), "none"),
+]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_SCHEMES", registry._SCHEMES | OWN)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Those of a text with four generated tokens, whose logits in `generate` are the same."""
+    made = model.generate(
+        tokens(), min_new_tokens=4, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    whole: torch.Tensor = model(made.sequences[:, :-1], use_cache=False).logits
+    assert distance(torch.stack(made.logits, dim=1), whole[:, -4:]) < 1e-5
+    return whole
+
+
+@pytest.mark.parametrize(("own", "same"), ROWS, ids=lambda scheme: getattr(scheme, "label", str(scheme)))
+def test_an_override_is_computed(own: Any, same: Any, tmp_path: Path) -> None:
+    model = patched("llama_gqa", own)
+    expected = logits(patched("llama_gqa", same))
+    assert distance(logits(model), expected) < 1e-5
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.position_encoding.config == own
+    assert distance(logits(loaded), expected) < 1e-5
+
+
+def test_statements_are_about_the_method_they_were_made_for() -> None:
+    assert not without(SeparableBias, "forward").separable
+    assert without(SeparableBias, "key_terms").separable
+    assert without(ContextualRotation, "own_features").rotates_heads
+    for kind in (FarRotation, HiddenPairs):
+        assert without(kind, "forward").zero_below == 0
+        assert without(kind, "forward").other_heads is PairwiseBias.other_heads
+    assert without(ConstantScale, "forward")(2.0).factor_of_all is None
+    assert without(AffineMap, "renumber")().last_position(3) is None
+    assert without(RotaryMap, "maps").symmetric
+    assert not without(RotaryMap, "map_key").symmetric
+
+
+def test_a_rotation_in_a_basis_takes_frequencies_only() -> None:
+    for rotation in (without(RotaryMap, "angles")(torch.ones(4), "half"), RotaryMap(torch.ones(4), "half", 2.0)):
+        with pytest.raises(ValueError, match="CayleyMap reads only the frequencies of its rotation"):
+            CayleyMap(rotation, None)
