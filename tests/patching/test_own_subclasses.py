@@ -20,8 +20,7 @@ from hf_posenc.schemes.arrangement.schedule import nested_scheme
 from hf_posenc.schemes.config import BuildContext, OuterConfig
 from hf_posenc.schemes.parts import PairwiseBias, SeparableBias
 from hf_posenc.schemes.position_maps.affine import AffineMap
-from hf_posenc.schemes.position_maps.attention_sinks import HiddenPairs
-from hf_posenc.schemes.position_maps.pairwise import FarRotation
+from hf_posenc.schemes.position_maps.pairwise import FarRotation, HiddenPairs
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.string import CayleyMap
