@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files
 from hf_posenc.export.targets import OF_TRANSFORMERS, find_target
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.preserve import evaluation_mode
+
+#: Exports of a process run one after another. They set the mode and hooks of a model, which several may share.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def send(
@@ -142,7 +146,7 @@ def export_model(
         )
     inner = model_to_export(model, merge_adapters)
     refuse_unsuited(inner, target)
-    with evaluation_mode(inner), atomic_replacement(place) as draft:
+    with _ONE_AT_A_TIME, evaluation_mode(inner), atomic_replacement(place) as draft:
         parts = ModelParts(inner)
         form, checks = carry(export.of(parts, draft, tokenizer), target, approximate)
         if tokenizer is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, collected_warnings
 from hf_posenc.patching import patch_model
 from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
@@ -123,7 +122,8 @@ def search_spectrum(
     space = CandidateSpace(scheme, trained, length, _rotary_dim(transaction, scheme))
 
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
-        patch_model(target, space.config(candidate))
+        with collected_warnings():  # Candidates are read without a cache.
+            patch_model(target, space.config(candidate))
         loss = objective(target, texts, needles, needle_weight)
         result = dataclasses.replace(candidate, loss=loss)
         if on_evaluation is not None:
@@ -131,9 +131,7 @@ def search_spectrum(
         return result
 
     try:
-        with evaluation_mode(target), warnings.catch_warnings():
-            # Candidates are read without a cache.
-            warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
+        with evaluation_mode(target):
             candidates = [measured(space.yarn())]
             proposals = space.proposals(candidates, generator)
             while len(candidates) < evaluations:

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -291,3 +293,27 @@ def test_files_that_appear_during_an_export_are_kept(model: Any, tmp_path: Path)
         hf_posenc.export_model(model, place, tokenizer=SlowTokenizer())
     assert hf_posenc.native_scheme(LlamaForCausalLM.from_pretrained(place)).theta == 700.0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_exports_of_one_model_in_two_threads_keep_its_mode(model: Any, tmp_path: Path) -> None:
+    first_began, second_began, first_ended = Event(), Event(), Event()
+
+    class Waiting:
+        def __init__(self, own: Event, other: Event) -> None:
+            self.own, self.other = own, other
+
+        def save_pretrained(self, folder: Path) -> None:
+            self.own.set()
+            self.other.wait(0.5)
+
+    def export(name: str, tokenizer: Waiting) -> None:
+        hf_posenc.export_model(model, tmp_path / name, tokenizer=tokenizer)
+
+    model.train()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(export, "first", Waiting(first_began, second_began))
+        first.add_done_callback(lambda _: first_ended.set())
+        first_began.wait()
+        pool.submit(export, "second", Waiting(second_began, first_ended)).result()
+    first.result()
+    assert model.training
