@@ -107,7 +107,7 @@ class MissingPackageError(PositionEncodingError, UsageError, ImportError):
 
 
 class MeasurementError(PositionEncodingError, ValueError):
-    """A measurement would be meaningless for the given sentence, swap or tokenizer."""
+    """A measurement would be meaningless for the given model, sentence, swap or tokenizer."""
 
 
 def warn_user(message: str) -> None:

@@ -129,6 +129,7 @@ def export_model(
         UnknownNameError: for an unknown target, option or option of the upload.
         UsageError: if a package that the target needs is not installed, or for `hub_options` without `push_to_hub`.
         TypeError: for something that is not a transformers model.
+        MeasurementError: if the model computes NaN or infinity.
     """
     target = find_target(to)
     if os.fspath(folder) == "":

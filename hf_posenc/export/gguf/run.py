@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from hf_posenc.errors import UnsupportedError
 
 #: The script that runs llama.cpp, and its exit code if llama.cpp does not load the file.
 _SCRIPT, _CANNOT_LOAD = Path(__file__).with_name("in_llama_cpp.py"), 3
+#: Marks of the line in which llama.cpp says why it stops.
+_REASONS = ("error loading model: ", "GGML_ASSERT")
 
 
 def runtime() -> str:
@@ -115,7 +118,16 @@ def _run(
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             messages = "\n".join(lines[-8:])
             if code == _CANNOT_LOAD or code < 0:  # A negative code is a signal: llama.cpp has aborted.
-                raise UnsupportedError(f"llama.cpp cannot run the file. Its last messages:\n{messages}")
-            raise RuntimeError(f"The script that runs llama.cpp has failed:\n{messages}")
+                reason = next((line for line in reversed(lines) if any(mark in line for mark in _REASONS)), "")
+                reason = reason or (f"it ended with {signal.Signals(-code).name}" if code < 0 else "it gives no reason")
+                raise UnsupportedError(
+                    f"llama.cpp cannot run the file: {reason}. Its code does not take these sizes or this vocabulary, "
+                    "or there is too little memory. Export to 'onnx', or use another model of this architecture. Its "
+                    f"last messages:\n{messages}"
+                )
+            raise RuntimeError(
+                f"The script that calls {runtime()} has failed, which has nothing to do with the model. Install the "
+                f"version of xllamacpp in constraints.txt, with which hf_posenc was tested.\n{messages}"
+            )
         found: list[Any] = pickle.loads(results.read_bytes())
         return found
