@@ -66,11 +66,11 @@ def send(
         name = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        operations += [CommitOperationDelete(path) for path in _outdated(api, name, revision, report)]
+        operations += [CommitOperationDelete(path) for path in _outdated_there(api, name, revision, report)]
         api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
 
 
-def _outdated(api: HfApi, repository: str, revision: str | None, report: ExportReport) -> list[str]:
+def _outdated_there(api: HfApi, repository: str, revision: str | None, report: ExportReport) -> list[str]:
     """Files in the repository that belong to an earlier export only. Some programs would load them."""
     try:
         earlier = files_in(Path(api.hf_hub_download(repository, MANIFEST, revision=revision)))
@@ -147,7 +147,8 @@ def export_model(
         )
     inner = model_to_export(model, merge_adapters)
     refuse_unsuited(inner, target)
-    with _ONE_AT_A_TIME, evaluation_mode(inner), atomic_replacement(place) as draft:
+    outdated: set[str] = set()
+    with _ONE_AT_A_TIME, evaluation_mode(inner), atomic_replacement(place, outdated) as draft:
         parts = ModelParts(inner)
         form, checks = carry(export.of(parts, draft, tokenizer), target, approximate)
         if tokenizer is not None:
@@ -161,7 +162,7 @@ def export_model(
         manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         # Another process may have written there since the first look.
         _check_folder(place, overwrite, draft.name)
-        _clear(place, files)
+        outdated |= _outdated_in(place, files)
     if repository is not None:
         send(report, repository, **hub_options)
     return report
@@ -174,8 +175,8 @@ def _check_folder(place: Path, overwrite: bool, draft: str | None = None) -> Non
         raise FileExistsError(f"{place} is not empty. Give a new folder, or overwrite=True.")
 
 
-def _clear(place: Path, files: Collection[str]) -> None:
-    """Removes the files of an earlier export, and files that new ones replace; refuses other files in their place.
+def _outdated_in(place: Path, files: Collection[str]) -> set[str]:
+    """The files of an earlier export, and files that new ones replace; refuses other files in their place.
 
     The new files are moved into place one by one. If the process is killed in between, no file may be left that would
     make a model together with new ones: programs that load the export do not know that it is incomplete.
@@ -198,9 +199,7 @@ def _clear(place: Path, files: Collection[str]) -> None:
     for name in files:
         if (place / name).is_dir():
             raise FileExistsError(f"{place / name} is a folder, where the export writes a file. Remove or rename it.")
-    # The config first: without it, no program takes the folder for a model.
-    for name in sorted({*files, *_files_of(place)}, key=lambda name: (name != "config.json", name)):
-        (place / name).unlink(missing_ok=True)
+    return {*files, *_files_of(place)}
 
 
 def _files_of(place: Path) -> set[str]:

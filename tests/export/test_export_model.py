@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -125,11 +126,15 @@ def test_a_manifest_that_was_edited_removes_nothing_else(model: Any, tmp_path: P
 
 
 def test_an_export_replaces_the_files_of_the_one_before(tmp_path: Path) -> None:
-    hf_posenc.export_model(patched(), tmp_path, tokenizer=tokenizer(), max_shard_size="20KB")
+    words = tokenizer()
+    words.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    hf_posenc.export_model(patched(), tmp_path, tokenizer=words, max_shard_size="20KB")
     shards = set(contents(tmp_path))
-    report = hf_posenc.export_model(patched(700.0), tmp_path, overwrite=True)
-    assert set(contents(tmp_path)) == set(report.files)
-    assert len(report.files) < len(shards)
+    for given in (words, None):
+        report = hf_posenc.export_model(patched(700.0), tmp_path, overwrite=True, tokenizer=given)
+        assert set(contents(tmp_path)) == set(report.files)
+        assert ("additional_chat_templates/tools.jinja" in report.files) == (given is not None)
+        assert len(report.files) < len(shards)
 
 
 @pytest.mark.long
@@ -161,6 +166,47 @@ def test_a_killed_export_leaves_the_old_one_or_the_new_one_or_no_model(before: f
             assert not file.exists() or found.get("model_type", "hf_posenc").startswith("hf_posenc"), found
             seen.add(None)
     assert seen >= {before, 700.0}
+
+
+def test_an_interrupt_leaves_the_old_export_or_completes_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, place, found = patched(700.0), tmp_path / "place", []
+    hf_posenc.export_model(patched(), tmp_path / "old" / "model", max_shard_size="20KB")
+    hf_posenc.export_model(new, tmp_path / "new" / "model")
+    old, expected = contents(tmp_path / "old"), contents(tmp_path / "new")
+    calls = moment = 0
+
+    def interrupted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
+
+        return call
+
+    while calls >= moment:
+        calls, moment = 0, moment + 1
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", place)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in ("replace", "rename", "unlink"):
+                patch.setattr(os, name, interrupted(getattr(os, name)))
+            hf_posenc.export_model(new, place / "model", overwrite=True)
+        found.append(contents(place))
+        assert found[-1] in (old, expected)
+    assert found[0] == old
+    assert moment > len(old)
+
+
+def test_a_refusal_leaves_no_missing_parent_behind(tmp_path: Path) -> None:
+    model = hf_posenc.patch_model(llama(), "alibi")
+    with pytest.raises(UnsupportedError):
+        hf_posenc.export_model(model, tmp_path / "runs" / "new" / "out")
+    assert list(tmp_path.iterdir()) == []
+    hf_posenc.export_model(patched(), tmp_path / "runs" / "new" / "out")
 
 
 def test_an_empty_folder_is_empty_after_an_export_that_was_killed(model: Any, tmp_path: Path) -> None:
