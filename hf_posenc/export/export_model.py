@@ -24,7 +24,7 @@ from hf_posenc.entry import ADAPTER_CONFIG
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.carriers import carry
 from hf_posenc.export.layers import ModelParts
-from hf_posenc.export.models import model_to_export, refuse_unsuited
+from hf_posenc.export.models import model_to_export, refuse_unsuited, warn_of_unknown_tokens
 from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files_in, serving_commands
 from hf_posenc.export.targets import OF_TRANSFORMERS, find_target
 from hf_posenc.patching.place.encoding import current_encoding
@@ -152,6 +152,7 @@ def export_model(
         parts = ModelParts(inner)
         form, checks = carry(export.of(parts, draft, tokenizer), target, approximate)
         if tokenizer is not None:
+            warn_of_unknown_tokens(inner, tokenizer)
             tokenizer.save_pretrained(draft)
         card, manifest = draft / "README.md", draft / MANIFEST
         names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]

@@ -279,6 +279,29 @@ def test_adapters_are_merged_into_a_copy_when_asked(model: Any, tmp_path: Path) 
     assert torch.allclose(outputs(merged), expected, atol=1e-5)
 
 
+def test_adapters_that_no_weight_can_take_are_refused(model: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    prompt = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(UnsupportedError, match=r"add virtual tokens.* Export the model without them: model\.get_base"):
+        hf_posenc.export_model(prompt, tmp_path / "out", merge_adapters=True)
+
+
+def test_a_module_around_a_model_is_refused_with_the_place_of_the_model(model: Any, tmp_path: Path) -> None:
+    around = torch.nn.ModuleDict({"backbone": model, "head": torch.nn.Linear(4, 4)})
+    with pytest.raises(TypeError, match=r"got ModuleDict\. Pass the one inside it: model\.backbone\."):
+        hf_posenc.export_model(around, tmp_path / "out")
+    hf_posenc.export_model(around.backbone, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["parameters", "buffers"])
+def test_a_model_on_the_meta_device_is_refused(model: Any, tmp_path: Path, kind: str) -> None:
+    for module in model.modules():
+        tensors = getattr(module, f"_{kind}")
+        tensors |= {name: tensor.to("meta") for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(UnsupportedError, match=r"on the meta device\).* Load it with device_map=None"):
+        hf_posenc.export_model(model, tmp_path / "out")
+
+
 def test_what_was_edited_after_patching_is_exported_or_refused(tmp_path: Path) -> None:
     edited = patched()
     edited.model.layers[0].self_attn.q_proj.weight.data.mul_(1.5)
@@ -307,6 +330,26 @@ def test_tied_weights_stay_tied_and_modes_stay_as_they_are(tmp_path: Path) -> No
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(outputs(loaded), outputs(tied.eval()))
+
+
+def test_weights_that_were_tied_by_hand_are_a_tied_checkpoint(model: Any, tmp_path: Path) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert not model.config.tie_word_embeddings
+    hf_posenc.export_model(model, tmp_path)
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path)), outputs(model))
+
+
+def test_tokens_without_embeddings_are_a_warning(model: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"id 95, but the model has 64 embeddings.* resize_token_embeddings\(96\)"):
+        hf_posenc.export_model(model, tmp_path, tokenizer=tokenizer())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_the_export_would_round_are_refused_with_the_way_out(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = hf_posenc.patch_model(tiny("BertModel"), "sinusoidal").to(dtype).eval()
+    with pytest.raises(UnsupportedError, match=r"(?s)gives other numbers.*What can be done:\n- export model\.float\(\)"):
+        hf_posenc.export_model(model, tmp_path / "out")
+    hf_posenc.export_model(model.float(), tmp_path / "out")
 
 
 def test_a_part_of_a_model_is_refused_with_the_way_to_its_encoder(tmp_path: Path) -> None:
