@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import ClassVar
 
@@ -16,8 +15,8 @@ _NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "peft", "contextlib", 
 _LONGEST_NAME = 100
 #: A message that says where names are listed does not list more names than this itself.
 _MOST_LISTED = 12
-#: Where warnings of the library are collected; `None` if they are shown.
-_collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)
+#: Collects the library's warnings of a thread instead of showing them.
+COLLECTED: ContextVar[list[str] | None] = ContextVar("collected", default=None)
 
 
 class PositionEncodingError(Exception):
@@ -112,22 +111,10 @@ class MeasurementError(PositionEncodingError, ValueError):
 
 def warn_user(message: str) -> None:
     """Warns with the location of the caller outside of this library and transformers."""
-    collected = _collected.get()
-    if collected is not None:
+    if (collected := COLLECTED.get()) is not None:
         collected.append(message)
         return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_OF_THE_USER:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-@contextlib.contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """Collects the warnings of `warn_user` in this thread, which are not shown. Those of other threads are."""
-    messages: list[str] = []
-    token = _collected.set(messages)
-    try:
-        yield messages
-    finally:
-        _collected.reset(token)

@@ -74,17 +74,23 @@ def attention_implementation(model: Any, name: str, unless: Sequence[str] = ()) 
 
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """Sets a seed, and afterwards restores the random state of the CPU and of every CUDA device in use.
+    """Sets torch's seed, and afterwards restores its random state on the CPU and every CUDA device in use, and those of
+    Python and NumPy, which a few models use.
 
     Other threads wait at this function, because all threads draw from the same generators.
     """
     # Uninitialised CUDA has no state to keep, and a measurement must not initialise it.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with PROCESS, torch.random.fork_rng(devices=devices):
+        python, numpy = random.getstate(), np.random.get_state()
         torch.random.default_generator.manual_seed(seed)
         if devices:
             torch.cuda.manual_seed_all(seed)
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextmanager
@@ -102,7 +108,6 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     with ExitStack() as context:
         context.enter_context(quiet())
         context.enter_context(_kept_modules(list(model.modules())))
-        context.enter_context(_kept_generators())
         context.enter_context(isolated_rng(0))
         context.enter_context(ordinary_context())
         if torch.amp.is_autocast_available(device.type):
@@ -139,17 +144,6 @@ def _without_hooks(registered: list[dict[int, Any]]) -> Iterator[None]:
         for hooks, all_hooks in before:
             hooks.clear()
             hooks.update(all_hooks)
-
-
-@contextmanager
-def _kept_generators() -> Iterator[None]:
-    """Restores the states of the random generators of Python and NumPy, which a few models use."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 class _WhileHidden(type):

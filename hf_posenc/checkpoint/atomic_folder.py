@@ -147,6 +147,26 @@ def is_place_for_folder(path: Any) -> bool:
     return named and (os.path.isdir(path) or not os.path.lexists(path))
 
 
+def refuse_used_folder(folder: Path, overwrite: bool, draft: str | None = None) -> None:
+    """Refuses a folder that cannot be made, and one with files. Drafts of processes that were killed are cleared.
+
+    Args:
+        folder: where a model is to be saved.
+        overwrite: whether it may have files.
+        draft: name of the caller's own draft in it, if it has begun.
+
+    Raises:
+        FileExistsError: with the reason.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise FileExistsError(f"{there} is a file. Give the path of a folder.")
+    if folder.is_dir() and draft is None:
+        clear_drafts(folder)
+    if folder.is_dir() and not overwrite and any(path.name != draft for path in folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty. Give a new folder, or overwrite=True (--overwrite).")
+
+
 def clear_drafts(target: str | os.PathLike[str]) -> None:
     """Removes drafts of earlier saves in and next to a folder before it is written to.
 

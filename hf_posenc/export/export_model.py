@@ -16,7 +16,7 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement, refuse_used_folder
 from hf_posenc.checkpoint.cards import card_data, card_text, hub_name, scheme_names, scheme_section, versions_section
 from hf_posenc.checkpoint.saving import upload_of
 from hf_posenc.checkpoint.stored_schemes import WEIGHTS
@@ -135,9 +135,7 @@ def export_model(
     if os.fspath(folder) == "":
         raise FileNotFoundError("The folder is ''. Give the path of a folder; that of the current one is '.'.")
     place = Path(folder)
-    if place.is_dir():
-        clear_drafts(place)  # of an export that was killed
-    _check_folder(place, overwrite)
+    refuse_used_folder(place, overwrite)
     export = target.export(options)
     hub_options = hub_options or {}
     repository = _repository(place.resolve().name if push_to_hub is True else push_to_hub, hub_options)
@@ -162,18 +160,11 @@ def export_model(
         export_card(inner, report, usage, repository).save(card)
         manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         # Another process may have written there since the first look.
-        _check_folder(place, overwrite, draft.name)
+        refuse_used_folder(place, overwrite, draft.name)
         outdated |= _outdated_in(place, files)
     if repository is not None:
         send(report, repository, **hub_options)
     return report
-
-
-def _check_folder(place: Path, overwrite: bool, draft: str | None = None) -> None:
-    if place.exists() and not place.is_dir():
-        raise FileExistsError(f"{place} is a file. Give the path of a folder.")
-    if place.is_dir() and not overwrite and any(path.name != draft for path in place.iterdir()):
-        raise FileExistsError(f"{place} is not empty. Give a new folder, or overwrite=True.")
 
 
 def _outdated_in(place: Path, files: Collection[str]) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError, collected_warnings
+from hf_posenc.errors import COLLECTED, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_changes, spread
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy.anatomy import unwrapped
@@ -20,6 +20,7 @@ from hf_posenc.report.combination import shortest_names
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig, names_native
 from hf_posenc.schemes.registry import as_scheme
+from hf_posenc.wrapping import setting
 
 NATIVE = "native"
 
@@ -157,7 +158,8 @@ def subject_in_force(model: Any) -> Subject:
 
 def _patched(model: Any, config: SchemeConfig, measure: Measure, seed: int) -> _Part:
     subject = Subject(config.label, config.name, config.to_dict())
-    with isolated_rng(seed), collected_warnings() as notes:
+    notes: list[str] = []
+    with isolated_rng(seed), setting(COLLECTED, notes):
         try:
             patch_model(model, config)
         except ValueError as error:

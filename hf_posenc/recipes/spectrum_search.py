@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError, collected_warnings
+from hf_posenc.errors import COLLECTED, UnsupportedError
 from hf_posenc.patching import patch_model
 from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
@@ -26,6 +26,7 @@ from hf_posenc.recipes.spectrum_candidates import CandidateSpace, SpectrumCandid
 from hf_posenc.recipes.swap import restore_encoding
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES, RopeConfig
+from hf_posenc.wrapping import setting
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def search_spectrum(
     space = CandidateSpace(scheme, trained, length, _rotary_dim(transaction, scheme))
 
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
-        with collected_warnings():  # Candidates are read without a cache.
+        with setting(COLLECTED, []):  # Candidates are read without a cache.
             patch_model(target, space.config(candidate))
         loss = objective(target, texts, needles, needle_weight)
         result = dataclasses.replace(candidate, loss=loss)

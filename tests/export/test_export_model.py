@@ -340,16 +340,10 @@ def test_weights_that_were_tied_by_hand_are_a_tied_checkpoint(model: Any, tmp_pa
 
 
 def test_tokens_without_embeddings_are_a_warning(model: Any, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"id 95, but the model has 64 embeddings.*model.resize_token_embeddings\(96\)"):
+    with pytest.warns(
+        UserWarning, match=r"id 95, but the model has 64 embeddings.*model.resize_token_embeddings\(96\)"
+    ):
         hf_posenc.export_model(model, tmp_path, tokenizer=tokenizer())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_the_export_would_round_are_refused_with_the_way_out(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = hf_posenc.patch_model(tiny("BertModel"), "sinusoidal").to(dtype).eval()
-    with pytest.raises(UnsupportedError, match=r"(?s)gives other numbers.*What can be done:\n- export model\.float\(\)"):
-        hf_posenc.export_model(model, tmp_path / "out")
-    hf_posenc.export_model(model.float(), tmp_path / "out")
 
 
 def test_a_part_of_a_model_is_refused_with_the_way_to_its_encoder(tmp_path: Path) -> None:

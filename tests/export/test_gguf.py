@@ -32,7 +32,6 @@ from hf_posenc.export.gguf.vocabulary import vocabulary
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.schemes.bias.t5 import relative_position_bucket
 from tests.export.gguf_cases import (
-    MORE,
     QWEN3_MOE,
     REFUSED,
     SAME,
@@ -100,7 +99,7 @@ def worst(report: Any, end: str = "") -> float:
 
 @pytest.mark.parametrize(
     ("build", "scheme", "options", "carrier"),
-    [*SAME, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)],
+    SAME,
     ids=label,
 )
 def test_llama_cpp_gives_the_same_numbers(

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,6 @@ from hf_posenc.errors import UnsupportedError
 
 #: The script that runs llama.cpp, and its exit code if llama.cpp does not load the file.
 _SCRIPT, _CANNOT_LOAD = Path(__file__).with_name("in_llama_cpp.py"), 3
-#: Marks of the line in which llama.cpp says why it stops.
-_REASONS = ("error loading model: ", "GGML_ASSERT")
 
 
 def runtime() -> str:
@@ -118,8 +115,8 @@ def _run(
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             messages = "\n".join(lines[-8:])
             if code == _CANNOT_LOAD or code < 0:  # A negative code is a signal: llama.cpp has aborted.
-                reason = next((line for line in reversed(lines) if any(mark in line for mark in _REASONS)), "")
-                reason = reason or (f"it ended with {signal.Signals(-code).name}" if code < 0 else "it gives no reason")
+                reasons = [line for line in lines if "error loading model: " in line or "GGML_ASSERT" in line]
+                reason = reasons[-1] if reasons else "it has ended without a reason"
                 raise UnsupportedError(
                     f"llama.cpp cannot run the file: {reason}. Its code does not take these sizes or this vocabulary, "
                     "or there is too little memory. Export to 'onnx', or use another model of this architecture. Its "
