@@ -38,7 +38,7 @@ def patch(options: argparse.Namespace) -> int:
     """Replaces the position encoding of a checkpoint."""
     from hf_posenc.schemes.registry import parse_scheme
 
-    output = _free_folder(options)
+    output = _free_folder(options.output, options.overwrite)
     config = parse_scheme(options.scheme, options.option)
     layers = None if options.layers is None else parse_layers(options.layers)
     if layers is not None and options.table_extension is not None:
@@ -87,7 +87,7 @@ def export(options: argparse.Namespace) -> int:
     """Writes a checkpoint in a form that needs no `hf_posenc`."""
     from hf_posenc.schemes.written import parse_options
 
-    output = _free_folder(options)
+    output = _free_folder(options.output, options.overwrite)
     given = parse_options(options.option)
     if options.merge_adapters:
         model, base = load_with_adapters(options.model)
@@ -106,12 +106,12 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _free_folder(options: argparse.Namespace) -> Path:
-    if not options.output:
+def _free_folder(named: str, overwrite: bool) -> Path:
+    if not named:
         raise UsageError("--output is empty. Give a folder, or . for the current one.")
-    output = Path(options.output)
+    output = Path(named)
     try:
-        refuse_used_folder(output, options.overwrite)
+        refuse_used_folder(output, overwrite)
     except FileExistsError as error:
         raise UsageError(f"--output: {error}") from error
     return output
@@ -162,9 +162,7 @@ def plot(options: argparse.Namespace) -> int:
     from hf_posenc.schemes.registry import parse_scheme
 
     config = parse_scheme(options.scheme, options.option)
-    output = Path(options.output)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"{output} is a file; --output takes a folder.")
+    output = _free_folder(options.output, overwrite=True)
     try:
         from hf_posenc.plots.schemes import applicable_kinds, plot_scheme, subject_of
 

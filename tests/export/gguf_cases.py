@@ -22,8 +22,6 @@ from hf_posenc import (
     LearnedRopeConfig,
     LinearScaling,
     NoneConfig,
-    NtkScaling,
-    PositionScaleConfig,
     PRopeConfig,
     RopeConfig,
     ScheduleConfig,
@@ -228,13 +226,13 @@ def ministral(scheme: Any) -> PreTrainedModel:
 
 
 YARN = RopeConfig(scaling=YarnScaling(4.0, original_max_positions=64))
-_LINEAR, _NTK = RopeConfig(scaling=LinearScaling(4.0)), RopeConfig(scaling=NtkScaling(4.0))
+_LINEAR = RopeConfig(scaling=LinearScaling(4.0))
 _REVERSED, _PART = (
     RopeConfig(layout="half_reversed", attention_scaling=1.5),
     RopeConfig(layout="interleaved", rotary_dim=4),
 )
 _SHARP_YARN = YarnScaling(8.0, original_max_positions=32, attention_factor=1.3, beta_fast=16.0)
-_TWO, _HALF = ScheduleConfig((RopeConfig(), NoneConfig())), PositionScaleConfig(RopeConfig(), factor=0.5)
+_TWO = ScheduleConfig((RopeConfig(), NoneConfig()))
 _FACTORS, _TABLE, _ALIBI = "'llama' and rope_freqs", "'gpt2' with a table of positions", "'mpt' with ALiBi"
 _NOTHING, _SEQUENTIAL, _GATED = (
     "'mpt' with no positions",

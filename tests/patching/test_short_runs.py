@@ -222,23 +222,22 @@ def test_two_threads_restore_what_all_threads_share(
     context: Callable[[Any], AbstractContextManager[None]], global_hooks: None
 ) -> None:
     models, before = [built("LlamaForCausalLM") for _ in range(2)], shared_by_threads()
-    first_began, second_began, first_ended = Event(), Event(), Event()
+    began, second_began = Event(), Event()
 
     def first() -> None:
         with context(models[0]):
-            first_began.set()
+            began.set()
             second_began.wait(0.3)
-        first_ended.set()
 
     def second() -> None:
-        first_began.wait()
+        began.wait()
         with context(models[1]):
             second_began.set()
-            first_ended.wait()
+            ended.result()
 
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(first), pool.submit(second)]:
-            done.result()
+        ended = pool.submit(first)
+        pool.submit(second).result()
     assert shared_by_threads() == before
 
 
