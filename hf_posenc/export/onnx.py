@@ -121,7 +121,8 @@ def quantize(path: Path) -> None:
     root, handler = logging.getLogger(), logging.NullHandler()
     root.addHandler(handler)
     try:
-        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+        with quiet():
+            from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
     finally:
         root.removeHandler(handler)
     # A scale for each block: with one for a whole matrix, its outliers round all other weights, and one for a whole
