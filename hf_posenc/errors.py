@@ -6,6 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from typing import ClassVar
 
 #: Packages that a warning does not point at. `contextlib` and `functools` call the functions that they wrap.
@@ -14,6 +15,8 @@ _NOT_OF_THE_USER = {"hf_posenc", "transformers", "torch", "peft", "contextlib", 
 _LONGEST_NAME = 100
 #: A message that says where names are listed does not list more names than this itself.
 _MOST_LISTED = 12
+#: Collects the library's warnings of a thread instead of showing them.
+COLLECTED: ContextVar[list[str] | None] = ContextVar("collected", default=None)
 
 
 class PositionEncodingError(Exception):
@@ -103,11 +106,14 @@ class MissingPackageError(PositionEncodingError, UsageError, ImportError):
 
 
 class MeasurementError(PositionEncodingError, ValueError):
-    """A measurement would be meaningless for the given sentence, swap or tokenizer."""
+    """A measurement would be meaningless for the given model, sentence, swap or tokenizer."""
 
 
 def warn_user(message: str) -> None:
     """Warns with the location of the caller outside of this library and transformers."""
+    if (collected := COLLECTED.get()) is not None:
+        collected.append(message)
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_OF_THE_USER:
         frame, level = frame.f_back, level + 1

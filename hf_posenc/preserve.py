@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import random
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+#: Held while the library changes something that all threads share and restores it afterwards. If two threads did this
+#: at once, the second would save, and later restore, what the first has changed.
+PROCESS = threading.RLock()
+#: Whether warnings and messages of the running code are hidden.
+hidden: ContextVar[bool] = ContextVar("hidden", default=False)
+#: Packages whose messages are hidden.
+_TALKING = ("transformers", "torch.onnx", "onnxscript", "onnx_ir", "onnxruntime.quantization")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 #: Packages whose hooks move or compute weights, without which a module cannot run, and our own observers.
 _NEEDED = (
@@ -64,14 +74,23 @@ def attention_implementation(model: Any, name: str, unless: Sequence[str] = ()) 
 
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """Sets a seed, and afterwards restores the random state of the CPU and of every CUDA device in use."""
+    """Sets torch's seed, and afterwards restores its random state on the CPU and every CUDA device in use, and those of
+    Python and NumPy, which a few models use.
+
+    Other threads wait at this function, because all threads draw from the same generators.
+    """
     # Uninitialised CUDA has no state to keep, and a measurement must not initialise it.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with PROCESS, torch.random.fork_rng(devices=devices):
+        python, numpy = random.getstate(), np.random.get_state()
         torch.random.default_generator.manual_seed(seed)
         if devices:
             torch.cuda.manual_seed_all(seed)
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextmanager
@@ -87,11 +106,8 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
         device: where the inputs are.
     """
     with ExitStack() as context:
-        context.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        context.enter_context(_silent_loggers())
+        context.enter_context(quiet())
         context.enter_context(_kept_modules(list(model.modules())))
-        context.enter_context(_kept_generators())
         context.enter_context(isolated_rng(0))
         context.enter_context(ordinary_context())
         if torch.amp.is_autocast_available(device.type):
@@ -106,7 +122,7 @@ def ordinary_context() -> Iterator[None]:
 
     Tensors created in inference mode could not be trained later, and a default device may be "meta".
     """
-    with ExitStack() as context:
+    with PROCESS, ExitStack() as context:
         context.enter_context(_without_hooks([getattr(global_hooks, f"_global{name}") for name in _HOOKS]))
         if torch.get_default_device().type != "cpu":
             context.enter_context(torch.device("cpu"))
@@ -130,32 +146,48 @@ def _without_hooks(registered: list[dict[int, Any]]) -> Iterator[None]:
             hooks.update(all_hooks)
 
 
-@contextmanager
-def _kept_generators() -> Iterator[None]:
-    """Restores the states of the random generators of Python and NumPy, which a few models use."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+class _WhileHidden(type):
+    def __subclasscheck__(cls, category: type) -> bool:
+        return hidden.get()
+
+
+class _Hidden(Warning, metaclass=_WhileHidden):
+    """A category for a filter. It fits all warnings of a thread that hides them, and none of other threads."""
 
 
 @contextmanager
-def _silent_loggers() -> Iterator[None]:
-    """Hides messages of transformers. Those that it shows once are still shown later."""
-    logger, names = logging.getLogger("transformers"), ("warning_once", "info_once")
-    level, kind = logger.level, logging.Logger
-    once = {name: vars(kind)[name] for name in names if name in vars(kind)}
-    try:
-        logger.setLevel(logging.ERROR)
-        for name in once:
-            setattr(kind, name, lambda *args, **kwargs: None)
+def quiet() -> Iterator[None]:
+    """Hides warnings of this thread, and messages of transformers and of exporters.
+
+    Messages that transformers shows once are still shown later.
+    """
+    if hidden.get():
         yield
-    finally:
-        logger.setLevel(level)
-        for name, function in once.items():
-            setattr(kind, name, function)
+        return
+    with PROCESS:
+        kind, names = logging.Logger, ("warning_once", "info_once")
+        once = {name: vars(kind)[name] for name in names if name in vars(kind)}
+        levels = {logger: logger.level for logger in map(logging.getLogger, _TALKING)}
+        token = hidden.set(True)
+        try:
+            for logger in levels:
+                logger.setLevel(logging.ERROR)
+            for name, function in once.items():
+                setattr(kind, name, _unless_hidden(function))
+            warnings.simplefilter("ignore", _Hidden)
+            yield
+        finally:
+            hidden.reset(token)
+            for logger, level in levels.items():
+                logger.setLevel(level)
+            for name, function in once.items():
+                setattr(kind, name, function)
+            with contextlib.suppress(ValueError):  # Another thread may have replaced the list of filters.
+                warnings.filters.remove(("ignore", None, _Hidden, None, 0))  # type: ignore[attr-defined]
+
+
+def _unless_hidden(function: Any) -> Any:
+    return lambda *args, **kwargs: None if hidden.get() else function(*args, **kwargs)
 
 
 @contextmanager

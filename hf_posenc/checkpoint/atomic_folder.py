@@ -18,6 +18,7 @@ model was saved after it. The process that writes a draft holds a lock on it, wh
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +64,28 @@ _ABANDONED = 24 * 3600
 
 
 @contextlib.contextmanager
-def atomic_replacement(target: Path) -> Iterator[Path]:
+def atomic_replacement(target: Path, outdated: Collection[str] = ()) -> Iterator[Path]:
     """Yields an empty folder to write into. At the end of the block, either all of its files are in `target` or none.
 
     Files with the same names are replaced, and earlier weights of the same variant are removed. Everything else in
-    `target` is kept. If the block raises or writes nothing, `target` does not change.
+    `target` is kept. If the block raises or writes nothing, `target` does not change. An interrupt that arrives while
+    files are moved is raised after the last one.
 
     Args:
         target: folder of the model. Missing folders are created.
+        outdated: names of files in `target` that are removed before new ones are moved there. The block may add some.
     """
     target = Path(os.path.realpath(target))
     clear_drafts(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    created = list(itertools.takewhile(lambda folder: not folder.exists(), target.parents))
     draft = target
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         draft, lock = _new_draft(target if target.is_dir() else target.parent)
         try:
             yield draft
             if any(draft.iterdir()):
-                _commit(draft, target)
+                _commit(draft, target, outdated)
         finally:
             if not (draft / _FINAL).exists():
                 shutil.rmtree(draft, ignore_errors=True)
@@ -91,6 +95,10 @@ def atomic_replacement(target: Path) -> Iterator[Path]:
         if _DRAFT.search(str(error.filename)):  # The user knows the folder, not the draft.
             error.filename = str(target)
         raise
+    finally:
+        with contextlib.suppress(OSError):  # They are not empty.
+            for folder in created:
+                folder.rmdir()
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -137,6 +145,26 @@ def is_place_for_folder(path: Any) -> bool:
     """Whether something is the path of a folder, or of nothing yet."""
     named = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and os.fspath(path) != ""
     return named and (os.path.isdir(path) or not os.path.lexists(path))
+
+
+def refuse_used_folder(folder: Path, overwrite: bool, draft: str | None = None) -> None:
+    """Refuses a folder that cannot be made, and one with files. Drafts of processes that were killed are cleared.
+
+    Args:
+        folder: where a model is to be saved.
+        overwrite: whether it may have files.
+        draft: name of the caller's own draft in it, if it has begun.
+
+    Raises:
+        FileExistsError: with the reason.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise FileExistsError(f"{there} is a file. Give the path of a folder.")
+    if folder.is_dir() and draft is None:
+        clear_drafts(folder)
+    if folder.is_dir() and not overwrite and any(path.name != draft for path in folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty. Give a new folder, or overwrite=True (--overwrite).")
 
 
 def clear_drafts(target: str | os.PathLike[str]) -> None:
@@ -259,7 +287,7 @@ def _is_outdated(draft: Path, target: Path, names: list[str]) -> bool:
     return False
 
 
-def _commit(draft: Path, target: Path) -> None:
+def _commit(draft: Path, target: Path, outdated: Collection[str]) -> None:
     if draft.parent != target:
         try:
             os.rename(draft, target)
@@ -277,18 +305,28 @@ def _commit(draft: Path, target: Path) -> None:
             place = target / path.relative_to(draft)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, place)
+            outdated = {*outdated} - {path.relative_to(draft).as_posix()}
     names = [path.name for path in draft.iterdir() if path.is_file()]
     names.sort(key=lambda name: (name == _CONFIG, name))
     if _CONFIG in names:
         (draft / _BARRIER).write_text(json.dumps(_UNREADABLE), encoding="utf-8")
     unfinished = draft / f"{_FINAL}.part"
     unfinished.write_text(json.dumps(names), encoding="utf-8")
-    os.replace(unfinished, draft / _FINAL)
-    _move_up(draft, target, names)
+    try:
+        os.replace(unfinished, draft / _FINAL)
+        _move_up(draft, target, names, outdated)
+    except BaseException:
+        if (draft / _FINAL).exists():
+            _move_up(draft, target, names, outdated)
+        raise
 
 
-def _move_up(draft: Path, target: Path, names: list[str]) -> None:
+def _move_up(draft: Path, target: Path, names: list[str], outdated: Collection[str] = ()) -> None:
     """Moves the files up. This can be repeated from any point, also by several processes at once."""
+    # The config first: without it, no program takes the folder for a model.
+    for name in sorted(outdated, key=lambda name: (name != _CONFIG, name)):
+        if name not in names or (draft / name).exists():
+            (target / name).unlink(missing_ok=True)
     if _CONFIG in names:
         with contextlib.suppress(FileNotFoundError):
             os.replace(draft / _BARRIER, target / _CONFIG)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_posenc
-from hf_posenc.checkpoint.atomic_folder import clear_drafts
+from hf_posenc.checkpoint.atomic_folder import refuse_used_folder
 from hf_posenc.cli.catalogue import parse_layers
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.export.targets import TARGETS
@@ -38,7 +38,7 @@ def patch(options: argparse.Namespace) -> int:
     """Replaces the position encoding of a checkpoint."""
     from hf_posenc.schemes.registry import parse_scheme
 
-    output = _free_folder(options)
+    output = _free_folder(options.output, options.overwrite)
     config = parse_scheme(options.scheme, options.option)
     layers = None if options.layers is None else parse_layers(options.layers)
     if layers is not None and options.table_extension is not None:
@@ -73,15 +73,13 @@ def patch(options: argparse.Namespace) -> int:
     print(model.position_encoding.report)
     processor, kind, missing = _processor(options.model, model, before)
     done: Any = f"Saved the model{'' if processor is None else f' and its {kind}'} in {output}"
-    with _writing(output):
+    with _writing(output, missing):
         if options.stock:
             done = hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite)
         else:
             model.save_pretrained(output)
             if processor is not None:
                 processor.save_pretrained(output)
-    if missing:
-        print(missing, file=sys.stderr)
     print(done)
     return 0
 
@@ -90,7 +88,7 @@ def export(options: argparse.Namespace) -> int:
     """Writes a checkpoint in a form that needs no `hf_posenc`."""
     from hf_posenc.schemes.written import parse_options
 
-    output = _free_folder(options)
+    output = _free_folder(options.output, options.overwrite)
     given = parse_options(options.option)
     if options.merge_adapters:
         model, base = load_with_adapters(options.model)
@@ -99,37 +97,30 @@ def export(options: argparse.Namespace) -> int:
         if getattr(model, "position_encoding", None) is None and options.to == "stock":
             raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
     processor, _, missing = _processor(base, model)
-    with _writing(output):
+    with _writing(output, missing):
         report = hf_posenc.export_model(
             model, output, to=options.to, tokenizer=processor, overwrite=options.overwrite,
             merge_adapters=options.merge_adapters, approximate=options.approximate,
             push_to_hub=options.push_to_hub or False, **given,
         )  # fmt: skip
-    if missing:
-        print(missing, file=sys.stderr)
     print(report)
     return 0
 
 
-def _free_folder(options: argparse.Namespace) -> Path:
-    if not options.output:
+def _free_folder(named: str, overwrite: bool) -> Path:
+    if not named:
         raise UsageError("--output is empty. Give a folder, or . for the current one.")
-    output = Path(options.output)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"{output} is a file; --output takes a folder.")
-    above = next(folder for folder in output.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise UsageError(f"{above} is a file, so the folder {output} cannot be created in it.")
-    if output.is_dir():
-        clear_drafts(output)  # of a command that was killed
-    if output.is_dir() and any(output.iterdir()) and not options.overwrite:
-        raise UsageError(f"{output} is not empty. Choose another folder, or add --overwrite.")
+    output = Path(named)
+    try:
+        refuse_used_folder(output, overwrite)
+    except FileExistsError as error:
+        raise UsageError(f"--output: {error}") from error
     return output
 
 
 @contextlib.contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    """Turns an error while writing a folder into a one-line message."""
+def _writing(output: Path, missing: str) -> Iterator[None]:
+    """Turns an error while writing a folder into a one-line message, and then says what the folder lacks, if any."""
     from safetensors import SafetensorError
 
     try:
@@ -138,6 +129,8 @@ def _writing(output: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is None:
             raise  # Errors of requests to the hub are OSErrors without a number.
         raise UsageError(f"{output} cannot be written: {error}") from error
+    if missing:
+        print(missing, file=sys.stderr)
 
 
 def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, str, str]:
@@ -170,9 +163,7 @@ def plot(options: argparse.Namespace) -> int:
     from hf_posenc.schemes.registry import parse_scheme
 
     config = parse_scheme(options.scheme, options.option)
-    output = Path(options.output)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"{output} is a file; --output takes a folder.")
+    output = _free_folder(options.output, overwrite=True)
     try:
         from hf_posenc.plots.schemes import applicable_kinds, plot_scheme, subject_of
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
@@ -174,7 +175,9 @@ class ExportError(UnsupportedError):
     def __init__(self, parts: ModelParts, target: Target, reasons: dict[str, list[str]], inexact: bool) -> None:
         self.reasons = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
         others = (_advice(other, parts) for other in TARGETS if other is not target)
+        rounded = "export model.float(): weights that an export computes are not rounded then"
         ways = [
+            *([rounded] if inexact and parts.model.dtype != torch.float32 else []),
             *(["accept the difference: approximate=True, or --approximate"] if inexact else []),
             *filter(None, others),
             "run the checkpoint where hf_posenc is installed: import it before from_pretrained, or use hf-posenc serve",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import MeasurementError
 from hf_posenc.export.records import Check
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes.config import walk
@@ -58,9 +59,19 @@ def float32_reference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference, relative to the largest expected value where that exceeds 1."""
+    """The largest absolute difference, relative to the largest expected value where that exceeds 1.
+
+    Raises:
+        MeasurementError: if an expected value is NaN or infinite.
+    """
     expected = expected.float()
-    return float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    size = expected.abs().max().clamp(min=1.0)
+    if not size.isfinite():
+        raise MeasurementError(
+            "The model itself computes NaN or infinity, so no export can be compared with it. Its weights may be "
+            "damaged: load the checkpoint again, and look for weights that are not finite."
+        )
+    return float((found.float() - expected).abs().max() / size)
 
 
 def difference_at_real_tokens(found: Tensor, expected: Tensor, mask: Tensor) -> float:

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement, refuse_used_folder
 from hf_posenc.checkpoint.cards import card_data, card_text, hub_name, scheme_names, scheme_section, versions_section
 from hf_posenc.checkpoint.saving import upload_of
 from hf_posenc.checkpoint.stored_schemes import WEIGHTS
@@ -23,11 +24,14 @@ from hf_posenc.entry import ADAPTER_CONFIG
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.carriers import carry
 from hf_posenc.export.layers import ModelParts
-from hf_posenc.export.models import model_to_export, refuse_unsuited
+from hf_posenc.export.models import model_to_export, refuse_unsuited, warn_of_unknown_tokens
 from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files_in, serving_commands
 from hf_posenc.export.targets import OF_TRANSFORMERS, find_target
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.preserve import evaluation_mode
+
+#: Exports of a process run one after another. They set the mode and hooks of a model, which several may share.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def send(
@@ -62,11 +66,11 @@ def send(
         name = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        operations += [CommitOperationDelete(path) for path in _outdated(api, name, revision, report)]
+        operations += [CommitOperationDelete(path) for path in _outdated_there(api, name, revision, report)]
         api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
 
 
-def _outdated(api: HfApi, repository: str, revision: str | None, report: ExportReport) -> list[str]:
+def _outdated_there(api: HfApi, repository: str, revision: str | None, report: ExportReport) -> list[str]:
     """Files in the repository that belong to an earlier export only. Some programs would load them."""
     try:
         earlier = files_in(Path(api.hf_hub_download(repository, MANIFEST, revision=revision)))
@@ -125,14 +129,13 @@ def export_model(
         UnknownNameError: for an unknown target, option or option of the upload.
         UsageError: if a package that the target needs is not installed, or for `hub_options` without `push_to_hub`.
         TypeError: for something that is not a transformers model.
+        MeasurementError: if the model computes NaN or infinity.
     """
     target = find_target(to)
     if os.fspath(folder) == "":
         raise FileNotFoundError("The folder is ''. Give the path of a folder; that of the current one is '.'.")
     place = Path(folder)
-    if place.is_dir():
-        clear_drafts(place)  # of an export that was killed
-    _check_folder(place, overwrite)
+    refuse_used_folder(place, overwrite)
     export = target.export(options)
     hub_options = hub_options or {}
     repository = _repository(place.resolve().name if push_to_hub is True else push_to_hub, hub_options)
@@ -142,10 +145,12 @@ def export_model(
         )
     inner = model_to_export(model, merge_adapters)
     refuse_unsuited(inner, target)
-    with evaluation_mode(inner), atomic_replacement(place) as draft:
+    outdated: set[str] = set()
+    with _ONE_AT_A_TIME, evaluation_mode(inner), atomic_replacement(place, outdated) as draft:
         parts = ModelParts(inner)
         form, checks = carry(export.of(parts, draft, tokenizer), target, approximate)
         if tokenizer is not None:
+            warn_of_unknown_tokens(inner, tokenizer)
             tokenizer.save_pretrained(draft)
         card, manifest = draft / "README.md", draft / MANIFEST
         names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]
@@ -155,22 +160,15 @@ def export_model(
         export_card(inner, report, usage, repository).save(card)
         manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         # Another process may have written there since the first look.
-        _check_folder(place, overwrite, draft.name)
-        _clear(place, files)
+        refuse_used_folder(place, overwrite, draft.name)
+        outdated |= _outdated_in(place, files)
     if repository is not None:
         send(report, repository, **hub_options)
     return report
 
 
-def _check_folder(place: Path, overwrite: bool, draft: str | None = None) -> None:
-    if place.exists() and not place.is_dir():
-        raise FileExistsError(f"{place} is a file. Give the path of a folder.")
-    if place.is_dir() and not overwrite and any(path.name != draft for path in place.iterdir()):
-        raise FileExistsError(f"{place} is not empty. Give a new folder, or overwrite=True.")
-
-
-def _clear(place: Path, files: Collection[str]) -> None:
-    """Removes the files of an earlier export, and files that new ones replace; refuses other files in their place.
+def _outdated_in(place: Path, files: Collection[str]) -> set[str]:
+    """The files of an earlier export, and files that new ones replace; refuses other files in their place.
 
     The new files are moved into place one by one. If the process is killed in between, no file may be left that would
     make a model together with new ones: programs that load the export do not know that it is incomplete.
@@ -193,9 +191,7 @@ def _clear(place: Path, files: Collection[str]) -> None:
     for name in files:
         if (place / name).is_dir():
             raise FileExistsError(f"{place / name} is a folder, where the export writes a file. Remove or rename it.")
-    # The config first: without it, no program takes the folder for a model.
-    for name in sorted({*files, *_files_of(place)}, key=lambda name: (name != "config.json", name)):
-        (place / name).unlink(missing_ok=True)
+    return {*files, *_files_of(place)}
 
 
 def _files_of(place: Path) -> set[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.export.targets import Target
 from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy, is_part, refuse_remote_code
 from hf_posenc.patching.place.encoding import current_encoding, refuse_changed
@@ -26,10 +28,15 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
 
     Raises:
         TypeError: for something that is not a transformers model.
-        UnsupportedError: for a model with adapters that are not to be merged, with quantised weights, with weights that
-            are not in memory, or with parts that were replaced after patching.
+        UnsupportedError: for a model with adapters that cannot or are not to be merged, with quantised weights, with
+            weights that are not in memory, or with parts that were replaced after patching.
     """
-    if not isinstance(model, PreTrainedModel) and hasattr(model, "merge_and_unload"):
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "peft_config"):
+        if not hasattr(model, "merge_and_unload"):
+            raise UnsupportedError(
+                f"The adapters of this {type(model).__name__} add virtual tokens, or keys and values, and no program "
+                "that export_model writes for has them. Export the model without them: model.get_base_model()."
+            )
         if not merge_adapters:
             raise UnsupportedError(
                 f"{type(model).__name__} has adapters around its weights. With merge_adapters=True they are merged "
@@ -38,10 +45,10 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
         with torch.no_grad():
             model = copy.deepcopy(model).merge_and_unload()
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"export_model needs a transformers model, got {type(model).__name__}. Pass the model inside the wrapper "
-            "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)."
-        )
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        inside = next((path for path, module in modules if isinstance(module, PreTrainedModel)), None)
+        remedy = "Load one with from_pretrained." if inside is None else f"Pass the one inside it: model.{inside}."
+        raise TypeError(f"export_model needs a transformers model, got {type(model).__name__}. {remedy}")
     refuse_remote_code(model)
     name = type(model).__name__
     if is_part(model):
@@ -57,7 +64,8 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
             f"{name} is quantised ({model.hf_quantizer.quantization_config.quant_method}), so its weights cannot be "
             "compared in float32. Export the unquantised model and quantise the result."
         )
-    absent = [key for key, weight in model.named_parameters() if weight.device.type == "meta"]
+    weights = itertools.chain(model.named_parameters(), model.named_buffers())
+    absent = [key for key, weight in weights if weight.device.type == "meta"]
     if absent:
         raise UnsupportedError(
             f"{len(absent)} weights of this {name} are not in memory ({absent[0]} is on the meta device): it is "
@@ -67,6 +75,18 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
     current_encoding(model)
     refuse_changed(model)
     return model
+
+
+def warn_of_unknown_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Warns if a tokenizer, or that of a processor, has tokens for which the model has no embedding."""
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    rows = getattr(model.config.get_text_config(), "vocab_size", None)
+    last = max(words.get_vocab().values(), default=0) if hasattr(words, "get_vocab") else 0
+    if rows is not None and last >= rows:
+        warn_user(
+            f"The tokenizer has the token id {last}, but the model has {rows} embeddings, so it cannot read text with "
+            f"such tokens. Call model.resize_token_embeddings({last + 1}), or pass the tokenizer of this model."
+        )
 
 
 def other_modalities(model: PreTrainedModel) -> list[str]:

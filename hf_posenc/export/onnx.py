@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from hf_posenc.export.carriers import Form
 from hf_posenc.export.comparison import accepted, difference_at_real_tokens, largest, random_ids, spans
 from hf_posenc.export.layers import ModelParts
 from hf_posenc.export.onnx_graph import Past, cached, export_graph, run_decoder
-from hf_posenc.export.programs import ProgramExport, padded, plain_checks, quiet
+from hf_posenc.export.programs import ProgramExport, padded, plain_checks
 from hf_posenc.export.records import Check
+from hf_posenc.preserve import quiet
 
 #: Largest difference at which graph and model count as equal, in float32; relative for outputs larger than 1. They sum
 #: in another order: the 30 layers of SmolLM2 differ by 4e-6 in short texts, and by 1.3e-5 at position 16,384.
@@ -115,9 +117,14 @@ def quantize(path: Path) -> None:
     """Writes a copy of a graph with int8 matrices next to its file."""
     import onnx
 
-    with quiet():
-        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
-
+    # Its import calls `logging.basicConfig`, which changes nothing if the root logger has a handler.
+    root, handler = logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)
+    try:
+        with quiet():
+            from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    finally:
+        root.removeHandler(handler)
     # A scale for each block: with one for a whole matrix, its outliers round all other weights, and one for a whole
     # activation does the same to tokens.
     quantizer = MatMulNBitsQuantizer(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import io
-import logging
-import warnings
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from hf_posenc.export.records import Check
 from hf_posenc.patching.call.module_sites import EXPORTED_LENGTH
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.place.config_entry import detach_entry, find_lengths, write_lengths
-from hf_posenc.preserve import attention_implementation
+from hf_posenc.preserve import attention_implementation, hidden, quiet
 from hf_posenc.schemes.parts import QueryKeyMap
 
 #: Runs a program without a cache: receives its inputs, and the names of the outputs of the model.
@@ -135,7 +134,9 @@ def tracing(
             forward.runtime.slots.reach(module, length, masks=False)
     with attention_implementation(model, "sdpa", unless=["eager"]), quiet():
         try:
-            yield
+            # The exporters report their progress there.
+            with contextlib.redirect_stdout(cast(TextIO, _OtherThreads(sys.stdout))):
+                yield
         except UnsupportedError:
             raise
         except Exception as error:
@@ -148,27 +149,15 @@ def tracing(
             raise UnsupportedError(f"{type(model).__name__} cannot be written as {program}: {reason}") from error
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hides the progress reports and the notes of exporters, which concern operators that are not used here.
+class _OtherThreads:
+    """A stream without what is written while messages are hidden."""
 
-    onnxruntime's quantizer also changes what the root logger shows. This is undone afterwards.
-    """
-    loggers = [
-        logging.getLogger(name)
-        for name in ("torch.onnx", "transformers", "onnxscript", "onnx_ir", "onnxruntime.quantization")
-    ]
-    root = logging.getLogger()
-    shown, handlers = root.level, list(root.handlers)
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        root.setLevel(shown)
-        root.handlers[:] = handlers
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or drops what the thread that hides messages writes."""
+        return len(text) if hidden.get() else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

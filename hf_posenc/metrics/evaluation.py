@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.errors import COLLECTED, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_changes, spread
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.anatomy.anatomy import unwrapped
@@ -21,6 +20,7 @@ from hf_posenc.report.combination import shortest_names
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig, names_native
 from hf_posenc.schemes.registry import as_scheme
+from hf_posenc.wrapping import setting
 
 NATIVE = "native"
 
@@ -158,14 +158,13 @@ def subject_in_force(model: Any) -> Subject:
 
 def _patched(model: Any, config: SchemeConfig, measure: Measure, seed: int) -> _Part:
     subject = Subject(config.label, config.name, config.to_dict())
-    with isolated_rng(seed), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    notes: list[str] = []
+    with isolated_rng(seed), setting(COLLECTED, notes):
         try:
             patch_model(model, config)
         except ValueError as error:
             return dataclasses.replace(subject, error=str(error)), ()
     try:
-        notes = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         encoding = current_encoding(unwrapped(model))
         if encoding is not None and names_native(config):
             subject = Subject(subject.label, encoding.config.name, encoding.config.to_dict())

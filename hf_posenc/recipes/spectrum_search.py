@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import COLLECTED, UnsupportedError
 from hf_posenc.patching import patch_model
 from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
@@ -27,6 +26,7 @@ from hf_posenc.recipes.spectrum_candidates import CandidateSpace, SpectrumCandid
 from hf_posenc.recipes.swap import restore_encoding
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES, RopeConfig
+from hf_posenc.wrapping import setting
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def search_spectrum(
     space = CandidateSpace(scheme, trained, length, _rotary_dim(transaction, scheme))
 
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
-        patch_model(target, space.config(candidate))
+        with setting(COLLECTED, []):  # Candidates are read without a cache.
+            patch_model(target, space.config(candidate))
         loss = objective(target, texts, needles, needle_weight)
         result = dataclasses.replace(candidate, loss=loss)
         if on_evaluation is not None:
@@ -131,9 +132,7 @@ def search_spectrum(
         return result
 
     try:
-        with evaluation_mode(target), warnings.catch_warnings():
-            # Candidates are read without a cache.
-            warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
+        with evaluation_mode(target):
             candidates = [measured(space.yarn())]
             proposals = space.proposals(candidates, generator)
             while len(candidates) < evaluations:

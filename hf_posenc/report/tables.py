@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import copy
 import itertools
@@ -11,10 +10,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
 
 from hf_posenc.installation import require
+from hf_posenc.wrapping import setting
 
 #: No column is narrower than its longest word, or than this many characters if a word is longer.
 _LONGEST_WORD = 24
@@ -23,18 +24,13 @@ _GAP = "  "
 _width: contextvars.ContextVar[int | None] = contextvars.ContextVar("width", default=None)
 
 
-@contextlib.contextmanager
-def fitted_to(width: int | None) -> Iterator[None]:
+def fitted_to(width: int | None) -> AbstractContextManager[None]:
     """Limits the width of text tables to this many characters within the context; `None` for no limit.
 
     Text wraps inside its column. Columns that do not fit next to the others follow in a further table, which repeats
     the first column.
     """
-    token = _width.set(width)
-    try:
-        yield
-    finally:
-        _width.reset(token)
+    return setting(_width, width)
 
 
 def terminal_width() -> int | None:

@@ -14,7 +14,6 @@ linear layers and attention functions. The patched forwards stay in place, and r
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,7 +27,6 @@ from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes.needs import Environment
-from hf_posenc.schemes.parts import DistanceBias
 
 
 def refuse_settings(engine: str, config: Any, *, processes: int) -> None:
@@ -68,16 +66,6 @@ def sites_for_engine(model: Any, engine: Environment) -> list[InterfaceAttention
     if problem := engine_problem(model, engine):
         raise UnsupportedError(engine.message(problem, f"{encoding.label} of this {type(model).__name__}"))
     return encoding.record.placed(InterfaceAttention)
-
-
-def take_linear_bias(site: InterfaceAttention) -> DistanceBias | None:
-    """Removes and returns the bias of a layer, for an engine whose kernel adds it; `None` for a layer without one."""
-    bias = site.encoding.logit_bias
-    if bias is None:
-        return None
-    assert isinstance(bias, DistanceBias)
-    site.encoding = dataclasses.replace(site.encoding, logit_bias=None)
-    return bias
 
 
 def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,13 +15,7 @@ from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.refusals import VLLM
-from hf_posenc.serving.engine_schemes import (
-    refuse_settings,
-    restore_forwards,
-    sites_for_engine,
-    take_linear_bias,
-    without_mark,
-)
+from hf_posenc.serving.engine_schemes import refuse_settings, restore_forwards, sites_for_engine, without_mark
 
 #: Attention backends of vLLM that pass the slopes of ALiBi to their kernels. Others, such as FLASHINFER in vLLM 0.32,
 #: accept slopes and ignore them.
@@ -43,7 +38,11 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     def recursive_replace(self) -> None:
         """Replaces the layers of the model by those of vLLM, and keeps the scheme in place."""
         sites = sites_for_engine(self.model, VLLM)
-        self._biases = {site.module: bias for site in sites if (bias := take_linear_bias(site)) is not None}
+        self._biases: dict[Any, Any] = {
+            site.module: bias for site in sites if (bias := site.encoding.logit_bias) is not None
+        }
+        for site in sites:
+            site.encoding = dataclasses.replace(site.encoding, logit_bias=None)  # The kernels of vLLM add it.
         super().recursive_replace()
         restore_forwards(self.model, sites)
 

@@ -21,10 +21,7 @@ from hf_posenc import (
     InterleavedConfig,
     LearnedRopeConfig,
     LinearScaling,
-    Llama3Scaling,
     NoneConfig,
-    NtkScaling,
-    PositionScaleConfig,
     PRopeConfig,
     RopeConfig,
     ScheduleConfig,
@@ -229,13 +226,13 @@ def ministral(scheme: Any) -> PreTrainedModel:
 
 
 YARN = RopeConfig(scaling=YarnScaling(4.0, original_max_positions=64))
-_LINEAR, _NTK = RopeConfig(scaling=LinearScaling(4.0)), RopeConfig(scaling=NtkScaling(4.0))
+_LINEAR = RopeConfig(scaling=LinearScaling(4.0))
 _REVERSED, _PART = (
     RopeConfig(layout="half_reversed", attention_scaling=1.5),
     RopeConfig(layout="interleaved", rotary_dim=4),
 )
 _SHARP_YARN = YarnScaling(8.0, original_max_positions=32, attention_factor=1.3, beta_fast=16.0)
-_TWO, _HALF = ScheduleConfig((RopeConfig(), NoneConfig())), PositionScaleConfig(RopeConfig(), factor=0.5)
+_TWO = ScheduleConfig((RopeConfig(), NoneConfig()))
 _FACTORS, _TABLE, _ALIBI = "'llama' and rope_freqs", "'gpt2' with a table of positions", "'mpt' with ALiBi"
 _NOTHING, _SEQUENTIAL, _GATED = (
     "'mpt' with no positions",
@@ -323,24 +320,6 @@ SAME: list[tuple[Any, Any, dict[str, Any], str]] = [
     (t5, ScheduleConfig((T5Config(num_buckets=16), NoneConfig())), {}, "'t5'"),
     (bert, None, {}, "'bert'"),
     (bert, RopeConfig(theta=500.0, rotary_dim=4, scaling=LinearScaling(4.0)), {}, "'jina-bert-v3'"),
-]
-#: Like one of these, with other numbers.
-MORE: list[tuple[Any, Any, dict[str, Any], str]] = [
-    *((llama, "p_rope", options, _FACTORS) for options in _OTHER_LLAMAS),
-    *((llama, _TWO, options, "heads 2 times") for options in ({}, *_OTHER_LLAMAS)),
-    *((llama, scheme, {}, _FACTORS) for scheme in (_NTK, _HALF)),
-    (llama, RopeConfig(scaling=Llama3Scaling(4.0, original_max_positions=64)), {}, _FACTORS),
-    (llama, RopeConfig(theta=500.0), {}, "'llama'"),
-    *((llama, scheme, _MIXTRAL, _FACTORS) for scheme in ("p_rope", "none")),
-    *((llama, RopeConfig(theta=500.0), options, carrier) for options, carrier in _MOE),
-    *((llama, "none", options, f"{carrier} with stopped") for options, carrier in _MOE[1:]),
-    (llama, YARN, {}, "rope.scaling.type 'yarn'"),
-    *((gpt2, scheme, {}, "'gptneox'") for scheme in (RopeConfig(theta=500.0), _NTK, _PART, _HALF)),
-    (mpt, "sinusoidal", {}, _TABLE),
-    *((build, "rope", {}, "'gptneox'") for build in (mpt, bigcode)),
-    (t5, None, {}, "'t5'"),
-    (t5, None, {**_ENCODER, **_GATED}, "'t5encoder'"),
-    (bert, None, {"hidden_act": "gelu_new"}, "'bert'"),
 ]
 _CLIP = {"clip_qkv": 0.5}
 _AFTER_NORM = {"apply_residual_connection_post_layernorm": True}

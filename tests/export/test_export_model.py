@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -123,11 +126,15 @@ def test_a_manifest_that_was_edited_removes_nothing_else(model: Any, tmp_path: P
 
 
 def test_an_export_replaces_the_files_of_the_one_before(tmp_path: Path) -> None:
-    hf_posenc.export_model(patched(), tmp_path, tokenizer=tokenizer(), max_shard_size="20KB")
+    words = tokenizer()
+    words.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    hf_posenc.export_model(patched(), tmp_path, tokenizer=words, max_shard_size="20KB")
     shards = set(contents(tmp_path))
-    report = hf_posenc.export_model(patched(700.0), tmp_path, overwrite=True)
-    assert set(contents(tmp_path)) == set(report.files)
-    assert len(report.files) < len(shards)
+    for given in (words, None):
+        report = hf_posenc.export_model(patched(700.0), tmp_path, overwrite=True, tokenizer=given)
+        assert set(contents(tmp_path)) == set(report.files)
+        assert ("additional_chat_templates/tools.jinja" in report.files) == (given is not None)
+        assert len(report.files) < len(shards)
 
 
 @pytest.mark.long
@@ -159,6 +166,47 @@ def test_a_killed_export_leaves_the_old_one_or_the_new_one_or_no_model(before: f
             assert not file.exists() or found.get("model_type", "hf_posenc").startswith("hf_posenc"), found
             seen.add(None)
     assert seen >= {before, 700.0}
+
+
+def test_an_interrupt_leaves_the_old_export_or_completes_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, place, found = patched(700.0), tmp_path / "place", []
+    hf_posenc.export_model(patched(), tmp_path / "old" / "model", max_shard_size="20KB")
+    hf_posenc.export_model(new, tmp_path / "new" / "model")
+    old, expected = contents(tmp_path / "old"), contents(tmp_path / "new")
+    calls = moment = 0
+
+    def interrupted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
+
+        return call
+
+    while calls >= moment:
+        calls, moment = 0, moment + 1
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", place)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in ("replace", "rename", "unlink"):
+                patch.setattr(os, name, interrupted(getattr(os, name)))
+            hf_posenc.export_model(new, place / "model", overwrite=True)
+        found.append(contents(place))
+        assert found[-1] in (old, expected)
+    assert found[0] == old
+    assert moment > len(old)
+
+
+def test_a_refusal_leaves_no_missing_parent_behind(tmp_path: Path) -> None:
+    model = hf_posenc.patch_model(llama(), "alibi")
+    with pytest.raises(UnsupportedError):
+        hf_posenc.export_model(model, tmp_path / "runs" / "new" / "out")
+    assert list(tmp_path.iterdir()) == []
+    hf_posenc.export_model(patched(), tmp_path / "runs" / "new" / "out")
 
 
 def test_an_empty_folder_is_empty_after_an_export_that_was_killed(model: Any, tmp_path: Path) -> None:
@@ -231,6 +279,29 @@ def test_adapters_are_merged_into_a_copy_when_asked(model: Any, tmp_path: Path) 
     assert torch.allclose(outputs(merged), expected, atol=1e-5)
 
 
+def test_adapters_that_no_weight_can_take_are_refused(model: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    prompt = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(UnsupportedError, match=r"add virtual tokens.* Export the model without them: model\.get_base"):
+        hf_posenc.export_model(prompt, tmp_path / "out", merge_adapters=True)
+
+
+def test_a_module_around_a_model_is_refused_with_the_place_of_the_model(model: Any, tmp_path: Path) -> None:
+    around = torch.nn.ModuleDict({"backbone": model, "head": torch.nn.Linear(4, 4)})
+    with pytest.raises(TypeError, match=r"got ModuleDict\. Pass the one inside it: model\.backbone\."):
+        hf_posenc.export_model(around, tmp_path / "out")
+    hf_posenc.export_model(around.backbone, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["parameters", "buffers"])
+def test_a_model_on_the_meta_device_is_refused(model: Any, tmp_path: Path, kind: str) -> None:
+    for module in model.modules():
+        tensors = getattr(module, f"_{kind}")
+        tensors |= {name: tensor.to("meta") for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(UnsupportedError, match=r"on the meta device\).* Load it with device_map=None"):
+        hf_posenc.export_model(model, tmp_path / "out")
+
+
 def test_what_was_edited_after_patching_is_exported_or_refused(tmp_path: Path) -> None:
     edited = patched()
     edited.model.layers[0].self_attn.q_proj.weight.data.mul_(1.5)
@@ -259,6 +330,20 @@ def test_tied_weights_stay_tied_and_modes_stay_as_they_are(tmp_path: Path) -> No
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(outputs(loaded), outputs(tied.eval()))
+
+
+def test_weights_that_were_tied_by_hand_are_a_tied_checkpoint(model: Any, tmp_path: Path) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert not model.config.tie_word_embeddings
+    hf_posenc.export_model(model, tmp_path)
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path)), outputs(model))
+
+
+def test_tokens_without_embeddings_are_a_warning(model: Any, tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"id 95, but the model has 64 embeddings.*model.resize_token_embeddings\(96\)"
+    ):
+        hf_posenc.export_model(model, tmp_path, tokenizer=tokenizer())
 
 
 def test_a_part_of_a_model_is_refused_with_the_way_to_its_encoder(tmp_path: Path) -> None:
@@ -291,3 +376,20 @@ def test_files_that_appear_during_an_export_are_kept(model: Any, tmp_path: Path)
         hf_posenc.export_model(model, place, tokenizer=SlowTokenizer())
     assert hf_posenc.native_scheme(LlamaForCausalLM.from_pretrained(place)).theta == 700.0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_exports_of_one_model_in_two_threads_keep_its_mode(model: Any, tmp_path: Path) -> None:
+    both = Barrier(2)
+
+    class Waiting:
+        def save_pretrained(self, folder: Path) -> None:
+            with contextlib.suppress(BrokenBarrierError):
+                both.wait(0.5)
+
+    model.train()
+    with ThreadPoolExecutor() as pool:
+        for name in ("first", "second"):
+            pool.submit(hf_posenc.export_model, model, tmp_path / name, tokenizer=Waiting())
+    assert model.training
+    assert both.broken, "they ran at the same time"
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}

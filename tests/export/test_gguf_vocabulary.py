@@ -59,6 +59,12 @@ def lower_case() -> Any:
     return tokenizer
 
 
+def without_merges() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.model = models.BPE(tokenizer.get_vocab(), [])
+    return tokenizer
+
+
 def whole_words() -> Any:
     words = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
@@ -87,6 +93,7 @@ def pieces_of_other_words() -> Any:
             for rule in ("lstrip", "rstrip", "single_word")
         ),
         (pieces_of_other_words, "strings differ"),
+        (without_merges, "has no merges.*Export to 'onnx'"),
         # Then the tokenizer reads a line break as a space, and llama.cpp does not.
         (partial(unigram_tokenizer, normalized=False), r"'\\n' is \[1\] in the tokenizer"),
     ],

@@ -49,6 +49,12 @@ def test_a_rotation_of_the_text_part_is_a_stock_checkpoint(
     assert float((found - expected).abs().max()) <= 1e-5
 
 
+def test_buffers_are_rounded_as_in_the_stock_model(tmp_path: Path) -> None:
+    """The factor of Gemma's embeddings is a buffer, which bfloat16 rounds."""
+    model = patch_model(COMPOSITES["gemma3"].model(), RopeConfig(theta=300.0)).bfloat16()
+    assert all(check.difference == 0 for check in export_model(model, tmp_path / "stock").checks)
+
+
 def dual_encoder(model_class: Any, rows: int) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = sizes | {"vocab_size": 99, "max_position_embeddings": rows, "bos_token_id": 97, "eos_token_id": 98}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import random
+import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,8 @@ import transformers
 from torch import nn
 
 from hf_posenc import native_scheme, patch_model, unpatch_model
+from hf_posenc.export.programs import tracing
+from hf_posenc.preserve import isolated_rng, ordinary_context, without_trace
 from tests.models import tiny
 from tests.thinning import in_turn
 
@@ -194,3 +200,65 @@ def test_messages_about_our_tokens_are_not_shown_and_not_used_up(
     with pytest.warns(UserWarning, match="a warning"):
         model(torch.arange(3).unsqueeze(0))
     assert shown == ["a message that is shown once", "another message"]
+
+
+def shared_by_threads() -> list[Any]:
+    levels = [logging.getLogger(name).level for name in ("transformers", "torch.onnx")]
+    drawn = [random.getstate(), torch.get_rng_state().tolist()]
+    hooks = dict(nn.modules.module._global_forward_hooks)
+    return [sys.stdout, [*warnings.filters], levels, logging.Logger.warning_once, drawn, hooks]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda model: tracing(model, "a program"),
+        lambda model: without_trace(model, model.device),
+        lambda model: isolated_rng(0),
+        lambda model: ordinary_context(),
+    ],
+)
+def test_two_threads_restore_what_all_threads_share(
+    context: Callable[[Any], AbstractContextManager[None]], global_hooks: None
+) -> None:
+    models, before = [built("LlamaForCausalLM") for _ in range(2)], shared_by_threads()
+    began, second_began = Event(), Event()
+
+    def first() -> None:
+        with context(models[0]):
+            began.set()
+            second_began.wait(0.3)
+
+    def second() -> None:
+        began.wait()
+        with context(models[1]):
+            second_began.set()
+            ended.result()
+
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(first)
+        pool.submit(second).result()
+    assert shared_by_threads() == before
+
+
+def test_an_export_hides_nothing_of_other_threads(
+    capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    began, may_end, model = Event(), Event(), built("LlamaForCausalLM")
+
+    def trace() -> None:
+        with tracing(model, "a program"):
+            print("progress")
+            warnings.warn("a note", UserWarning, stacklevel=1)
+            began.set()
+            may_end.wait(10)
+
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(trace)
+        began.wait()
+        print("mine")
+        warnings.warn("my warning", UserWarning, stacklevel=1)
+        may_end.set()
+        done.result()
+    assert [str(warning.message) for warning in recwarn if warning.category is UserWarning] == ["my warning"]
+    assert capsys.readouterr().out == "mine\n"

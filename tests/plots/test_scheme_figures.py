@@ -394,7 +394,7 @@ def test_the_command_lists_kinds_without_writing(tmp_path, capsys, monkeypatch):
         (["alibi", "--kind", "heatmap"], "Did you mean 'heat_map'"),
         (["rope:rotary_dim=256"], "rotate 256 of 64"),
         (["alibi", "--option", "slope=1"], "Unknown option"),
-        (["alibi", "--output", __file__], "takes a folder"),
+        (["alibi", "--output", __file__], "is a file. Give the path of a folder"),
     ],
 )
 def test_the_command_says_why_it_cannot(words, reason, capsys, tmp_path, monkeypatch):

@@ -149,5 +149,10 @@ def _precision(name: str, tensor: Tensor, dtype: str) -> Precision:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if type(value) is int and not 0 <= value < 2**32:
+        raise UnsupportedError(
+            f"{key} of a GGUF file is a number of 32 bits, from 0 to 4294967295, and this model has {value}. Change "
+            "that field of its config."
+        )
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
     getattr(writer, f"add_{kinds.get(type(value), 'array')}")(key, value)

@@ -115,7 +115,16 @@ def _run(
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             messages = "\n".join(lines[-8:])
             if code == _CANNOT_LOAD or code < 0:  # A negative code is a signal: llama.cpp has aborted.
-                raise UnsupportedError(f"llama.cpp cannot run the file. Its last messages:\n{messages}")
-            raise RuntimeError(f"The script that runs llama.cpp has failed:\n{messages}")
+                reasons = [line for line in lines if "error loading model: " in line or "GGML_ASSERT" in line]
+                reason = reasons[-1] if reasons else "it has ended without a reason"
+                raise UnsupportedError(
+                    f"llama.cpp cannot run the file: {reason}. Its code does not take these sizes or this vocabulary, "
+                    "or there is too little memory. Export to 'onnx', or use another model of this architecture. Its "
+                    f"last messages:\n{messages}"
+                )
+            raise RuntimeError(
+                f"The script that calls {runtime()} has failed, which has nothing to do with the model. Install the "
+                f"version of xllamacpp in constraints.txt, with which hf_posenc was tested.\n{messages}"
+            )
         found: list[Any] = pickle.loads(results.read_bytes())
         return found

@@ -113,15 +113,20 @@ class GgufExport(Export[GgufForm]):
         """Commands and Python that run it."""
         if "decoder_block_count" in form.metadata:
             return _ENCODER_DECODER
-        if not form.is_encoder():
-            return _DECODER
-        option, line = _POOLED if self.pooling is None else ("", "")
-        return _ENCODER.replace("{option}", option).replace("{line}", line)
+        words = {"{program}": "llama-cli", "{option}": "", "{server}": "", "{lines}": "", "{call}": _COMPLETION}
+        if form.is_encoder():
+            option, line = _POOLED if self.pooling is None else ("", "")
+            words |= {"{program}": "llama-embedding", "{option}": option, "{server}": " --embeddings"}
+            words |= {"{lines}": f"options.embedding = True\n{line}", "{call}": _EMBEDDING}
+        usage = _USAGE
+        for name, word in words.items():
+            usage = usage.replace(name, word)
+        return usage
 
 
-_DECODER = """```bash
-llama-cli -m {folder}/model.gguf -p 'The dog chased'
-llama-server -m {folder}/model.gguf
+_USAGE = """```bash
+{program} -m {folder}/model.gguf{option} -p 'The dog chased'
+llama-server -m {folder}/model.gguf{option}{server}
 ```
 
 or, in Python, with `pip install xllamacpp`:
@@ -131,26 +136,12 @@ import xllamacpp
 
 options = xllamacpp.CommonParams()
 options.model.path = "{folder}/model.gguf"
-server = xllamacpp.Server(options)
-answer = server.handle_completions({"prompt": "The dog chased", "n_predict": 20, "temperature": 0.0})
-print(answer["choices"][0]["text"])
+{lines}server = xllamacpp.Server(options)
+{call}
 ```"""
-_ENCODER = """```bash
-llama-embedding -m {folder}/model.gguf{option} -p 'The dog chased'
-llama-server -m {folder}/model.gguf{option} --embeddings
-```
-
-or, in Python, with `pip install xllamacpp`:
-
-```python
-import xllamacpp
-
-options = xllamacpp.CommonParams()
-options.model.path = "{folder}/model.gguf"
-options.embedding = True
-{line}server = xllamacpp.Server(options)
-print(server.handle_embeddings({"input": ["The dog chased"]})["data"][0]["embedding"])
-```"""
+_COMPLETION = """answer = server.handle_completions({"prompt": "The dog chased", "n_predict": 20, "temperature": 0.0})
+print(answer["choices"][0]["text"])"""
+_EMBEDDING = """print(server.handle_embeddings({"input": ["The dog chased"]})["data"][0]["embedding"])"""
 #: Options for a program if the file does not say how to make one vector of a text.
 _POOLED = " --pooling mean", "options.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN\n"
 _ENCODER_DECODER = (

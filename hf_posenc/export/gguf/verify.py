@@ -68,19 +68,17 @@ def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iter
     generates = any(stack.causal for stack in find_stacks(model))
     cases = (_decoded if generates else _encoded)(model, file, length)
     program, twice = f"{runtime()}, {dtype}", dtype == "f32" and has_gelu(model)
-    for mode, found in _measured(model, cases):
-        for what, value in found.items():
-            limit = _ROUNDED.get(dtype, _EXACT)[what]
-            yield Check(program, mode, what, value, max(limit, _GELU) if twice else limit)
+    for mode, what, value in _measured(model, cases):
+        limit = _ROUNDED.get(dtype, _EXACT)[what]
+        yield Check(program, mode, what, value, max(limit, _GELU) if twice else limit)
     if twice:
         with gelu_of_llama_cpp(model):
-            for mode, found in _measured(model, cases):
-                for what, value in found.items():
-                    yield Check(program, mode, f"{what}{SAME_GELU}", value, max(_EXACT[what], _SAME_GELU))
+            for mode, what, value in _measured(model, cases):
+                yield Check(program, mode, f"{what}{SAME_GELU}", value, max(_EXACT[what], _SAME_GELU))
 
 
-def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[str, Differences]]:
-    """Runs the model, and compares it with the results of llama.cpp in a mode, "prefill" or "decode"."""
+def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[str, str, float]]:
+    """Runs the model, and compares it with llama.cpp: the mode ("prefill" or "decode"), a quantity, its difference."""
     # The last logits alone, and no cache, if the model has these options.
     known = inspect.signature(model.forward).parameters
     options = {name: value for name, value in {"logits_to_keep": STEPS, "use_cache": False}.items() if name in known}
@@ -88,10 +86,11 @@ def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[s
         output = model(**{name: torch.tensor([ids], device=model.device) for name, ids in inputs.items()}, **options)
         if "logits" not in output:
             expected = output.last_hidden_state[0].float().cpu()
-            yield from (("prefill", {"hidden states": relative_difference(found, expected)}) for found in rows)
+            yield from (("prefill", "hidden states", relative_difference(found, expected)) for found in rows)
             continue
         for step, (expected, found) in enumerate(zip(output.logits[0, -STEPS:].float().cpu(), rows, strict=True)):
-            yield "decode" if step else "prefill", token_differences(expected, found[: len(expected)])
+            for what, value in token_differences(expected, found[: len(expected)]).items():
+                yield "decode" if step else "prefill", what, value
 
 
 def _encoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:

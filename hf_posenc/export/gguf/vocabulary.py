@@ -45,6 +45,7 @@ _STRIPPED = {
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 #: The mark of a piece inside a word in WordPiece, and that of the first piece of a word in llama.cpp.
 _INSIDE, _START = "##", "\u2581"
+_TO_ONNX = "Export to 'onnx', which is run with the transformers tokenizer."
 #: Score of an embedding without a token.
 _UNUSED_SCORE = -10000.0
 
@@ -98,8 +99,7 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     raise UnsupportedError(
         f"llama.cpp has no tokenizer that gives the same tokens as this {type(tokenizer).__name__}:\n"
         + "\n".join(differences)
-        + "\nThe weights could be written, but text would be read differently. Export to 'onnx', which is run with the "
-        "transformers tokenizer."
+        + f"\nThe weights could be written, but text would be read differently. {_TO_ONNX}"
     )
 
 
@@ -141,6 +141,11 @@ def _kinds(
     kind, parts = model.get("type"), json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
     if kind == "BPE" and "ByteLevel" in parts:
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+        if not merges:
+            raise UnsupportedError(
+                f"The tokenizer {type(tokenizer).__name__} has no merges: it reads single bytes. llama.cpp loads a "
+                f"byte-level BPE only with merges. {_TO_ONNX}"
+            )
         for split in _SPLITS:
             yield f"gpt2 with {split}", {"ggml.model": "gpt2", "ggml.pre": split, "ggml.merges": merges}, {}
         return
@@ -169,8 +174,7 @@ def _kinds(
         return
     raise UnsupportedError(
         f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which cannot be written. Supported are byte-level BPE "
-        "(as in GPT-2, Llama 3, Qwen2 and SmolLM2), WordPiece (BERT) and Unigram without bytes (T5). Export to 'onnx', "
-        "which is run with the transformers tokenizer."
+        f"(as in GPT-2, Llama 3, Qwen2 and SmolLM2), WordPiece (BERT) and Unigram without bytes (T5). {_TO_ONNX}"
     )
 
 

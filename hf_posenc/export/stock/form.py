@@ -49,6 +49,9 @@ def stock_config(model: PreTrainedModel) -> Any:
     """A copy of the config without the entry of a scheme, and with the native lengths."""
     config = copy.deepcopy(model.config)
     detach_entry(config)
+    output = model.get_output_embeddings()
+    if output is not None and output.weight is model.get_input_embeddings().weight:
+        config.tie_word_embeddings = True  # Also if they were tied by hand. Only one of them is saved.
     return config
 
 

@@ -101,9 +101,9 @@ class StockExport(Export[StockForm]):
         return [stack.path for stack, _ in self.parts.stacks]
 
     def _loaded(self, form: StockForm) -> PreTrainedModel:
-        """The checkpoint, loaded with stock code."""
+        """The checkpoint in float32, loaded with stock code as the model was, so that both round their buffers."""
         stock, info = form.model_class.from_pretrained(
-            self.draft, dtype=torch.float32, variant=self.variant, output_loading_info=True
+            self.draft, dtype=self.model.dtype, variant=self.variant, output_loading_info=True
         )
         missing = [str(key) for key in info["missing_keys"]]
         if getattr(self.model.base_model, "pooler", self.model) is None:
@@ -113,7 +113,7 @@ class StockExport(Export[StockForm]):
         if stray:
             name = form.model_class.__name__
             raise UnsupportedError(f"A {name} does not have the same weights: {', '.join(stray[:5])}.")
-        loaded: PreTrainedModel = stock.to(self.model.device).eval()
+        loaded: PreTrainedModel = stock.to(self.model.device).float().eval()
         return loaded
 
     def usage(self, form: StockForm) -> str:
@@ -131,7 +131,7 @@ class StockExport(Export[StockForm]):
 
 def _difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, stop: int) -> float:
     ids = random_ids(reference, stop - start)
-    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": False}
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if reference.config.is_encoder_decoder:
         arguments["decoder_input_ids"] = ids
     if start > 0:

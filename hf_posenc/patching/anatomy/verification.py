@@ -34,6 +34,7 @@ from hf_posenc.patching.anatomy.short_runs import (
 )
 from hf_posenc.patching.anatomy.sites import Stack, Trial
 from hf_posenc.patching.forwards import forward_parameters, is_of_transformers, registered_function
+from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes import NoneConfig
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -318,7 +319,7 @@ def refuse_failing(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> N
         UnsupportedError: if a short run fails with the scheme and succeeds without.
     """
     try:
-        with torch.random.fork_rng(devices=[]), trial.with_scheme(config, stacks):
+        with isolated_rng(0), trial.with_scheme(config, stacks):
             run_briefly(trial.anatomy, stacks, _TOKENS)
     except SequenceLengthError:
         return  # A shorter input may suit the scheme.
@@ -339,7 +340,7 @@ def _difference(trial: Trial, config: SchemeConfig, stacks: list[Stack]) -> floa
     """The difference of the outputs relative to their size; `None` if it is within the tolerance."""
     stock = _outputs(trial.anatomy, stacks)
     # Building a part draws its initial weights. The caller's random generator must keep its state.
-    with torch.random.fork_rng(devices=[]), trial.with_scheme(config, stacks):
+    with isolated_rng(0), trial.with_scheme(config, stacks):
         replaced = _outputs(trial.anatomy, stacks)
     difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
     return None if difference <= _TOLERANCE.get(trial.anatomy.model.dtype, _HALF_TOLERANCE) else difference

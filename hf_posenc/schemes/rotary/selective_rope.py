@@ -102,8 +102,12 @@ def _along_tokens(values: Tensor, order: Tensor) -> Tensor:
 
 def _without_padding(keys: Positions, steps: int) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The order of tokens with padding last, the order back, each `(batch or 1, key_len)`, and `_neighbours` in it."""
-    order = keys.padding.squeeze(1).to(torch.uint8).argsort(dim=-1, stable=True)
-    return order, order.argsort(dim=-1), _neighbours(keys.ids.gather(-1, order), steps)
+    padding = keys.padding.squeeze(1)
+    # Not a stable sort, which ONNX does not have.
+    real = (~padding).cumsum(dim=-1)
+    back = torch.where(padding, real[:, -1:] + padding.cumsum(dim=-1), real) - 1
+    order = back.argsort(dim=-1)
+    return order, back, _neighbours(keys.ids.gather(-1, order), steps)
 
 
 def _neighbours(ids: Tensor, steps: int) -> tuple[Tensor | None, ...]:
