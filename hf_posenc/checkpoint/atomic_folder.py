@@ -312,8 +312,8 @@ def warn_of_old_card(folder: Path, error: OSError) -> None:
     """Warns that the card of a folder cannot be replaced."""
     warn_user(
         f"The {README} in {folder} cannot be replaced ({error.strerror}), so it does not describe the position "
-        "encoding of the model that was saved there. The model is complete. Remove the protection of the file and save "
-        "again, or save to another folder."
+        "encoding of the model that was saved there. The model is complete. Make it a text file in UTF-8 that this "
+        "process may write, or remove it, and save again."
     )
 
 

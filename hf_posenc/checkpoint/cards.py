@@ -6,7 +6,9 @@ came with it, so a save of a stock model can remove both, and the name of the mo
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 import sys
@@ -40,7 +42,7 @@ _BEGIN = r"<!-- hf_posenc: [^>]*?(?: Name: (?P<name>[^>]*)\.)? Tags: (?P<tags>[^
 _SECTION = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
 #: A sentence in the cards that transformers uploads with every model that has none.
 _OF_TRANSFORMERS = "This model card has been automatically generated"
-_METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_METADATA = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 #: The line of code before a patched model is loaded.
 _IMPORT = "import hf_posenc  # before from_pretrained"
 _TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-).*\n)*", re.MULTILINE)
@@ -118,36 +120,50 @@ def has_section(folder: Path) -> bool:
     """Whether the card of a folder describes a scheme."""
     try:
         return _SECTION.search(_read(folder / README) or "") is not None
-    except PermissionError:
+    except OSError:
         return False
 
 
 def is_of_transformers(text: str) -> bool:
-    """Whether a card is the one that transformers uploads with a model that has none."""
-    return _OF_TRANSFORMERS in text
+    """Whether a card is the one that transformers uploads with a model that has none, and nobody has filled it in."""
+    description = next((line for line in text.splitlines() if _OF_TRANSFORMERS in line), None)
+    if description is None:
+        return False
+    try:
+        template = ModelCard.from_template(ModelCardData(), model_description=description)
+    except ImportError:  # It needs jinja2.
+        return False
+    return _METADATA.sub("", text).split() == template.text.split()
 
 
 def write_card(model: Any, folder: Path, source: Path | None = None, name: str | None = None) -> None:
     """Writes the section into the card of a folder, or removes it if the model has no scheme. The file is replaced.
 
-    It warns if the user may not read or replace the file.
+    As huggingface_hub does, it keeps line ends, and writes the file that a link leads to. It warns if the user may not
+    write the file, or if it is not text in UTF-8.
 
     Args:
         model: a model, also one of PEFT or sentence-transformers around a model of transformers.
         folder: where the card is written.
-        source: where the earlier card is; by default the same folder.
+        source: where the earlier card is; by default the same folder. An earlier card that is a link is written there.
         name: hub id or folder that the card names; by default that in the earlier section, or that of `source`.
     """
     source = folder if source is None else source
-    if (source / README).is_dir():
-        return
+    card = source / README
     try:
-        before = _read(source / README)
-        text = _card(model, before, name, source.resolve().name)
-        if text is not None and (text != before or folder != source):
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / README, text.encode(errors="surrogateescape"))
-    except PermissionError as error:
+        before = _read(card)
+        mark = "\ufeff" if before and before.startswith("\ufeff") else ""
+        end = "\r\n" if before and 0 < before.count("\n") == before.count("\r\n") else "\n"
+        plain = before and before.removeprefix(mark).replace(end, "\n")
+        text = _card(model, plain, name, source.resolve().name)
+        place = Path(os.path.realpath(card)) if card.is_symlink() else folder / README
+        if text is None or (text == plain and place.exists()):
+            return
+        if before is not None and not os.access(card, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(place, (mark + text.replace("\n", end)).encode(errors="surrogateescape"))
+    except OSError as error:
         warn_of_old_card(source, error)
 
 
@@ -156,7 +172,7 @@ def _card(model: Any, before: str | None, name: str | None, folder: str) -> str 
     found = _SECTION.search(before or "")
     inner = next((one for one in model.modules() if isinstance(one, PreTrainedModel) and encodings(one)), None)
     if inner is None:
-        return before if found is None else _tagged(_replaced(before or "", ""), remove=_tags_of(found))
+        return before if found is None else _tagged(_replaced(before or "", ""), remove=_section_tags(before))
     encoding = current_encoding(inner)
     assert encoding is not None
     name = name or (found and found["name"])
@@ -165,12 +181,13 @@ def _card(model: Any, before: str | None, name: str | None, folder: str) -> str 
     tags = [*_card_tags(names), *(inner.model_tags or [])]
     whole = isinstance(model, PreTrainedModel) and not _is_adapter(model, inner)
     if whole and (before is None or is_of_transformers(before)):
-        earlier = [] if before is None else ModelCard(before, ignore_metadata_errors=True).data.get("tags") or []
         base = hub_name(inner)
         data = card_data(name or folder, type(inner).__name__, names, base_model=base if base != name else None)
-        return _tagged(card_text(data, f"# {name or folder}", section), add=[*earlier, *tags])
+        for field, value in _metadata(before).items():
+            data[field] = value
+        return _tagged(card_text(data, f"# {name or folder}", section), add=tags)
     text = f"{(before or '').rstrip()}\n\n{section}\n" if found is None else _replaced(before or "", section)
-    return _tagged(text, add=tags, remove=() if found is None else _tags_of(found))
+    return _tagged(text, add=tags, remove=_section_tags(before))
 
 
 def _section(
@@ -378,8 +395,23 @@ def hub_name(model: PreTrainedModel) -> str | None:
 
 
 def _read(path: Path) -> str | None:
-    # Other encodings and line ends survive.
-    return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else None
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    data = path.read_bytes() if path.is_file() else None
+    if data is not None and b"\0" in data:  # as in UTF-16
+        raise OSError(errno.EILSEQ, "not in UTF-8")
+    # Bytes of other encodings survive.
+    return None if data is None else data.decode(errors="surrogateescape")
+
+
+def _metadata(text: str | None) -> dict[str, Any]:
+    """The metadata of a card; empty if it is not a dictionary in YAML."""
+    found = _METADATA.match(text or "")
+    try:
+        fields = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _replaced(text: str, section: str) -> str:
@@ -391,8 +423,9 @@ def _replaced(text: str, section: str) -> str:
     return f"{start.rstrip()}\n\n{after.lstrip()}".rstrip("\n") + "\n"
 
 
-def _tags_of(found: re.Match[str]) -> list[str]:
-    return found["tags"].split(", ")
+def _section_tags(text: str | None) -> list[str]:
+    """The tags that came with the sections in a card."""
+    return [tag for found in _SECTION.finditer(text or "") for tag in found["tags"].split(", ")]
 
 
 def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:

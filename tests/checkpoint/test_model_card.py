@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import (
     EncodecConfig,
     LlamaForCausalLM,
@@ -173,18 +174,52 @@ def test_a_save_writes_one_section_and_keeps_the_text_around_it(llama: Any, tmp_
     assert "tags:\n- mine\n" in text
 
 
+GENERATED = "This model card has been automatically generated."
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize(
     "text",
-    ["no metadata\n", "---\n: {\n---\n", "---\n- a list\n---\n", "", "---\ntags:\n- a: b\n---\n", "---\ntags: 5\n"],
-)
-def test_any_readme_gets_the_section_and_loses_it_again(llama: Any, tmp_path: Path, text: str) -> None:
-    (tmp_path / "README.md").write_text(text)
+    [
+        "no metadata\n", "\ufeff# Mine\n", "---\n: {\n---\n", "---\n- a list\n---\n", "", "---\ntags:\n- a: b\n---\n",
+        "---\ntags: 5\n", "---\nlicense: mit\n...\n# Mine\n", f"---\nlicense: [mit\n---\n{GENERATED}\n",
+    ],
+)  # fmt: skip
+def test_any_readme_gets_the_section_and_loses_it_again(llama: Any, tmp_path: Path, text: str, end: str) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(text, newline=end)
+    before = readme.read_bytes()
     llama.save_pretrained(tmp_path)
-    written = (tmp_path / "README.md").read_text()
-    assert text in written
+    written = readme.read_bytes().decode()
+    assert text.lstrip("\ufeff").replace("\n", end) in written
+    assert written[:1] == text[:1] or "\ufeff" not in text
     assert written.count("is `rope(theta=500)`") == 1
+    assert not text or written.count("\n") == written.count(end)
     unpatch_model(llama).save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == text
+    assert readme.read_bytes() == before
+
+
+def test_a_generated_card_is_replaced_unless_it_was_filled_in(llama: Any, tmp_path: Path) -> None:
+    readme, unknown = tmp_path / "README.md", "[More Information Needed]"
+    text = ModelCard.from_template(ModelCardData(library_name="x"), model_description=GENERATED).content
+    for developer in (unknown, "Me"):
+        readme.write_text(text.replace("library_name: x", "license: mit").replace(unknown, developer, 1))
+        llama.save_pretrained(tmp_path)
+        assert "is `rope(theta=500)`" in readme.read_text()
+        assert ModelCard.load(readme).data.license == "mit"
+        assert ("**Developed by:** Me" in readme.read_text()) == (unknown in readme.read_text()) == (developer == "Me")
+
+
+def test_a_section_of_another_card_is_removed_with_its_tags(llama: Any, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    llama.save_pretrained(tmp_path)
+    other = readme.read_text()
+    patch_model(llama, "alibi").save_pretrained(tmp_path)
+    pasted = other.partition("# ")[2].join(readme.read_text().split("\n\n", 1))
+    readme.write_text(pasted.replace("- alibi", "- alibi\n- rope"))
+    llama.save_pretrained(tmp_path)
+    assert readme.read_text().count("## Position encoding") == 1
+    assert ModelCard.load(readme).data.tags == ["hf_posenc", "position-encoding", "alibi"]
 
 
 @pytest.mark.parametrize(
@@ -197,10 +232,11 @@ def test_any_readme_gets_the_section_and_loses_it_again(llama: Any, tmp_path: Pa
 )
 def test_only_the_tags_of_metadata_change(llama: Any, tmp_path: Path, before: str, tags: str, after: str) -> None:
     readme = tmp_path / "README.md"
-    start, end = f"\ufeff---\n{before}".encode(), b"# a comment\nauthor: me\n---\nText.\n"
+    start, end = f"\ufeff\n---\n{before}".encode(), b"# a comment\nauthor: me\n---\nText.\n"
     readme.write_bytes(start + tags.encode() + end)
     llama.save_pretrained(tmp_path)
     assert b"- position-encoding\n" in readme.read_bytes()
+    assert readme.read_bytes().count(b"---\n") == 2
     unpatch_model(llama).save_pretrained(tmp_path)
     assert readme.read_bytes() == start + after.encode() + end
 
@@ -264,6 +300,39 @@ def test_a_card_that_cannot_be_replaced_is_told_and_the_model_is_saved(
     with pytest.warns(UserWarning, match="cannot be replaced"):
         llama.save_pretrained(tmp_path)
     unpatch_model(llama).save_pretrained(tmp_path)
+
+
+UNWRITABLE: dict[str, Callable[[Path], Any]] = {
+    "Is a directory": Path.mkdir,
+    "not in UTF-8": lambda path: path.write_text("# Mine\n", "utf-16"),
+    "No such file": lambda path: path.symlink_to("nowhere/README.md"),
+    "Permission denied": lambda path: path.write_text("# Mine\n"),
+}
+
+
+@pytest.mark.parametrize("reason", UNWRITABLE)
+def test_a_readme_that_cannot_have_a_section_is_left(
+    llama: Any, tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = tmp_path / "README.md"
+    UNWRITABLE[reason](readme)
+    before = os.lstat(readme)
+    monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != str(readme))
+    with pytest.warns(UserWarning, match=rf"README.md in .* cannot be replaced \({reason}"):
+        llama.save_pretrained(tmp_path)
+    assert os.lstat(readme) == before
+    assert LlamaForCausalLM.from_pretrained(tmp_path).position_encoding.config == llama.position_encoding.config
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(llama: Any, tmp_path: Path) -> None:
+    card, folder = tmp_path / "docs" / "card.md", tmp_path / "model"
+    card.parent.mkdir()
+    folder.mkdir()
+    (folder / "README.md").symlink_to("../docs/card.md")
+    for _ in range(2):
+        llama.save_pretrained(folder)
+        assert (folder / "README.md").is_symlink()
+        assert card.read_text().count("is `rope(theta=500)`") == 1
 
 
 def test_a_model_with_several_text_configs_is_saved(tmp_path: Path) -> None:
