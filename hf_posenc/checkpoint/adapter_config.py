@@ -38,8 +38,14 @@ _TOP_LEVEL_FIELDS = ("base_model_name_or_path", "revision")
 
 
 def is_marked(config: Any) -> bool:
-    """Whether the contents of `adapter_config.json` belong to an adapter of a patched model."""
-    return isinstance(config, dict) and str(config.get("peft_type", "")).startswith("hf_posenc:")
+    """Whether the contents of `adapter_config.json` belong to an adapter of a patched model.
+
+    Without the sentence, it may have been edited: PEFT would read its default options.
+    """
+    if not isinstance(config, dict):
+        return False
+    entry = config.get(ATTRIBUTE)
+    return str(config.get("peft_type")).startswith("hf_posenc:") or (isinstance(entry, dict) and "adapter" in entry)
 
 
 def marked(config: dict[str, Any], scheme: dict[str, Any]) -> dict[str, Any]:

@@ -87,8 +87,12 @@ def get_config_dict(call: Call) -> Any:
         from hf_posenc.checkpoint.configuration import check_entry, damaged
 
         if not isinstance(config.get("model_type"), str):
-            raise damaged(source, "a model_type that is not a string")
-        check_entry(config[ATTRIBUTE], str(source))
+            raise damaged(source, f"model_type {config.get('model_type')!r}", "a string")
+        check_entry(config, str(source))
+    elif not isinstance(config, dict) and MODEL_TYPE in (read_config(source, call.arguments) or ""):
+        from hf_posenc.checkpoint.configuration import damaged
+
+        raise damaged(source, f"a {type(config).__name__}", "a dictionary")
     if isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)) and ATTRIBUTE in unused:
         # The reader of the config would write it over the entry.
         unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {_SET_ASIDE: unused[ATTRIBUTE]}

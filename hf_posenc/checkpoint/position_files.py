@@ -24,6 +24,7 @@ from hf_posenc.checkpoint.configuration import CheckpointError, built_scheme, ch
 from hf_posenc.entry import find_file
 from hf_posenc.patching.anatomy.weights import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.validation import shown
 from hf_posenc.version import __version__
 
 JSON_FILE = "position_encoding.json"
@@ -145,7 +146,8 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
 def _field(entry: dict[str, Any], name: str, kind: type, source: Any) -> Any:
     value = entry.get(name)
     if not isinstance(value, kind):
-        raise damaged(source, f"{value!r} under {name!r}", f"a {kind.__name__}", file=JSON_FILE)
+        expected = {dict: "a dictionary", str: "a string", int: "an integer"}[kind]
+        raise damaged(source, f"{shown(value)} under {name!r}", expected, file=JSON_FILE)
     return value
 
 

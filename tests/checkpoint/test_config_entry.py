@@ -23,7 +23,7 @@ from transformers import (
     T5Config,
 )
 
-import hf_posenc  # noqa: F401
+from hf_posenc import CheckpointError
 from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_sentence
 from tests.checkpoint.checkpoint_cases import edit_json
@@ -152,9 +152,12 @@ def test_a_part_of_a_composite_checkpoint_is_refused(tmp_path: Path) -> None:
         ((ATTRIBUTE,), {"format": FORMAT + 1}, "Update hf_posenc"),
         ((ATTRIBUTE,), {"base_model_type": None}, "base_model_type None"),
         ((ATTRIBUTE,), {"scheme": "none"}, "names no scheme"),
-        ((ATTRIBUTE,), {"scheme": {"scheme": "nonne"}}, "Did you mean 'none'"),
+        ((ATTRIBUTE,), {"scheme": {"scheme": "nonne"}}, r"Did you mean 'none'.*--import MODULE\. If a newer hf_posenc"),
         ((ATTRIBUTE,), {"scheme": {"scheme": "native"}}, "is never saved"),
         ((ATTRIBUTE,), {"scheme": {"scheme": "none", "theta": 3}}, "theta"),
+        ((ATTRIBUTE,), {"native_fields": {"": [1]}}, "native_fields"),
+        ((ATTRIBUTE,), {"native_lengths": [512]}, r"native_lengths \[512\] in its 'position_encoding' entry, where"),
+        ((), {"model_type": None}, "model_type None"),
         ((), {"model_type": "x"}, "model type `x`"),
     ],
 )
@@ -163,11 +166,20 @@ def test_a_damaged_entry_is_explained(
 ) -> None:
     with_entry().save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", *where, **damage)
-    readers = (AutoConfig,) if "model_type" in damage else (AutoConfig, LlamaConfig)
+    readers = (AutoConfig,) if "x" in damage.values() else (AutoConfig, LlamaConfig)
     for reader in readers:
         with pytest.raises(ValueError, match=message) as caught:
             reader.from_pretrained(tmp_path)
-        assert str(tmp_path) in str(caught.value) or "model_type" in damage
+        assert str(tmp_path) in str(caught.value) or "x" in damage.values()
+
+
+def test_a_list_in_place_of_a_config_is_explained(tmp_path: Path) -> None:
+    with_entry().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(f"[{path.read_text()}]")
+    for reader in (AutoConfig, LlamaConfig):
+        with pytest.raises(CheckpointError, match=r"config\.json of .* has a list, where a dictionary is expected"):
+            reader.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["hf_posenc", "hf_posenc (another text)"])
