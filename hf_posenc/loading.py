@@ -78,8 +78,8 @@ def load_with_adapters(adapters: str) -> tuple[Any, str]:
     base = PeftConfig.from_pretrained(adapters).base_model_name_or_path
     if not isinstance(base, str) or not base:
         raise UsageError(
-            f"The {ADAPTER_CONFIG} of {adapters} has base_model_name_or_path {base!r}. Write the hub id or folder of the "
-            "base model there."
+            f"The {ADAPTER_CONFIG} of {adapters} has base_model_name_or_path {base!r}. Write the hub id or folder of "
+            "the base model there."
         )
     return PeftModel.from_pretrained(load_model(base), adapters).eval(), base
 

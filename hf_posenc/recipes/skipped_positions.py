@@ -52,7 +52,7 @@ def pose_positions(
     real = _real_tokens(positions, real)
     inner, size, drawn = _documents(positions, real, 2 * (chunks - 1), generator)
     longest = int(size.where(real, 0).amax()) if size.numel() else 0
-    if longest > target_length:
+    if not longest <= target_length:
         raise ValueError(
             f"target_length is {target_length}, and a document has {longest} tokens; expected at least as many "
             "positions as tokens, and more of them for any skip."
@@ -123,7 +123,7 @@ def perturbed_positions(
 def check_shift(shift: str, largest_skip: int | None, owner: str = "") -> None:
     """Raises for options of `perturbed_positions` that do not exist."""
     if shift not in SHIFTS:
-        raise UnknownNameError("shift", shift, SHIFTS)
+        raise UnknownNameError("shift", str(shift), SHIFTS)
     if largest_skip is not None and largest_skip < 1:
         raise ValueError(f"{owner}largest_skip is {largest_skip!r}; expected 1 or more.")
 
@@ -140,6 +140,8 @@ def _refuse_full(positions: Tensor, room: Tensor, real: Tensor, limit: int) -> N
 
 def _real_tokens(positions: Tensor, real: Tensor | None) -> Tensor:
     """`(batch, length)` bool. Raises for positions and masks of another dtype or shape."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions are a {type(positions).__name__}; expected a tensor of integers, (batch, length).")
     if positions.dim() != 2 or positions.is_floating_point():
         raise ValueError(
             f"positions are {positions.dtype} of shape {tuple(positions.shape)}; expected integers, (batch, length)."

@@ -16,6 +16,8 @@ from hf_posenc.recipes import (
     frozen_teacher,
     hidden_state_loss,
     mean_pooled,
+    reverse_divergence,
+    soft_target_loss,
 )
 from tests.matrix.running import patched, tokens
 
@@ -78,11 +80,30 @@ def test_hidden_states_and_their_mean():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"temperature": 0}, "temperature is 0"), ({"weight": 0}, "weight is 0"), ({"weight": 1.1}, "weight is 1.1")],
+    [
+        ({"temperature": 0}, "temperature is 0"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": "2"}, "temperature is '2'"),
+        ({"weight": 0}, "weight is 0"),
+        ({"weight": 1.1}, "weight is 1.1"),
+    ],
 )
 def test_wrong_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Distillation(frozen_teacher(patched("llama_gqa", None)), causal=True, **options)
+
+
+def test_outputs_that_do_not_belong_together_are_refused():
+    logits, of_another_vocabulary = torch.rand(2, 3, 5), torch.rand(2, 3, 1)
+    for loss in (
+        hidden_state_loss,
+        lambda student, teacher: soft_target_loss(student, teacher, torch.ones(2, 3)),
+        reverse_divergence,
+    ):
+        with pytest.raises(ValueError, match=r"\(2, 3, 5\) and those of the teacher \(2, 3, 1\)"):
+            loss(logits, of_another_vocabulary)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert soft_target_loss(logits, -logits, mask) == soft_target_loss(logits, -logits, mask.bool())
 
 
 def test_a_teacher_that_would_learn_is_refused():

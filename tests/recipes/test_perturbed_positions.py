@@ -105,6 +105,7 @@ def test_the_global_generator_is_the_default():
         ({"limit": 8}, SequenceLengthError, "reach 8 and the model has 8"),
         ({"positions": torch.arange(8)}, ValueError, "expected integers"),
         ({"positions": torch.rand(1, 8)}, ValueError, "expected integers"),
+        ({"positions": [[0, 1]]}, TypeError, "positions are a list"),
     ],
 )
 def test_wrong_arguments_of_the_positions(options, error, message):
@@ -341,7 +342,9 @@ def test_a_table_without_free_rows_is_refused():
     [
         ({"weight": 0}, ValueError, "weight is 0"),
         ({"weight": float("nan")}, ValueError, "weight is nan"),
+        ({"weight": "1"}, ValueError, "weight is '1'"),
         ({"shift": "skips"}, UnknownNameError, "Did you mean 'skip'"),
+        ({"shift": None}, UnknownNameError, "Unknown shift 'None'"),
         ({"largest_skip": 0}, ValueError, "largest_skip is 0"),
     ],
 )

@@ -74,7 +74,9 @@ def test_phases_hold_from_their_first_step_on():
         (SchemePhases, [((0, "rope"), (5, "none"), (5, "alibi"))], "in order"),
         (SchemePhases, [((0, "ropee"),)], "rope"),
         # A part without a step.
-        *((drope, steps, "at least 1") for steps in ((10, 0.0), (10, 1.0), (1, 0.5))),
+        *((drope, steps, "at least 1") for steps in ((10, 0.0), (10, 1.0), (1, 0.5), (10, float("nan")), (10, -0.5))),
+        *((SchemePhases, [(phase,)], "is no phase") for phase in (0, (0.5, "none"), ("0", "none"), (0, "none", 5))),
+        (parameter_groups, [torch.nn.Linear(2, 2), -0.1], "weight_decay is -0.1"),
     ],
 )
 def test_wrong_phases_are_refused(make, arguments, message):

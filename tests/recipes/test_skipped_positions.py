@@ -78,6 +78,7 @@ def test_the_global_generator_is_the_default():
     [
         ({"chunks": 1}, "chunks is 1; expected 2 or more"),
         ({"target_length": 7}, "target_length is 7, and a document has 8 tokens"),
+        ({"target_length": float("nan")}, "target_length is nan"),
         ({"positions": torch.arange(8)}, "expected integers"),
         ({"positions": torch.rand(1, 8)}, "expected integers"),
         ({"real": torch.ones(1, 7)}, r"real has the shape \(1, 7\), and positions have \(1, 8\)"),
