@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -164,10 +165,15 @@ def test_a_part_of_a_composite_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_explained(
     tmp_path: Path, where: tuple[str, ...], damage: dict[str, Any], message: str
 ) -> None:
-    with_entry().save_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", *where, **damage)
+    config, path = with_entry(), tmp_path / "config.json"
+    config.save_pretrained(tmp_path)
+    forms = [path.read_text()]
+    if where and "base_model_type" not in damage and damage != {"scheme": "none"}:
+        forms += [json.dumps(config.to_dict())]  # written by hand
     readers = (AutoConfig,) if "x" in damage.values() else (AutoConfig, LlamaConfig)
-    for reader in readers:
+    for form, reader in itertools.product(forms, readers):
+        path.write_text(form)
+        edit_json(path, *where, **damage)
         with pytest.raises(ValueError, match=message) as caught:
             reader.from_pretrained(tmp_path)
         assert str(tmp_path) in str(caught.value) or "x" in damage.values()

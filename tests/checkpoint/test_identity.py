@@ -220,17 +220,6 @@ def test_a_class_of_ones_own_loads_registered_or_not(tmp_path: Path) -> None:
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
-def test_a_damaged_dictionary_written_by_hand_is_explained(tmp_path: Path) -> None:
-    model = made(**ALIBI)
-    model.save_pretrained(tmp_path)
-    for change, message in (({"scheme": {"scheme": "albi"}}, "Did you mean 'alibi'"), ({"format": 99}, "Update")):
-        (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
-        assert not hasattr(LlamaForCausalLM.from_pretrained(tmp_path).config, "transformers_weights")
-        edit_json(tmp_path / "config.json", "position_encoding", **change)
-        with pytest.raises(CheckpointError, match=message):
-            LlamaForCausalLM.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("foreign", ["1d", {"kind": "alibi"}, {"format": "x", "scheme": {"scheme": "unknown"}}])
 def test_a_key_of_the_same_name_in_a_stock_config_is_not_ours(tmp_path: Path, foreign: Any) -> None:
     stock = made()

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_posenc import SequenceLengthError, UnknownNameError, UnsupportedError, patch_model
-from hf_posenc.recipes import PerturbedSelfDistillation, perturbed_positions
+from hf_posenc.recipes import PerturbedSelfDistillation, perturbed_positions, pose_positions
 from tests.documentation.pages import page_text
 from tests.matrix.running import patched, tokens
 from tests.thinning import in_turn
@@ -88,19 +88,21 @@ def test_boundary_and_skip_are_uniform():
     assert (torch.cat([boundaries, skips[1:]]) - 1000).abs().max() < 137
 
 
-def test_the_global_generator_is_the_default():
+@pytest.mark.parametrize("draw", [perturbed_positions, lambda positions: pose_positions(positions, 90)])
+def test_the_global_generator_is_the_default(draw):
     positions = torch.arange(20).expand(3, 20)
     torch.manual_seed(5)
-    first = perturbed_positions(positions)
+    first = draw(positions)
     torch.manual_seed(5)
-    assert torch.equal(perturbed_positions(positions), first)
-    assert not torch.equal(perturbed_positions(positions), first)
+    assert torch.equal(draw(positions), first)
+    assert not torch.equal(draw(positions), first)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"shift": "cycle"}, UnknownNameError, "Did you mean 'cyclic'"),
+        ({"shift": None}, UnknownNameError, "Unknown shift 'None'"),
         ({"largest_skip": 0}, ValueError, "largest_skip is 0"),
         ({"limit": 8}, SequenceLengthError, "reach 8 and the model has 8"),
         ({"positions": torch.arange(8)}, ValueError, "expected integers"),
@@ -344,8 +346,6 @@ def test_a_table_without_free_rows_is_refused():
         ({"weight": float("nan")}, ValueError, "weight is nan"),
         ({"weight": "1"}, ValueError, "weight is '1'"),
         ({"shift": "skips"}, UnknownNameError, "Did you mean 'skip'"),
-        ({"shift": None}, UnknownNameError, "Unknown shift 'None'"),
-        ({"largest_skip": 0}, ValueError, "largest_skip is 0"),
     ],
 )
 def test_wrong_settings_are_refused(options, error, message):
