@@ -48,13 +48,6 @@ def is_marked(config: Any) -> bool:
     return str(config.get("peft_type")).startswith("hf_posenc:") or (isinstance(entry, dict) and "adapter" in entry)
 
 
-def marked(config: dict[str, Any], scheme: dict[str, Any]) -> dict[str, Any]:
-    """Converts the config of an adapter that was trained with a scheme to its form on disk."""
-    visible = {name: config[name] for name in _TOP_LEVEL_FIELDS if name in config}
-    entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "sha256": hash_of(scheme), "adapter": config}
-    return {"peft_type": SENTENCE, **visible, ATTRIBUTE: entry}
-
-
 def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
     """Restores the config that PEFT wrote. Top-level fields take precedence, so that edits of the base model's name
     work.
@@ -89,8 +82,11 @@ def scheme_of(disk: dict[str, Any], source: str) -> dict[str, Any]:
 def write_marked(draft: Path, folder: Path, scheme: dict[str, Any]) -> None:
     """Writes the marked form of a config that PEFT has saved to a draft. The file is replaced atomically."""
     config = json.loads((draft / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "sha256": hash_of(scheme), "adapter": config}
+    visible = {name: config[name] for name in _TOP_LEVEL_FIELDS if name in config}
+    disk = {"peft_type": SENTENCE, **visible, ATTRIBUTE: entry}
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / ADAPTER_CONFIG, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
+    replace_file(folder / ADAPTER_CONFIG, json.dumps(disk, indent=2, sort_keys=True).encode())
 
 
 def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:

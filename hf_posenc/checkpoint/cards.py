@@ -129,10 +129,7 @@ def is_of_transformers(text: str) -> bool:
     description = next((line for line in text.splitlines() if _OF_TRANSFORMERS in line), None)
     if description is None:
         return False
-    try:
-        template = ModelCard.from_template(ModelCardData(), model_description=description)
-    except ImportError:  # It needs jinja2.
-        return False
+    template = ModelCard.from_template(ModelCardData(), model_description=description)
     return _METADATA.sub("", text).split() == template.text.split()
 
 
@@ -215,11 +212,7 @@ def _section(
         if not module.startswith("hf_posenc."):
             own[module] = f"{own[module]}, {one.name}" if module in own else one.name
     imports = [_IMPORT, *map(_own_import, own, own.values())]
-    loading = (
-        _adapter_loading(name, class_name, base, imports)
-        if adapter
-        else loading_section(name, class_name, imports=imports)
-    )
+    loading = loading_section(name, class_name, imports=imports, base_model=base if adapter else None)
     layers = sum(len(stack.attention_layers) for stack in report.stacks)
     return "\n\n".join(
         (
@@ -307,7 +300,13 @@ def _own_import(module: str, schemes: str) -> str:
 
 
 def loading_section(
-    path: str, class_name: str, *, patched: bool = True, tokenizer: bool = False, imports: Sequence[str] = (_IMPORT,)
+    path: str,
+    class_name: str,
+    *,
+    patched: bool = True,
+    tokenizer: bool = False,
+    imports: Sequence[str] = (_IMPORT,),
+    base_model: str | None = None,
 ) -> str:
     """Describes how to load a saved model, and what happens without the package, in Markdown.
 
@@ -317,16 +316,27 @@ def loading_section(
         patched: whether it has a scheme of this package; a stock model needs no import.
         tokenizer: whether its tokenizer is saved with it.
         imports: lines of code that register the scheme.
+        base_model: hub id or folder of the base model, if an adapter is saved.
     """
     names = ["AutoTokenizer", class_name] if tokenizer else [class_name]
     lines = [*imports] if patched else []
-    lines += [f"from transformers import {', '.join(names)}", "", f'model = {class_name}.from_pretrained("{path}")']
+    lines += ["from peft import PeftModel"] if base_model else []
+    lines += [f"from transformers import {', '.join(names)}", ""]
+    lines += [f'base = {class_name}.from_pretrained("{base_model}")'] if base_model else []
+    load = "PeftModel.from_pretrained(base, " if base_model else f"{class_name}.from_pretrained("
+    lines += [f'model = {load}"{path}")']
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{path}")'] if tokenizer else []
     lines += ["print(model.position_encoding.config)"] if patched else []
     code = "\n".join(["```python", *lines, "```"])
     if not patched:
         return code
-    return f"{code}\n\nIt needs the package `hf-posenc` (`{INSTALL}`). Without the import, loading stops with an error."
+    needs = (
+        "The scheme is saved next to the adapter: a stock base model is patched when the adapter is loaded, and a "
+        "different base model is refused."
+        if base_model
+        else f"It needs the package `hf-posenc` (`{INSTALL}`)."
+    )
+    return f"{code}\n\n{needs} Without the import, loading stops with an error."
 
 
 def _programs(model: PreTrainedModel, name: str, own_modules: Sequence[str], adapter: bool = False) -> str:
@@ -361,18 +371,6 @@ def _programs(model: PreTrainedModel, name: str, own_modules: Sequence[str], ada
         "they would run it with stock positions."
     )
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _adapter_loading(path: str, class_name: str, base_model: str, imports: Sequence[str]) -> str:
-    """Describes how to load an adapter of a patched model, in Markdown."""
-    lines = [*imports, "from peft import PeftModel", f"from transformers import {class_name}", ""]
-    lines += [f'base = {class_name}.from_pretrained("{base_model}")']
-    lines += [f'model = PeftModel.from_pretrained(base, "{path}")']
-    code = "\n".join(["```python", *lines, "```"])
-    return (
-        f"{code}\n\nThe scheme is saved next to the adapter: a stock base model is patched when the adapter is loaded, "
-        "and a different base model is refused. Without the import, loading stops with an error."
-    )
 
 
 def versions_section() -> str:

@@ -70,6 +70,8 @@ def get_config_dict(call: Call) -> Any:
             raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
     try:
         config, unused = call.run()
+        if not isinstance(config, dict) and MODEL_TYPE in (read_config(source, call.arguments) or ""):
+            raise TypeError(f"a dictionary is expected, not a {type(config).__name__}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         text = read_config(source, call.arguments)
         if text is None or MODEL_TYPE not in text:
@@ -89,10 +91,6 @@ def get_config_dict(call: Call) -> Any:
         if not isinstance(config.get("model_type"), str):
             raise damaged(source, f"model_type {config.get('model_type')!r}", "a string")
         check_entry(config, str(source))
-    elif not isinstance(config, dict) and MODEL_TYPE in (read_config(source, call.arguments) or ""):
-        from hf_posenc.checkpoint.configuration import damaged
-
-        raise damaged(source, f"a {type(config).__name__}", "a dictionary")
     if isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)) and ATTRIBUTE in unused:
         # The reader of the config would write it over the entry.
         unused = {name: value for name, value in unused.items() if name != ATTRIBUTE} | {_SET_ASIDE: unused[ATTRIBUTE]}

@@ -37,11 +37,7 @@ def frozen_teacher(model: ModelType) -> ModelType:
 
 
 def check_same_shape(student: Tensor, teacher: Tensor) -> None:
-    """Refuses outputs that would be broadcast to one another.
-
-    Raises:
-        ValueError: with both shapes.
-    """
+    """Raises `ValueError` for outputs that would be broadcast to one another."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"The outputs of the student have the shape {tuple(student.shape)} and those of the teacher "

@@ -184,7 +184,7 @@ def test_a_list_in_place_of_a_config_is_explained(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(f"[{path.read_text()}]")
     for reader in (AutoConfig, LlamaConfig):
-        with pytest.raises(CheckpointError, match=r"config\.json of .* has a list, where a dictionary is expected"):
+        with pytest.raises(CheckpointError, match=r"config\.json of .* a dictionary is expected, not a list"):
             reader.from_pretrained(tmp_path)
 
 

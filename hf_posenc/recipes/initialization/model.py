@@ -130,17 +130,7 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def checked_tokens(ids: Any, name: str, model: Any, shortest: int) -> Tensor:
-    """Returns token ids, `(batch, length)`, that a model can read.
-
-    Args:
-        ids: what was given.
-        name: of the argument, for messages.
-        model: the model.
-        shortest: the smallest length.
-
-    Raises:
-        ValueError: for anything else, and for ids that are not in the vocabulary of the model.
-    """
+    """Returns token ids, `(batch, length)`, that a model can read. Raises `ValueError` for anything else."""
     found = f"a {type(ids).__name__}"
     if isinstance(ids, Tensor):
         found = f"a tensor of the shape {tuple(ids.shape)} and dtype {ids.dtype}"
