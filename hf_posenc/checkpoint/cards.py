@@ -22,9 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
 
-from hf_posenc.checkpoint.atomic_folder import README, replace_file, warn_of_old_card
+from hf_posenc.checkpoint.atomic_folder import replace_file
 from hf_posenc.entry import INSTALL
-from hf_posenc.errors import PositionEncodingError
+from hf_posenc.errors import PositionEncodingError, warn_user
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, encodings
@@ -33,6 +33,7 @@ from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.refusals import VLLM
 from hf_posenc.version import REPOSITORY, __version__
 
+README = "README.md"
 #: Tags of every card, by which patched models can be found.
 TAGS = ("hf_posenc", "position-encoding")
 #: The section about the scheme between comments, by which a save finds it again.
@@ -133,7 +134,7 @@ def is_of_transformers(text: str) -> bool:
     return _METADATA.sub("", text).split() == template.text.split()
 
 
-def write_card(model: Any, folder: Path, source: Path | None = None, name: str | None = None) -> None:
+def write_card(model: Any, folder: Path, name: str | None = None) -> None:
     """Writes the section into the card of a folder, or removes it if the model has no scheme. The file is replaced.
 
     As huggingface_hub does, it keeps line ends, and writes the file that a link leads to. It warns if the user may not
@@ -141,27 +142,27 @@ def write_card(model: Any, folder: Path, source: Path | None = None, name: str |
 
     Args:
         model: a model, also one of PEFT or sentence-transformers around a model of transformers.
-        folder: where the card is written.
-        source: where the earlier card is; by default the same folder. An earlier card that is a link is written there.
-        name: hub id or folder that the card names; by default that in the earlier section, or that of `source`.
+        folder: where the card is.
+        name: hub id or folder that the card names; by default that in the earlier section, or that of `folder`.
     """
-    source = folder if source is None else source
-    card = source / README
+    card = folder / README
     try:
         before = _read(card)
         mark = "\ufeff" if before and before.startswith("\ufeff") else ""
         end = "\r\n" if before and 0 < before.count("\n") == before.count("\r\n") else "\n"
         plain = before and before.removeprefix(mark).replace(end, "\n")
-        text = _card(model, plain, name, source.resolve().name)
-        place = Path(os.path.realpath(card)) if card.is_symlink() else folder / README
-        if text is None or (text == plain and place.exists()):
+        text = _card(model, plain, name, folder.resolve().name)
+        if text is None or text == plain:
             return
         if before is not None and not os.access(card, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(place, (mark + text.replace("\n", end)).encode(errors="surrogateescape"))
+        replace_file(Path(os.path.realpath(card)), (mark + text.replace("\n", end)).encode(errors="surrogateescape"))
     except OSError as error:
-        warn_of_old_card(source, error)
+        warn_user(
+            f"The {README} in {folder} cannot be replaced ({error.strerror}), so it does not describe the position "
+            "encoding of the model that was saved there. The model is complete. Make it a text file in UTF-8 that this "
+            "process may write, or remove it, and save again."
+        )
 
 
 def _card(model: Any, before: str | None, name: str | None, folder: str) -> str | None:
