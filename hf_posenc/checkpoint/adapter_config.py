@@ -21,7 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_posenc.checkpoint.atomic_folder import replace_file
-from hf_posenc.checkpoint.configuration import CheckpointError, check_format
+from hf_posenc.checkpoint.configuration import check_format, damaged
 from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, check_hash, hash_of
 from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME, ATTRIBUTE, INSTALL, find_file
 from hf_posenc.errors import UnsupportedError
@@ -58,10 +58,8 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
     entry = disk.get(ATTRIBUTE)
     config = entry.get("adapter") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        raise CheckpointError(
-            f"{source} is marked as the config of an adapter of a patched model, but its {ATTRIBUTE!r} entry does not "
-            "contain the config of the adapter. The file was edited or damaged; save the adapter again."
-        )
+        found = f"an {ATTRIBUTE!r} entry without the config of the adapter"
+        raise damaged(Path(source).parent, found, file=ADAPTER_CONFIG)
     check_format(entry, FORMAT, Path(source).parent, ADAPTER_CONFIG)
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}
 

@@ -46,7 +46,7 @@ _OF_TRANSFORMERS = "This model card has been automatically generated"
 _METADATA = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 #: The line of code before a patched model is loaded.
 _IMPORT = "import hf_posenc  # before from_pretrained"
-_TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-).*\n)*", re.MULTILINE)
+_TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-(?!--)).*\n)*", re.MULTILINE)
 
 
 def model_card(
@@ -126,12 +126,12 @@ def has_section(folder: Path) -> bool:
 
 
 def is_of_transformers(text: str) -> bool:
-    """Whether a card is the one that transformers uploads with a model that has none, and nobody has filled it in."""
+    """Whether a card is the one that transformers uploads with a model that has none, with tags and nothing else."""
     description = next((line for line in text.splitlines() if _OF_TRANSFORMERS in line), None)
     if description is None:
         return False
-    template = ModelCard.from_template(ModelCardData(), model_description=description)
-    return _METADATA.sub("", text).split() == template.text.split()
+    template = ModelCard.from_template(ModelCardData(library_name="transformers"), model_description=description)
+    return _TAGS.sub("", text).split() == _TAGS.sub("", str(template)).split()
 
 
 def write_card(model: Any, folder: Path, name: str | None = None) -> None:
@@ -181,9 +181,8 @@ def _card(model: Any, before: str | None, name: str | None, folder: str) -> str 
     if whole and (before is None or is_of_transformers(before)):
         base = hub_name(inner)
         data = card_data(name or folder, type(inner).__name__, names, base_model=base if base != name else None)
-        for field, value in _metadata(before).items():
-            data[field] = value
-        return _tagged(card_text(data, f"# {name or folder}", section), add=tags)
+        text, earlier = card_text(data, f"# {name or folder}", section), _TAGS.search(before or "")
+        return _tagged(_TAGS.sub(lambda _: earlier[0], text, count=1) if earlier else text, add=tags)
     text = f"{(before or '').rstrip()}\n\n{section}\n" if found is None else _replaced(before or "", section)
     return _tagged(text, add=tags, remove=_section_tags(before))
 
@@ -401,16 +400,6 @@ def _read(path: Path) -> str | None:
         raise OSError(errno.EILSEQ, "not in UTF-8")
     # Bytes of other encodings survive.
     return None if data is None else data.decode(errors="surrogateescape")
-
-
-def _metadata(text: str | None) -> dict[str, Any]:
-    """The metadata of a card; empty if it is not a dictionary in YAML."""
-    found = _METADATA.match(text or "")
-    try:
-        fields = yaml.safe_load(found[1]) if found else None
-    except yaml.YAMLError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _replaced(text: str, section: str) -> str:

@@ -114,7 +114,7 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     def upload() -> None:
         with upload_of(folder, repository):
             card = modeling_utils.create_and_tag_model_card(repository, model.model_tags, token=token)
-            if not is_of_transformers(card.text):
+            if not is_of_transformers(str(card)):
                 card.save(os.path.join(folder, README))
             model._upload_modified_files(
                 folder, repository, before, commit_message=message, token=token, create_pr=create_pr

@@ -211,15 +211,17 @@ def test_any_readme_gets_the_section_and_loses_it_again(
     assert readme.read_bytes() == (text if after is None else after).replace("\n", end).encode()
 
 
-def test_a_generated_card_is_replaced_unless_it_was_filled_in(llama: Any, tmp_path: Path) -> None:
-    readme, unknown = tmp_path / "README.md", "[More Information Needed]"
-    text = ModelCard.from_template(ModelCardData(library_name="x"), model_description=GENERATED).content
-    for developer in (unknown, "Me"):
-        readme.write_text(text.replace("library_name: x", "license: mit").replace(unknown, developer, 1))
-        llama.save_pretrained(tmp_path)
-        assert "is `rope(theta=500)`" in readme.read_text()
-        assert ModelCard.load(readme).data.license == "mit"
-        assert ("**Developed by:** Me" in readme.read_text()) == (unknown in readme.read_text()) == (developer == "Me")
+@pytest.mark.parametrize(
+    "by_hand", [("", ""), ("---\n\n", "license: mit\n---\n\n"), ("[More Information Needed]", "Me")]
+)
+def test_a_generated_card_is_replaced_unless_it_was_filled_in(llama: Any, tmp_path: Path, by_hand: Any) -> None:
+    readme, kept = tmp_path / "README.md", ModelCardData(library_name="transformers", tags=["mine"])
+    text = ModelCard.from_template(kept, model_description=GENERATED).content.replace(*by_hand, 1)
+    readme.write_text(text)
+    llama.save_pretrained(tmp_path)
+    assert ModelCard.load(readme).data.tags == ["mine", "hf_posenc", "position-encoding", "rope"]
+    assert (text.partition("# Model Card")[2] in readme.read_text()) == (by_hand[1] != "")
+    assert by_hand[1] in readme.read_text().replace("tags:\n- mine\n- hf_posenc\n- position-encoding\n- rope\n", "")
 
 
 def test_a_section_of_another_card_is_removed_with_its_tags(llama: Any, tmp_path: Path) -> None:
