@@ -9,7 +9,6 @@ from hf_posenc.errors import PositionEncodingError, SequenceLengthError, Unsuppo
 from hf_posenc.patching.place.config_entry import (
     ARCHITECTURE_PREFIX,
     NAMES,
-    NATIVE_FIELDS,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
     changed_fields,
@@ -128,10 +127,6 @@ def check_entry(disk: dict[str, Any], source: str) -> None:
         raise damaged(source, found, 'a dictionary like {"scheme": "alibi", ...}')
     if names_native(built_scheme(scheme, source, "config.json")):
         raise damaged(source, "the scheme 'native', which refers to the model's own scheme and is never saved")
-    fields = entry.get(NATIVE_FIELDS, {})
-    if not isinstance(fields, dict) or not all(isinstance(part, dict) for part in fields.values()):
-        found = f"{NATIVE_FIELDS} {shown(fields)} in its {ATTRIBUTE!r} entry"
-        raise damaged(source, found, "a dictionary of the position fields of each part of the model")
     _check_lengths(entry.get(NATIVE_LENGTHS, {}), disk, source)
 
 

@@ -140,8 +140,6 @@ def _refuse_full(positions: Tensor, room: Tensor, real: Tensor, limit: int) -> N
 
 def _real_tokens(positions: Tensor, real: Tensor | None) -> Tensor:
     """`(batch, length)` bool. Raises for positions and masks of another dtype or shape."""
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"positions are a {type(positions).__name__}; expected a tensor of integers, (batch, length).")
     if positions.dim() != 2 or positions.is_floating_point():
         raise ValueError(
             f"positions are {positions.dtype} of shape {tuple(positions.shape)}; expected integers, (batch, length)."

@@ -72,12 +72,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Returns:
         Two groups, the decayed and the undecayed parameters; frozen ones are in neither.
-
-    Raises:
-        ValueError: for a weight decay below 0, which torch would take.
     """
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay is {weight_decay!r}; expected a number of at least 0.")
     from transformers import Trainer
 
     unused: Any = None  # The method does not read its Trainer.

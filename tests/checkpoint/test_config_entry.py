@@ -151,12 +151,14 @@ def test_a_part_of_a_composite_checkpoint_is_refused(tmp_path: Path) -> None:
         ((), {"architectures": "SomeModel"}, "a list of names of model classes"),
         ((ATTRIBUTE,), {"format": 99}, "Update hf_posenc"),
         ((ATTRIBUTE,), {"format": FORMAT + 1}, "Update hf_posenc"),
-        ((ATTRIBUTE,), {"base_model_type": None}, "base_model_type None"),
+        *(
+            ((ATTRIBUTE,), {"base_model_type": kind}, f"base_model_type {kind!r}")
+            for kind in (None, "gpt2", "../x", "Llama")
+        ),
         ((ATTRIBUTE,), {"scheme": "none"}, "names no scheme"),
         ((ATTRIBUTE,), {"scheme": {"scheme": "nonne"}}, r"Did you mean 'none'.*--import MODULE\. If a newer hf_posenc"),
         ((ATTRIBUTE,), {"scheme": {"scheme": "native"}}, "is never saved"),
         ((ATTRIBUTE,), {"scheme": {"scheme": "none", "theta": 3}}, "theta"),
-        ((ATTRIBUTE,), {"native_fields": {"": [1]}}, "native_fields"),
         ((ATTRIBUTE,), {"native_lengths": [512]}, r"native_lengths \[512\] in its 'position_encoding' entry, where"),
         ((), {"model_type": None}, "model_type None"),
         ((), {"model_type": "x"}, "model type `x`"),
@@ -166,6 +168,7 @@ def test_a_damaged_entry_is_explained(
     tmp_path: Path, where: tuple[str, ...], damage: dict[str, Any], message: str
 ) -> None:
     config, path = with_entry(), tmp_path / "config.json"
+    config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     forms = [path.read_text()]
     if where and "base_model_type" not in damage and damage != {"scheme": "none"}:
