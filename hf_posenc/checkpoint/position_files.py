@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hf_posenc.checkpoint.atomic_folder import is_place_for_folder, replace_file
+from hf_posenc.checkpoint.atomic_folder import replace_file
 from hf_posenc.checkpoint.configuration import CheckpointError, built_scheme, check_format, damaged, is_length
 from hf_posenc.entry import find_file
 from hf_posenc.patching.anatomy.weights import Fingerprint, check_entry
@@ -61,14 +61,7 @@ class PositionFiles:
         Args:
             folder: created if needed.
             beside_adapter: whether they belong to the adapter whose weights were just written there.
-
-        Raises:
-            NotADirectoryError: if the path is not that of a folder.
         """
-        if not is_place_for_folder(folder):
-            raise NotADirectoryError(
-                f"{folder!r} is not a folder. Give the path of a folder, which is created if it does not exist."
-            )
         directory = Path(folder)
         directory.mkdir(parents=True, exist_ok=True)
         data = save({name: tensor.contiguous() for name, tensor in self.parameters.items()}, {"format": "pt"})

@@ -17,8 +17,11 @@ from hf_posenc.recipes import (
     SchemePhasesCallback,
     drope,
     frozen_teacher,
+    hidden_state_loss,
     perturbed_positions,
     pose_positions,
+    reverse_divergence,
+    soft_target_loss,
 )
 from tests.matrix.running import patched
 
@@ -49,6 +52,7 @@ def phases(*given: Any) -> None:
     SchemePhases(given)
 
 
+OUTPUTS, NARROW = torch.rand(2, 3, 5), torch.rand(2, 3, 1)
 WRONG: list[tuple[Callable[..., Any], str]] = [
     (partial(distilled, temperature=0), "Distillation.temperature is 0"),
     (partial(distilled, temperature=INFINITE), "temperature is inf"),
@@ -56,6 +60,9 @@ WRONG: list[tuple[Callable[..., Any], str]] = [
     (partial(distilled, weight=0), "weight is 0"),
     (partial(distilled, weight=1.1), "weight is 1.1"),
     (of_untrained_teacher, "frozen_teacher"),
+    (partial(soft_target_loss, OUTPUTS, NARROW, torch.ones(2, 3)), r"\(2, 3, 5\) and those of the teacher \(2, 3, 1\)"),
+    (partial(hidden_state_loss, OUTPUTS, NARROW), "of the teacher"),
+    (partial(reverse_divergence, OUTPUTS, NARROW), "of the teacher"),
     (partial(self_distilled, weight=0), "weight is 0"),
     (partial(self_distilled, weight=NAN), "weight is nan"),
     (partial(self_distilled, weight="1"), "weight is '1'"),
