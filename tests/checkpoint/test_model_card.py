@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -271,25 +270,12 @@ def test_commands_can_be_typed_for_a_folder_of_any_name(llama: Any, tmp_path: Pa
         assert f"{command} 'my model (new)'" in text
 
 
-def _immutable(path: Path, patch: pytest.MonkeyPatch) -> None:
-    path.write_text("# Mine\n")
-    replace = os.replace
-
-    def refuse(source: Any, target: Any) -> None:
-        if os.fspath(target) == str(path):
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        replace(source, target)
-
-    patch.setattr(os, "replace", refuse)
-
-
 def _protected(path: Path, patch: pytest.MonkeyPatch) -> None:
     path.write_text("# Mine\n")
     patch.setattr(os, "access", lambda place, mode: os.fspath(place) != str(path))
 
 
 UNWRITABLE: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
-    "Operation not permitted": _immutable,
     "Permission denied": _protected,
     "Is a directory": lambda path, patch: path.mkdir(),
     "not in UTF-8": lambda path, patch: path.write_text("# Mine\n", "utf-16"),
