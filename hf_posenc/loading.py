@@ -76,6 +76,11 @@ def load_with_adapters(adapters: str) -> tuple[Any, str]:
     from peft import PeftConfig, PeftModel
 
     base = PeftConfig.from_pretrained(adapters).base_model_name_or_path
+    if not isinstance(base, str) or not base:
+        raise UsageError(
+            f"The {ADAPTER_CONFIG} of {adapters} has base_model_name_or_path {base!r}. Write the hub id or folder of "
+            "the base model there."
+        )
     return PeftModel.from_pretrained(load_model(base), adapters).eval(), base
 
 
@@ -99,10 +104,11 @@ def _load(loader: str, model: str) -> Any:
     if not _may_be_on_hub(model) and (missing := missing_folder(model)):
         raise UsageError(missing)
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     try:
         return getattr(transformers, loader).from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise UsageError(f"{loader} cannot load {model!r}. {missing_folder(model)}{error}") from error
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_posenc.checkpoint.atomic_folder import replace_file
-from hf_posenc.checkpoint.configuration import CheckpointError, check_format
+from hf_posenc.checkpoint.configuration import check_format, damaged
 from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, check_hash, hash_of
 from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME, ATTRIBUTE, INSTALL, find_file
 from hf_posenc.errors import UnsupportedError
@@ -38,15 +38,14 @@ _TOP_LEVEL_FIELDS = ("base_model_name_or_path", "revision")
 
 
 def is_marked(config: Any) -> bool:
-    """Whether the contents of `adapter_config.json` belong to an adapter of a patched model."""
-    return isinstance(config, dict) and str(config.get("peft_type", "")).startswith("hf_posenc:")
+    """Whether the contents of `adapter_config.json` belong to an adapter of a patched model.
 
-
-def marked(config: dict[str, Any], scheme: dict[str, Any]) -> dict[str, Any]:
-    """Converts the config of an adapter that was trained with a scheme to its form on disk."""
-    visible = {name: config[name] for name in _TOP_LEVEL_FIELDS if name in config}
-    entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "sha256": hash_of(scheme), "adapter": config}
-    return {"peft_type": SENTENCE, **visible, ATTRIBUTE: entry}
+    Without the sentence, it may have been edited: PEFT would read its default options.
+    """
+    if not isinstance(config, dict):
+        return False
+    entry = config.get(ATTRIBUTE)
+    return str(config.get("peft_type")).startswith("hf_posenc:") or (isinstance(entry, dict) and "adapter" in entry)
 
 
 def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
@@ -59,10 +58,8 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
     entry = disk.get(ATTRIBUTE)
     config = entry.get("adapter") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        raise CheckpointError(
-            f"{source} is marked as the config of an adapter of a patched model, but its {ATTRIBUTE!r} entry does not "
-            "contain the config of the adapter. The file was edited or damaged; save the adapter again."
-        )
+        found = f"an {ATTRIBUTE!r} entry without the config of the adapter"
+        raise damaged(Path(source).parent, found, file=ADAPTER_CONFIG)
     check_format(entry, FORMAT, Path(source).parent, ADAPTER_CONFIG)
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}
 
@@ -83,8 +80,11 @@ def scheme_of(disk: dict[str, Any], source: str) -> dict[str, Any]:
 def write_marked(draft: Path, folder: Path, scheme: dict[str, Any]) -> None:
     """Writes the marked form of a config that PEFT has saved to a draft. The file is replaced atomically."""
     config = json.loads((draft / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "sha256": hash_of(scheme), "adapter": config}
+    visible = {name: config[name] for name in _TOP_LEVEL_FIELDS if name in config}
+    disk = {"peft_type": SENTENCE, **visible, ATTRIBUTE: entry}
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / ADAPTER_CONFIG, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
+    replace_file(folder / ADAPTER_CONFIG, json.dumps(disk, indent=2, sort_keys=True).encode())
 
 
 def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:

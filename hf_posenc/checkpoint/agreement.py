@@ -29,7 +29,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_posenc.checkpoint.atomic_folder import variant_of
-from hf_posenc.checkpoint.configuration import CheckpointError
+from hf_posenc.checkpoint.configuration import CheckpointError, damaged
 from hf_posenc.entry import ATTRIBUTE, MARK, find_file, find_mark, find_marks
 from hf_posenc.errors import warn_user
 from hf_posenc.patching.anatomy.anatomy import Anatomy
@@ -268,7 +268,7 @@ def read_index(index: Path) -> Any:
     try:
         return json.loads(index.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not valid JSON ({error}). Download or save the checkpoint again.") from error
+        raise damaged(index.parent, f"content that cannot be read ({error})", file=index.name) from error
 
 
 def _shards_of(content: Any, index: Path) -> list[str]:
@@ -279,10 +279,8 @@ def _shards_of(content: Any, index: Path) -> list[str]:
         or not all(isinstance(file, str) and file == Path(file).name for file in weight_map.values())
         or not isinstance(content.get("metadata"), dict)
     ):
-        raise CheckpointError(
-            f'{index} is not an index of weights: a dictionary with "metadata" and with "weight_map", from names of '
-            "weights to names of files, is expected. Download or save the checkpoint again."
-        )
+        expected = 'a dictionary with "metadata" and with "weight_map", from names of weights to names of files,'
+        raise damaged(index.parent, "no index of weights", expected, file=index.name)
     return sorted(set(weight_map.values()))
 
 

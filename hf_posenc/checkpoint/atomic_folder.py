@@ -52,7 +52,6 @@ _WEIGHTS = re.compile(
 _CONFIG = "config.json"
 #: The file of a draft that takes the place of the old config while the other files are moved.
 _BARRIER = "barrier.json"
-README = "README.md"
 #: A config that no class of transformers loads. Its second field is the name of the weights for concrete classes.
 _UNREADABLE = {
     "model_type": STORED_MODEL_TYPE,
@@ -334,25 +333,9 @@ def _move_up(draft: Path, target: Path, names: list[str], outdated: Collection[s
         if path.name not in names and _replaces(names, path):
             path.unlink(missing_ok=True)
     for name in names:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # Another process has moved it.
             os.replace(draft / name, target / name)
-        except FileNotFoundError:
-            continue  # Another process has moved it.
-        except PermissionError as error:
-            if name != README:
-                raise
-            # Without it, the model is complete.
-            warn_of_old_card(target, error)
     shutil.rmtree(draft, ignore_errors=True)
-
-
-def warn_of_old_card(folder: Path, error: OSError) -> None:
-    """Warns that the card of a folder cannot be replaced."""
-    warn_user(
-        f"The {README} in {folder} cannot be replaced ({error.strerror}), so it does not describe the position "
-        "encoding of the model that was saved there. The model is complete. Remove the protection of the file and save "
-        "again, or save to another folder."
-    )
 
 
 def _replaces(names: list[str], path: Path) -> bool:

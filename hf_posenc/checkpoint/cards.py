@@ -6,7 +6,9 @@ came with it, so a save of a stock model can remove both, and the name of the mo
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 import sys
@@ -20,9 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
 
-from hf_posenc.checkpoint.atomic_folder import README, replace_file, warn_of_old_card
+from hf_posenc.checkpoint.atomic_folder import replace_file
 from hf_posenc.entry import INSTALL
-from hf_posenc.errors import PositionEncodingError
+from hf_posenc.errors import PositionEncodingError, warn_user
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.inspection import engine_problem, unsupported_kind
 from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, encodings
@@ -31,6 +33,7 @@ from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.refusals import VLLM
 from hf_posenc.version import REPOSITORY, __version__
 
+README = "README.md"
 #: Tags of every card, by which patched models can be found.
 TAGS = ("hf_posenc", "position-encoding")
 #: The section about the scheme between comments, by which a save finds it again.
@@ -40,10 +43,10 @@ _BEGIN = r"<!-- hf_posenc: [^>]*?(?: Name: (?P<name>[^>]*)\.)? Tags: (?P<tags>[^
 _SECTION = re.compile(rf"{_BEGIN}(?:(?!<!-- hf_posenc: [^>]* Tags: ).)*?{_END}", re.DOTALL)
 #: A sentence in the cards that transformers uploads with every model that has none.
 _OF_TRANSFORMERS = "This model card has been automatically generated"
-_METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_METADATA = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 #: The line of code before a patched model is loaded.
 _IMPORT = "import hf_posenc  # before from_pretrained"
-_TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-).*\n)*", re.MULTILINE)
+_TAGS = re.compile(r"^tags[ \t]*:.*\n(?:(?:[ \t]+\S|-(?!--)).*\n)*", re.MULTILINE)
 
 
 def model_card(
@@ -118,37 +121,48 @@ def has_section(folder: Path) -> bool:
     """Whether the card of a folder describes a scheme."""
     try:
         return _SECTION.search(_read(folder / README) or "") is not None
-    except PermissionError:
+    except OSError:
         return False
 
 
 def is_of_transformers(text: str) -> bool:
-    """Whether a card is the one that transformers uploads with a model that has none."""
-    return _OF_TRANSFORMERS in text
+    """Whether a card is the one that transformers uploads with a model that has none, with tags and nothing else."""
+    description = next((line for line in text.splitlines() if _OF_TRANSFORMERS in line), None)
+    if description is None:
+        return False
+    template = ModelCard.from_template(ModelCardData(library_name="transformers"), model_description=description)
+    return _TAGS.sub("", text).split() == _TAGS.sub("", str(template)).split()
 
 
-def write_card(model: Any, folder: Path, source: Path | None = None, name: str | None = None) -> None:
+def write_card(model: Any, folder: Path, name: str | None = None) -> None:
     """Writes the section into the card of a folder, or removes it if the model has no scheme. The file is replaced.
 
-    It warns if the user may not read or replace the file.
+    As huggingface_hub does, it keeps line ends, and writes the file that a link leads to. It warns if the user may not
+    write the file, or if it is not text in UTF-8.
 
     Args:
         model: a model, also one of PEFT or sentence-transformers around a model of transformers.
-        folder: where the card is written.
-        source: where the earlier card is; by default the same folder.
-        name: hub id or folder that the card names; by default that in the earlier section, or that of `source`.
+        folder: where the card is.
+        name: hub id or folder that the card names; by default that in the earlier section, or that of `folder`.
     """
-    source = folder if source is None else source
-    if (source / README).is_dir():
-        return
+    card = folder / README
     try:
-        before = _read(source / README)
-        text = _card(model, before, name, source.resolve().name)
-        if text is not None and (text != before or folder != source):
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / README, text.encode(errors="surrogateescape"))
-    except PermissionError as error:
-        warn_of_old_card(source, error)
+        before = _read(card)
+        mark = "\ufeff" if before and before.startswith("\ufeff") else ""
+        end = "\r\n" if before and 0 < before.count("\n") == before.count("\r\n") else "\n"
+        plain = before and before.removeprefix(mark).replace(end, "\n")
+        text = _card(model, plain, name, folder.resolve().name)
+        if text is None or text == plain:
+            return
+        if before is not None and not os.access(card, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        replace_file(Path(os.path.realpath(card)), (mark + text.replace("\n", end)).encode(errors="surrogateescape"))
+    except OSError as error:
+        warn_user(
+            f"The {README} in {folder} cannot be replaced ({error.strerror}), so it does not describe the position "
+            "encoding of the model that was saved there. The model is complete. Make it a text file in UTF-8 that this "
+            "process may write, or remove it, and save again."
+        )
 
 
 def _card(model: Any, before: str | None, name: str | None, folder: str) -> str | None:
@@ -156,7 +170,7 @@ def _card(model: Any, before: str | None, name: str | None, folder: str) -> str 
     found = _SECTION.search(before or "")
     inner = next((one for one in model.modules() if isinstance(one, PreTrainedModel) and encodings(one)), None)
     if inner is None:
-        return before if found is None else _tagged(_replaced(before or "", ""), remove=_tags_of(found))
+        return before if found is None else _tagged(_replaced(before or "", ""), remove=_section_tags(before))
     encoding = current_encoding(inner)
     assert encoding is not None
     name = name or (found and found["name"])
@@ -165,12 +179,12 @@ def _card(model: Any, before: str | None, name: str | None, folder: str) -> str 
     tags = [*_card_tags(names), *(inner.model_tags or [])]
     whole = isinstance(model, PreTrainedModel) and not _is_adapter(model, inner)
     if whole and (before is None or is_of_transformers(before)):
-        earlier = [] if before is None else ModelCard(before, ignore_metadata_errors=True).data.get("tags") or []
         base = hub_name(inner)
         data = card_data(name or folder, type(inner).__name__, names, base_model=base if base != name else None)
-        return _tagged(card_text(data, f"# {name or folder}", section), add=[*earlier, *tags])
+        text, earlier = card_text(data, f"# {name or folder}", section), _TAGS.search(before or "")
+        return _tagged(_TAGS.sub(lambda _: earlier[0], text, count=1) if earlier else text, add=tags)
     text = f"{(before or '').rstrip()}\n\n{section}\n" if found is None else _replaced(before or "", section)
-    return _tagged(text, add=tags, remove=() if found is None else _tags_of(found))
+    return _tagged(text, add=tags, remove=_section_tags(before))
 
 
 def _section(
@@ -198,11 +212,7 @@ def _section(
         if not module.startswith("hf_posenc."):
             own[module] = f"{own[module]}, {one.name}" if module in own else one.name
     imports = [_IMPORT, *map(_own_import, own, own.values())]
-    loading = (
-        _adapter_loading(name, class_name, base, imports)
-        if adapter
-        else loading_section(name, class_name, imports=imports)
-    )
+    loading = loading_section(name, class_name, imports=imports, base_model=base if adapter else None)
     layers = sum(len(stack.attention_layers) for stack in report.stacks)
     return "\n\n".join(
         (
@@ -290,7 +300,13 @@ def _own_import(module: str, schemes: str) -> str:
 
 
 def loading_section(
-    path: str, class_name: str, *, patched: bool = True, tokenizer: bool = False, imports: Sequence[str] = (_IMPORT,)
+    path: str,
+    class_name: str,
+    *,
+    patched: bool = True,
+    tokenizer: bool = False,
+    imports: Sequence[str] = (_IMPORT,),
+    base_model: str | None = None,
 ) -> str:
     """Describes how to load a saved model, and what happens without the package, in Markdown.
 
@@ -300,16 +316,27 @@ def loading_section(
         patched: whether it has a scheme of this package; a stock model needs no import.
         tokenizer: whether its tokenizer is saved with it.
         imports: lines of code that register the scheme.
+        base_model: hub id or folder of the base model, if an adapter is saved.
     """
     names = ["AutoTokenizer", class_name] if tokenizer else [class_name]
     lines = [*imports] if patched else []
-    lines += [f"from transformers import {', '.join(names)}", "", f'model = {class_name}.from_pretrained("{path}")']
+    lines += ["from peft import PeftModel"] if base_model else []
+    lines += [f"from transformers import {', '.join(names)}", ""]
+    lines += [f'base = {class_name}.from_pretrained("{base_model}")'] if base_model else []
+    load = "PeftModel.from_pretrained(base, " if base_model else f"{class_name}.from_pretrained("
+    lines += [f'model = {load}"{path}")']
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{path}")'] if tokenizer else []
     lines += ["print(model.position_encoding.config)"] if patched else []
     code = "\n".join(["```python", *lines, "```"])
     if not patched:
         return code
-    return f"{code}\n\nIt needs the package `hf-posenc` (`{INSTALL}`). Without the import, loading stops with an error."
+    needs = (
+        "The scheme is saved next to the adapter: a stock base model is patched when the adapter is loaded, and a "
+        "different base model is refused."
+        if base_model
+        else f"It needs the package `hf-posenc` (`{INSTALL}`)."
+    )
+    return f"{code}\n\n{needs} Without the import, loading stops with an error."
 
 
 def _programs(model: PreTrainedModel, name: str, own_modules: Sequence[str], adapter: bool = False) -> str:
@@ -346,18 +373,6 @@ def _programs(model: PreTrainedModel, name: str, own_modules: Sequence[str], ada
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _adapter_loading(path: str, class_name: str, base_model: str, imports: Sequence[str]) -> str:
-    """Describes how to load an adapter of a patched model, in Markdown."""
-    lines = [*imports, "from peft import PeftModel", f"from transformers import {class_name}", ""]
-    lines += [f'base = {class_name}.from_pretrained("{base_model}")']
-    lines += [f'model = PeftModel.from_pretrained(base, "{path}")']
-    code = "\n".join(["```python", *lines, "```"])
-    return (
-        f"{code}\n\nThe scheme is saved next to the adapter: a stock base model is patched when the adapter is loaded, "
-        "and a different base model is refused. Without the import, loading stops with an error."
-    )
-
-
 def versions_section() -> str:
     """Returns the versions of the packages in this process that decide what a model does, in Markdown."""
     loaded = (sys.modules.get(name) for name in ("torch", "transformers", "peft"))
@@ -378,8 +393,13 @@ def hub_name(model: PreTrainedModel) -> str | None:
 
 
 def _read(path: Path) -> str | None:
-    # Other encodings and line ends survive.
-    return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else None
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    data = path.read_bytes() if path.is_file() else None
+    if data is not None and b"\0" in data:  # as in UTF-16
+        raise OSError(errno.EILSEQ, "not in UTF-8")
+    # Bytes of other encodings survive.
+    return None if data is None else data.decode(errors="surrogateescape")
 
 
 def _replaced(text: str, section: str) -> str:
@@ -391,8 +411,9 @@ def _replaced(text: str, section: str) -> str:
     return f"{start.rstrip()}\n\n{after.lstrip()}".rstrip("\n") + "\n"
 
 
-def _tags_of(found: re.Match[str]) -> list[str]:
-    return found["tags"].split(", ")
+def _section_tags(text: str | None) -> list[str]:
+    """The tags that came with the sections in a card."""
+    return [tag for found in _SECTION.finditer(text or "") for tag in found["tags"].split(", ")]
 
 
 def _tagged(text: str, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:

@@ -77,7 +77,7 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
             f"model_type {MODEL_TYPE!r}, but the {ATTRIBUTE!r} entry {shown(entry)}",
             'a dictionary with "format", "base_model_type" and "scheme"',
         )
-    check_entry(entry, source)
+    check_entry(disk, source)
     base_model_type = entry.get("base_model_type")
     if not isinstance(base_model_type, str) or not base_model_type or is_stored_model_type(base_model_type):
         raise damaged(
@@ -85,7 +85,6 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
             f"base_model_type {shown(base_model_type)} in its {ATTRIBUTE!r} entry",
             "the stock model type (for example 'llama')",
         )
-    _check_lengths(entry.get(NATIVE_LENGTHS, {}), disk, source)
     architectures = [] if disk.get("architectures") is None else disk["architectures"]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise damaged(source, f"architectures {shown(architectures)}", "a list of names of model classes")
@@ -104,21 +103,23 @@ def check_format(entry: Any, latest: int, source: Any, file: str) -> None:
     """
     written = entry.get("format") if isinstance(entry, dict) else None
     if type(written) is not int or written < 1:
-        raise damaged(source, f"{ATTRIBUTE} format {shown(written)}", f"an integer from 1 to {latest}", file=file)
+        raise damaged(source, f"{ATTRIBUTE} format {shown(written)}", f"an integer up to {latest}", file=file)
     if written > latest:
-        version = shown(entry.get("hf_posenc_version", "?"))
+        version = entry.get("hf_posenc_version")
+        writer = f" by hf_posenc {shown(version)}" if version else ""
         raise CheckpointError(
-            f"The {file} of {source} was written in format {shown(written)} by hf_posenc {version}; this version reads "
-            f"up to format {latest}. Update hf_posenc."
+            f"The {file} of {source} was written in format {shown(written)}{writer}; this version reads up to format "
+            f"{latest}. Update hf_posenc."
         )
 
 
-def check_entry(entry: dict[str, Any], source: str) -> None:
-    """Checks that the scheme of an entry can be built.
+def check_entry(disk: dict[str, Any], source: str) -> None:
+    """Checks that the scheme in a config can be built, and the fields that are saved with it.
 
     Raises:
         CheckpointError: if not, with the reason; for a newer format, it names the version that wrote it.
     """
+    entry = disk[ATTRIBUTE]
     check_format(entry, FORMAT, source, "config.json")
     scheme = entry.get("scheme")
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
@@ -126,6 +127,7 @@ def check_entry(entry: dict[str, Any], source: str) -> None:
         raise damaged(source, found, 'a dictionary like {"scheme": "alibi", ...}')
     if names_native(built_scheme(scheme, source, "config.json")):
         raise damaged(source, "the scheme 'native', which refers to the model's own scheme and is never saved")
+    _check_lengths(entry.get(NATIVE_LENGTHS, {}), disk, source)
 
 
 def built_scheme(scheme: dict[str, Any], source: Any, file: str) -> SchemeConfig:
@@ -138,8 +140,8 @@ def built_scheme(scheme: dict[str, Any], source: Any, file: str) -> SchemeConfig
         return scheme_from_dict(scheme)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"The scheme in the {file} of {source} cannot be built: {error} If another package registers it, import "
-            "that package before loading; if a newer hf_posenc wrote the file, update hf_posenc."
+            f"The scheme in the {file} of {source} cannot be built: {error} If a newer hf_posenc wrote the file, "
+            "update hf_posenc."
         ) from error
 
 
@@ -206,19 +208,20 @@ def _model_types_of(architecture: str) -> set[str]:
 
 
 def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
-    for path, length in native.items() if isinstance(native, dict) else [("", native)]:
+    for path, length in native.items() if isinstance(native, dict) else [("", None)]:
         *outer, name = str(path).split(".")
+        if name not in (*NAMES, *SOURCE_NAMES) or not is_length(length):
+            raise damaged(
+                source,
+                f"{NATIVE_LENGTHS} {shown(native)} in its {ATTRIBUTE!r} entry",
+                'a dictionary of the lengths in the stock config, such as {"max_position_embeddings": 512},',
+            )
         owner: Any = disk
         for key in outer:
             owner = owner.get(key) if isinstance(owner, dict) else None
         stated = owner.get(name) if isinstance(owner, dict) else None
-        if name not in (*NAMES, *SOURCE_NAMES) or not is_length(length) or not is_length(stated):
-            raise damaged(
-                source,
-                f"{NATIVE_LENGTHS}={native!r} in its {ATTRIBUTE!r} entry and {path}={stated!r}",
-                "a dictionary of the lengths in the stock config, for example "
-                '{"max_position_embeddings": 512}, with positive integers in both places,',
-            )
+        if not is_length(stated):
+            raise damaged(source, f"{path} {shown(stated)}, which {NATIVE_LENGTHS} names", "a positive integer")
 
 
 def follow_lengths(model: Any, config: Any) -> None:

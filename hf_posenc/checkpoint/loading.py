@@ -71,6 +71,8 @@ def get_config_dict(call: Call) -> Any:
             raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
     try:
         config, unused = call.run()
+        if not isinstance(config, dict) and MODEL_TYPE in (read_config(source, call.arguments) or ""):
+            raise TypeError(f"a dictionary is expected, not a {type(config).__name__}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         text = read_config(source, call.arguments)
         if text is None or MODEL_TYPE not in text:
@@ -88,8 +90,8 @@ def get_config_dict(call: Call) -> Any:
         from hf_posenc.checkpoint.configuration import check_entry, damaged
 
         if not isinstance(config.get("model_type"), str):
-            raise damaged(source, "a model_type that is not a string")
-        check_entry(config[ATTRIBUTE], str(source))
+            raise damaged(source, f"model_type {config.get('model_type')!r}", "a string")
+        check_entry(config, str(source))
     if ATTRIBUTE not in unused or not isinstance(config, dict) or _knows_the_argument(config_class):
         return config, unused
     if ATTRIBUTE in config and not is_entry(config[ATTRIBUTE]):

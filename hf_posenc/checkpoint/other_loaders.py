@@ -69,8 +69,7 @@ def _load_state_dict(call: Call) -> Any:
 def _load_checkpoint(call: Call) -> Any:
     from hf_posenc.checkpoint.stored_schemes import named_schemes
 
-    if os.path.isdir(call["checkpoint"]):
-        finish_saving(call["checkpoint"])
+    finish_saving(call["checkpoint"])
     file = _read_by_accelerate(Path(call["checkpoint"]))
     if file is not None:
         named_schemes(file).check(call["model"])

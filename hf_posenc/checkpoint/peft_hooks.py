@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
-from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME
+from hf_posenc.entry import ADAPTER_CONFIG, ADAPTER_SCHEME, ATTRIBUTE
 from hf_posenc.errors import warn_user
 from hf_posenc.wrapping import Call, setting, wrap
 
@@ -181,9 +181,18 @@ def _load_config(call: Call) -> Any:
 
 def _read_config(call: Call) -> Any:
     from hf_posenc.checkpoint.adapter_config import is_marked, scheme_of, unmarked
-    from hf_posenc.checkpoint.configuration import CheckpointError
+    from hf_posenc.checkpoint.configuration import CheckpointError, damaged
 
-    config, path = call.run(), call["path_json_file"]
+    path = Path(call["path_json_file"])
+    try:
+        config = call.run()
+        if not isinstance(config, dict):
+            raise TypeError(f"a dictionary is expected, not a {type(config).__name__}")
+    except (ValueError, TypeError, RecursionError) as error:
+        if ATTRIBUTE not in path.read_text(encoding="utf-8", errors="replace"):
+            raise
+        found = f"content that cannot be read ({type(error).__name__}: {error})"
+        raise damaged(path.parent, found, file=ADAPTER_CONFIG) from error
     if not is_marked(config):
         return config
     if _NO_SCHEME.get():

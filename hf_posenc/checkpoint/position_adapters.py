@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.adapter_config import holds_adapter, names_a_scheme
+from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.entry import ADAPTER_CONFIG, find_file
@@ -48,10 +49,12 @@ def save_position_adapter(
     Raises:
         PositionEncodingError: for a model that is not patched.
         ValueError: for a PEFT model without `adapter`.
-        FileExistsError: if `folder` is a file.
+        FileExistsError: if `folder` is a file, or not a path.
     """
-    if os.path.isfile(folder):
-        raise FileExistsError(f"{folder} is a file. A position adapter is a folder with two files: give another name.")
+    if not is_place_for_folder(folder):
+        raise FileExistsError(
+            f"{folder!r} is not a folder. A position adapter is one with two files: give another name."
+        )
     target = unwrapped(model)
     encoding = current_encoding(target)
     if encoding is None:

@@ -19,11 +19,12 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hf_posenc.checkpoint.atomic_folder import is_place_for_folder, replace_file
+from hf_posenc.checkpoint.atomic_folder import replace_file
 from hf_posenc.checkpoint.configuration import CheckpointError, built_scheme, check_format, damaged, is_length
 from hf_posenc.entry import find_file
 from hf_posenc.patching.anatomy.weights import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.validation import shown
 from hf_posenc.version import __version__
 
 JSON_FILE = "position_encoding.json"
@@ -60,14 +61,7 @@ class PositionFiles:
         Args:
             folder: created if needed.
             beside_adapter: whether they belong to the adapter whose weights were just written there.
-
-        Raises:
-            NotADirectoryError: if the path is not that of a folder.
         """
-        if not is_place_for_folder(folder):
-            raise NotADirectoryError(
-                f"{folder!r} is not a folder. Give the path of a folder, which is created if it does not exist."
-            )
         directory = Path(folder)
         directory.mkdir(parents=True, exist_ok=True)
         data = save({name: tensor.contiguous() for name, tensor in self.parameters.items()}, {"format": "pt"})
@@ -145,7 +139,8 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
 def _field(entry: dict[str, Any], name: str, kind: type, source: Any) -> Any:
     value = entry.get(name)
     if not isinstance(value, kind):
-        raise damaged(source, f"{value!r} under {name!r}", f"a {kind.__name__}", file=JSON_FILE)
+        expected = {dict: "a dictionary", str: "a string", int: "an integer"}[kind]
+        raise damaged(source, f"{shown(value)} under {name!r}", expected, file=JSON_FILE)
     return value
 
 

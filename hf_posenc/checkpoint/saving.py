@@ -74,12 +74,13 @@ def save_pretrained(call: Call) -> Any:
         call = call.changed(push_to_hub=False, kwargs=options)
     with atomic_replacement(Path(folder)) as draft:
         call.run(save_directory=str(draft))
-        if any(draft.iterdir()):  # of the process that writes files
-            write_card(model, draft, Path(folder))
+        writes = any(draft.iterdir())  # Other ranks do not.
         if entry is not None and any(draft.glob("*.index*.json")):
             from hf_posenc.checkpoint.agreement import record_shards
 
             record_shards(draft)
+    if writes:
+        write_card(model, Path(folder))
     if upload is not None:
         upload()
     return None
@@ -102,8 +103,7 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     """
     from transformers import modeling_utils
 
-    from hf_posenc.checkpoint.atomic_folder import README
-    from hf_posenc.checkpoint.cards import is_of_transformers
+    from hf_posenc.checkpoint.cards import README, is_of_transformers
 
     token_option = {} if token is None else {"token": token}
     message, create_pr = options.pop("commit_message", None), options.pop("create_pr", False)
@@ -114,7 +114,7 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     def upload() -> None:
         with upload_of(folder, repository):
             card = modeling_utils.create_and_tag_model_card(repository, model.model_tags, token=token)
-            if not is_of_transformers(card.text):
+            if not is_of_transformers(str(card)):
                 card.save(os.path.join(folder, README))
             model._upload_modified_files(
                 folder, repository, before, commit_message=message, token=token, create_pr=create_pr

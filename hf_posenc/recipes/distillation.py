@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hf_posenc.patching.anatomy.anatomy import unwrapped
 from hf_posenc.patching.place.encoding import current_encoding
+from hf_posenc.schemes.validation import check_number
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -35,6 +36,15 @@ def frozen_teacher(model: ModelType) -> ModelType:
     return teacher
 
 
+def check_same_shape(student: Tensor, teacher: Tensor) -> None:
+    """Raises `ValueError` for outputs that would be broadcast to one another."""
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"The outputs of the student have the shape {tuple(student.shape)} and those of the teacher "
+            f"{tuple(teacher.shape)}. Both need the same tokens, and a vocabulary or hidden states of one size."
+        )
+
+
 def soft_target_loss(
     student_logits: Tensor, teacher_logits: Tensor, chosen: Tensor, temperature: float = 2.0
 ) -> Tensor:
@@ -47,12 +57,17 @@ def soft_target_loss(
     Args:
         student_logits: `(batch, length, vocabulary)`.
         teacher_logits: the same shape.
-        chosen: `(batch, length)` bool, the tokens to include.
+        chosen: `(batch, length)`, true or 1 for the tokens to include.
         temperature: `T`, greater than 0.
 
     Returns:
         A sum over the chosen tokens, in nats, float32.
+
+    Raises:
+        ValueError: for logits of different shapes.
     """
+    check_same_shape(student_logits, teacher_logits)
+    chosen = chosen.bool()
     student = functional.log_softmax(student_logits[chosen].float() / temperature, dim=-1)
     teacher = functional.log_softmax(teacher_logits[chosen].float() / temperature, dim=-1)
     return functional.kl_div(student, teacher, reduction="sum", log_target=True) * temperature**2
@@ -78,7 +93,11 @@ def hidden_state_loss(
         teacher: the same shape.
         attention_mask: `(batch, length)`, 1 for real tokens; all by default.
         embedding_weight: weight of the loss of the pooled embeddings.
+
+    Raises:
+        ValueError: for hidden states of different shapes.
     """
+    check_same_shape(student, teacher)
     student, teacher = student.float(), teacher.float()
     mask = torch.ones(student.shape[:2], device=student.device) if attention_mask is None else attention_mask
     real = mask.bool()
@@ -104,10 +123,6 @@ class Distillation:
     """
 
     def __init__(self, teacher: nn.Module, *, causal: bool, temperature: float = 2.0, weight: float = 0.5) -> None:
-        if not temperature > 0:
-            raise ValueError(f"Distillation.temperature is {temperature!r}; expected a number greater than 0.")
-        if not 0 < weight <= 1:
-            raise ValueError(f"Distillation.weight is {weight!r}; expected more than 0 and at most 1.")
         if any(parameter.requires_grad for parameter in teacher.parameters()):
             raise ValueError(
                 "The teacher has trainable parameters. Make it with frozen_teacher(model), before the swap."
@@ -116,6 +131,8 @@ class Distillation:
         self.causal = causal
         self.temperature = temperature
         self.weight = weight
+        check_number(self, "temperature", above=0)
+        check_number(self, "weight", above=0, maximum=1)
 
     def __call__(self, inputs: Mapping[str, Any], outputs: Any, loss: Tensor, num_items: Tensor | int) -> Tensor:
         """Returns the training loss.

@@ -31,6 +31,7 @@ from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.outer_parts import is_blend
 from hf_posenc.schemes.refusals import GRADUAL_SWAP
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
+from hf_posenc.schemes.validation import check_integer
 
 
 def begin_blend(model: nn.Module, scheme: SchemeLike, *, part: str | None = None) -> PositionEncoding:
@@ -215,11 +216,8 @@ class GradualSwapCallback(TrainerCallback):
     """
 
     def __init__(self, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(
-                f"GradualSwapCallback.steps is {steps!r}; expected a number of optimizer steps, 1 or more."
-            )
         self.steps = steps
+        check_integer(self, "steps", minimum=1)
 
     def strength(self, step: int) -> float:
         """Returns the strength during an optimizer step, counted from 0."""

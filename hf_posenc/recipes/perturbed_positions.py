@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posenc.recipes.distillation import IGNORED
+from hf_posenc.recipes.distillation import IGNORED, check_same_shape
 from hf_posenc.recipes.position_views import PositionViews
 from hf_posenc.recipes.skipped_positions import check_shift, perturbed_positions
+from hf_posenc.schemes.validation import check_number
 
 
 def reverse_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -24,7 +24,11 @@ def reverse_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor
 
     Returns:
         `(tokens,)` float32, in nats.
+
+    Raises:
+        ValueError: for logits of different shapes.
     """
+    check_same_shape(student_logits, teacher_logits)
     student = functional.log_softmax(student_logits.float(), dim=-1)
     teacher = functional.log_softmax(teacher_logits.float(), dim=-1)
     return (student.exp() * (student - teacher)).sum(-1)
@@ -70,13 +74,12 @@ class PerturbedSelfDistillation:
         largest_skip: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        if not 0 < weight < math.inf:
-            raise ValueError(f"PerturbedSelfDistillation.weight is {weight!r}; expected a number greater than 0.")
         check_shift(shift, largest_skip, "PerturbedSelfDistillation.")
         self.views = PositionViews(model)
         if shift == "cyclic":
             self.views.refuse_wrapping()
         self.weight = weight
+        check_number(self, "weight", above=0)
         self.shift = shift
         self.largest_skip = largest_skip
         self.generator = generator

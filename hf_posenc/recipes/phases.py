@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
@@ -32,14 +33,17 @@ class SchemePhases:
         part: the part of a composite model that gets them, as in `patch_model`. Other parts are left alone.
 
     Raises:
-        ValueError: if the phases do not begin at step 0, are not in order, contain an unknown scheme, or one that names
-            several parts.
+        ValueError: if the phases are not pairs, do not begin at step 0, are not in order, contain an unknown scheme, or
+            one that names several parts.
     """
 
     phases: tuple[tuple[int, SchemeLike], ...]
     part: str | None = None
 
     def __post_init__(self) -> None:
+        for phase in self.phases:
+            if not isinstance(phase, tuple | list) or len(phase) != 2 or not isinstance(phase[0], Integral):
+                raise ValueError(f"{phase!r} is no phase; expected a first step and a scheme, such as (0, 'native').")
         object.__setattr__(self, "phases", tuple((int(step), scheme) for step, scheme in self.phases))
         if not self.phases or self.phases[0][0] != 0:
             raise ValueError(
@@ -106,7 +110,7 @@ def drope(
     Raises:
         ValueError: if either part would have no steps.
     """
-    dropped = total_steps - round(total_steps * recalibration)
+    dropped = total_steps - (round(total_steps * recalibration) if 0 < recalibration < 1 else 0)
     if not 0 < dropped < total_steps:
         raise ValueError(
             f"With total_steps={total_steps} and recalibration={recalibration}, {dropped} steps have positions and "

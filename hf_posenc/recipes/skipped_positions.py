@@ -52,7 +52,7 @@ def pose_positions(
     real = _real_tokens(positions, real)
     inner, size, drawn = _documents(positions, real, 2 * (chunks - 1), generator)
     longest = int(size.where(real, 0).amax()) if size.numel() else 0
-    if longest > target_length:
+    if not longest <= target_length:
         raise ValueError(
             f"target_length is {target_length}, and a document has {longest} tokens; expected at least as many "
             "positions as tokens, and more of them for any skip."
@@ -123,7 +123,7 @@ def perturbed_positions(
 def check_shift(shift: str, largest_skip: int | None, owner: str = "") -> None:
     """Raises for options of `perturbed_positions` that do not exist."""
     if shift not in SHIFTS:
-        raise UnknownNameError("shift", shift, SHIFTS)
+        raise UnknownNameError("shift", str(shift), SHIFTS)
     if largest_skip is not None and largest_skip < 1:
         raise ValueError(f"{owner}largest_skip is {largest_skip!r}; expected 1 or more.")
 

@@ -22,6 +22,7 @@ from hf_posenc.patching.anatomy.anatomy import TEXT
 from hf_posenc.patching.inspection import native_scheme_of
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import evaluation_mode
+from hf_posenc.recipes.initialization.model import checked_tokens
 from hf_posenc.recipes.spectrum_candidates import CandidateSpace, SpectrumCandidate
 from hf_posenc.recipes.swap import restore_encoding
 from hf_posenc.schemes.config import SchemeConfig
@@ -95,17 +96,21 @@ def search_spectrum(
 
     Raises:
         UnsupportedError: for a model that is not causal, or whose scheme is not RoPE without a scaling.
-        ValueError: for a length that is not past the trained one, or texts of another length.
+        ValueError: for a length that is not past the trained one, texts of another length, or ids that are not in the
+            vocabulary.
     """
     transaction = Transaction(model)
     target, scheme = transaction.model, _plain_rope(transaction)
-    trained = trained_length or getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if trained is None or length <= trained:
+    stated = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    trained = stated if trained_length is None else trained_length
+    if trained is None or not 0 < trained < length:
+        known = "an unknown number of" if trained is None else trained
         raise ValueError(
-            f"length is {length}, and the model was trained on {trained or 'an unknown number of'} tokens. Give a "
-            "length past the trained one; trained_length states that, if the config does not."
+            f"length is {length}, and the model was trained on {known} tokens. Give a length past the trained one; "
+            "trained_length states that, if the config does not."
         )
-    if tokens.dim() != 2 or tokens.shape[1] != length or not len(tokens):
+    tokens = checked_tokens(tokens, "tokens", target, 1)
+    if tokens.shape[1] != length:
         raise ValueError(f"tokens have the shape {tuple(tokens.shape)}; expected (texts, {length}).")
     if not 0 <= needle_weight <= 1 or evaluations < 1:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,19 @@ def test_a_hotswap_imported_before_the_package(stock: Path, tmp_path: Path) -> N
     first, second, third = run.stdout.splitlines()
     assert (first, third) == ("equal: True", "equal: True")
     assert second.startswith("refused:")
+
+
+def test_an_edited_config_is_named_or_read_as_it_was(folder: Path, stock: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path, wanted = tmp_path / "adapter_config.json", PeftModel.from_pretrained(base(stock), folder)
+    for peft_type in ("LORA", None, ABSENT):  # Anyone may try what the sentence there hides.
+        edit_json(path, peft_type=peft_type)
+        assert_same(PeftModel.from_pretrained(base(stock), tmp_path), wanted)
+    text = path.read_text()
+    for damaged in (f"{text.rstrip()[:-1]},}}", f"[{text}]"):
+        path.write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json of .* has content that cannot be read"):
+            PeftModel.from_pretrained(base(stock), tmp_path)
 
 
 class TestFilesOfAnEarlierSave:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import (
     T5Config,
 )
 
-import hf_posenc  # noqa: F401
+from hf_posenc import CheckpointError
 from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_sentence
 from tests.checkpoint.checkpoint_cases import edit_json
@@ -150,24 +151,44 @@ def test_a_part_of_a_composite_checkpoint_is_refused(tmp_path: Path) -> None:
         ((), {"architectures": "SomeModel"}, "a list of names of model classes"),
         ((ATTRIBUTE,), {"format": 99}, "Update hf_posenc"),
         ((ATTRIBUTE,), {"format": FORMAT + 1}, "Update hf_posenc"),
-        ((ATTRIBUTE,), {"base_model_type": None}, "base_model_type None"),
+        *(
+            ((ATTRIBUTE,), {"base_model_type": kind}, f"base_model_type {kind!r}")
+            for kind in (None, "gpt2", "../x", "Llama")
+        ),
         ((ATTRIBUTE,), {"scheme": "none"}, "names no scheme"),
-        ((ATTRIBUTE,), {"scheme": {"scheme": "nonne"}}, "Did you mean 'none'"),
+        ((ATTRIBUTE,), {"scheme": {"scheme": "nonne"}}, r"Did you mean 'none'.*--import MODULE\. If a newer hf_posenc"),
         ((ATTRIBUTE,), {"scheme": {"scheme": "native"}}, "is never saved"),
         ((ATTRIBUTE,), {"scheme": {"scheme": "none", "theta": 3}}, "theta"),
+        ((ATTRIBUTE,), {"native_lengths": [512]}, r"native_lengths \[512\] in its 'position_encoding' entry, where"),
+        ((), {"model_type": None}, "model_type None"),
         ((), {"model_type": "x"}, "model type `x`"),
     ],
 )
 def test_a_damaged_entry_is_explained(
     tmp_path: Path, where: tuple[str, ...], damage: dict[str, Any], message: str
 ) -> None:
-    with_entry().save_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", *where, **damage)
-    readers = (AutoConfig,) if "model_type" in damage else (AutoConfig, LlamaConfig)
-    for reader in readers:
+    config, path = with_entry(), tmp_path / "config.json"
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    forms = [path.read_text()]
+    if where and "base_model_type" not in damage and damage != {"scheme": "none"}:
+        forms += [json.dumps(config.to_dict())]  # written by hand
+    readers = (AutoConfig,) if "x" in damage.values() else (AutoConfig, LlamaConfig)
+    for form, reader in itertools.product(forms, readers):
+        path.write_text(form)
+        edit_json(path, *where, **damage)
         with pytest.raises(ValueError, match=message) as caught:
             reader.from_pretrained(tmp_path)
-        assert str(tmp_path) in str(caught.value) or "model_type" in damage
+        assert str(tmp_path) in str(caught.value) or "x" in damage.values()
+
+
+def test_a_list_in_place_of_a_config_is_explained(tmp_path: Path) -> None:
+    with_entry().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(f"[{path.read_text()}]")
+    for reader in (AutoConfig, LlamaConfig):
+        with pytest.raises(CheckpointError, match=r"config\.json of .* a dictionary is expected, not a list"):
+            reader.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["hf_posenc", "hf_posenc (another text)"])

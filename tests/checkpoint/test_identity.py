@@ -33,7 +33,6 @@ from hf_posenc.entry import find_mark
 from tests.checkpoint.checkpoint_cases import (
     FORMS,
     assert_same,
-    edit_json,
     edit_weights,
     llama,
     made,
@@ -188,19 +187,6 @@ def test_a_state_dict_given_to_save_pretrained_gets_the_mark(tmp_path: Path) -> 
 # The fields of a config
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "../../x", "roformer", "position_encoding", "Llama"])
-def test_base_model_type_is_that_of_the_class(tmp_path: Path, model_type: str) -> None:
-    made(**ALIBI).save_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", "position_encoding", base_model_type=model_type)
-    for reader in (AutoModelForCausalLM, LlamaForCausalLM, LlamaConfig, AutoConfig):
-        with pytest.raises(CheckpointError, match="base_model_type") as caught:
-            reader.from_pretrained(tmp_path)
-        assert model_type in str(caught.value)
-    edit_json(tmp_path / "config.json", architectures=["hf_posenc.SomethingElse"])
-    with pytest.raises(CheckpointError, match="base_model_type"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
-
-
 def test_a_class_of_ones_own_loads_registered_or_not(tmp_path: Path) -> None:
     class OwnConfig(LlamaConfig):
         model_type = "own_llama_for_identity_test"
@@ -218,17 +204,6 @@ def test_a_class_of_ones_own_loads_registered_or_not(tmp_path: Path) -> None:
     AutoConfig.register("own_llama_for_identity_test", OwnConfig)
     AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
-
-
-def test_a_damaged_dictionary_written_by_hand_is_explained(tmp_path: Path) -> None:
-    model = made(**ALIBI)
-    model.save_pretrained(tmp_path)
-    for change, message in (({"scheme": {"scheme": "albi"}}, "Did you mean 'alibi'"), ({"format": 99}, "Update")):
-        (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
-        assert not hasattr(LlamaForCausalLM.from_pretrained(tmp_path).config, "transformers_weights")
-        edit_json(tmp_path / "config.json", "position_encoding", **change)
-        with pytest.raises(CheckpointError, match=message):
-            LlamaForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("foreign", ["1d", {"kind": "alibi"}, {"format": "x", "scheme": {"scheme": "unknown"}}])

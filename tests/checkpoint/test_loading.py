@@ -275,18 +275,9 @@ class TestRefusals:
             with pytest.raises(CheckpointError, match=message):
                 model_class.from_pretrained(copied, ignore_mismatched_sizes=True)
 
-    @pytest.mark.parametrize(
-        ("scheme", "message"),
-        [
-            ({"scheme": "alibi"}, "the config that from_pretrained has read names"),
-            ({"scheme": "rope", "rotary_dim": 4096}, "4096"),
-        ],
-    )
-    def test_a_scheme_that_does_not_fit_the_weights_or_the_model(
-        self, copied: Path, scheme: dict[str, Any], message: str
-    ) -> None:
-        edit_json(copied / "config.json", "position_encoding", scheme=scheme)
-        with pytest.raises(CheckpointError, match=message):
+    def test_a_scheme_that_does_not_fit_the_model(self, copied: Path) -> None:
+        edit_json(copied / "config.json", "position_encoding", scheme={"scheme": "rope", "rotary_dim": 4096})
+        with pytest.raises(CheckpointError, match="4096"):
             AutoModelForCausalLM.from_pretrained(copied)
 
     def test_broken_stock_checkpoints_get_the_stock_errors(self, tmp_path: Path) -> None:
@@ -323,9 +314,9 @@ class TestHeaders:
     @pytest.mark.parametrize(
         ("where", "change", "message"),
         [
-            ((), {"metadata": ABSENT}, "is not an index of weights"),
-            ((), {"weight_map": [1]}, "is not an index of weights"),
-            (("weight_map",), {"lm_head.weight": "../x.safetensors"}, "is not an index of weights"),
+            ((), {"metadata": ABSENT}, "no index of weights, where"),
+            ((), {"weight_map": [1]}, "no index of weights, where"),
+            (("weight_map",), {"lm_head.weight": "../x.safetensors"}, "no index of weights, where"),
             (("weight_map",), {"lm_head.weight": "x.safetensors"}, "'x.safetensors', which"),
         ],
     )
@@ -335,7 +326,7 @@ class TestHeaders:
         edit_json(shards / INDEX, *where, **change)
         with pytest.raises(CheckpointError, match=message) as caught:
             LlamaForCausalLM.from_pretrained(shards)
-        assert str(shards / INDEX) in str(caught.value)
+        assert all(str(part) in str(caught.value) for part in (shards, INDEX))
 
     def test_a_shard_that_is_damaged_or_of_another_save_is_refused(self, shards: Path, tmp_path: Path) -> None:
         made("learned", seed=1).save_pretrained(tmp_path / "other", max_shard_size="20KB")

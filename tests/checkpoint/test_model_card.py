@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import (
     EncodecConfig,
     LlamaForCausalLM,
@@ -173,36 +173,66 @@ def test_a_save_writes_one_section_and_keeps_the_text_around_it(llama: Any, tmp_
     assert "tags:\n- mine\n" in text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["no metadata\n", "---\n: {\n---\n", "---\n- a list\n---\n", "", "---\ntags:\n- a: b\n---\n", "---\ntags: 5\n"],
-)
-def test_any_readme_gets_the_section_and_loses_it_again(llama: Any, tmp_path: Path, text: str) -> None:
-    (tmp_path / "README.md").write_text(text)
-    llama.save_pretrained(tmp_path)
-    written = (tmp_path / "README.md").read_text()
-    assert text in written
-    assert written.count("is `rope(theta=500)`") == 1
-    unpatch_model(llama).save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == text
+GENERATED = "This model card has been automatically generated."
 
 
-@pytest.mark.parametrize(
-    ("before", "tags", "after"),
-    [
-        ("language: no\nversion: 1.10  # as text\n", "", ""),
-        ("license: mit\n", "tags: [a,\n  b]  # mine\n", "tags:\n- a\n- b\n"),
-        ("license: mit\r\n", "tags:\n- a\n", "tags:\n- a\n"),
-    ],
-)
-def test_only_the_tags_of_metadata_change(llama: Any, tmp_path: Path, before: str, tags: str, after: str) -> None:
+#: READMEs, and what they are after the section and its tags are removed again, if that is not the same.
+READMES: list[tuple[str, str | None]] = [
+    ("", None),
+    ("no metadata\n", None),
+    ("\ufeff# Mine\n", None),
+    ("---\n: {\n---\n", None),
+    ("---\n- a list\n---\n", None),
+    ("---\ntags:\n- a: b\n---\n", None),
+    ("---\ntags: 5\n---\n", "---\ntags:\n- 5\n---\n"),
+    ("---\nlicense: mit\n...\n# Mine\n", None),
+    (f"---\nlicense: [mit\n---\n{GENERATED}\n", None),
+    ("\ufeff\n---\nlanguage: no\nversion: 1.10  # as text\n---\nText.\n", None),
+    ("---\ntags: [a,\n  b]  # mine\n# a comment\n---\nText.\n", "---\ntags:\n- a\n- b\n# a comment\n---\nText.\n"),
+    ("---\nlicense: mit\r\ntags:\n- a\nauthor: me\n---\nText.\n", None),
+]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(("text", "after"), READMES)
+def test_any_readme_gets_the_section_and_loses_it_again(
+    llama: Any, tmp_path: Path, text: str, after: str | None, end: str
+) -> None:
     readme = tmp_path / "README.md"
-    start, end = f"\ufeff---\n{before}".encode(), b"# a comment\nauthor: me\n---\nText.\n"
-    readme.write_bytes(start + tags.encode() + end)
+    readme.write_bytes(text.replace("\n", end).encode())
     llama.save_pretrained(tmp_path)
-    assert b"- position-encoding\n" in readme.read_bytes()
+    written = readme.read_bytes().decode()
+    assert written.count("is `rope(theta=500)`") == 1
+    assert written[:1] == text[:1] or "\ufeff" not in text
+    assert not text or written.count("\n") == written.count(end)
+    assert written.count("---\n".replace("\n", end)) <= 3
     unpatch_model(llama).save_pretrained(tmp_path)
-    assert readme.read_bytes() == start + after.encode() + end
+    assert readme.read_bytes() == (text if after is None else after).replace("\n", end).encode()
+
+
+@pytest.mark.parametrize(
+    "by_hand", [("", ""), ("---\n\n", "license: mit\n---\n\n"), ("[More Information Needed]", "Me")]
+)
+def test_a_generated_card_is_replaced_unless_it_was_filled_in(llama: Any, tmp_path: Path, by_hand: Any) -> None:
+    readme, kept = tmp_path / "README.md", ModelCardData(library_name="transformers", tags=["mine"])
+    text = ModelCard.from_template(kept, model_description=GENERATED).content.replace(*by_hand, 1)
+    readme.write_text(text)
+    llama.save_pretrained(tmp_path)
+    assert ModelCard.load(readme).data.tags == ["mine", "hf_posenc", "position-encoding", "rope"]
+    assert (text.partition("# Model Card")[2] in readme.read_text()) == (by_hand[1] != "")
+    assert by_hand[1] in readme.read_text().replace("tags:\n- mine\n- hf_posenc\n- position-encoding\n- rope\n", "")
+
+
+def test_a_section_of_another_card_is_removed_with_its_tags(llama: Any, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    llama.save_pretrained(tmp_path)
+    other = readme.read_text()
+    patch_model(llama, "alibi").save_pretrained(tmp_path)
+    pasted = other.partition("# ")[2].join(readme.read_text().split("\n\n", 1))
+    readme.write_text(pasted.replace("- alibi", "- alibi\n- rope"))
+    llama.save_pretrained(tmp_path)
+    assert readme.read_text().count("## Position encoding") == 1
+    assert ModelCard.load(readme).data.tags == ["hf_posenc", "position-encoding", "alibi"]
 
 
 def test_text_behind_half_a_section_is_kept(llama: Any, tmp_path: Path) -> None:
@@ -240,30 +270,45 @@ def test_commands_can_be_typed_for_a_folder_of_any_name(llama: Any, tmp_path: Pa
         assert f"{command} 'my model (new)'" in text
 
 
-def test_a_card_that_cannot_be_replaced_is_told_and_the_model_is_saved(
-    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _protected(path: Path, patch: pytest.MonkeyPatch) -> None:
+    path.write_text("# Mine\n")
+    patch.setattr(os, "access", lambda place, mode: os.fspath(place) != str(path))
+
+
+UNWRITABLE: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
+    "Permission denied": _protected,
+    "Is a directory": lambda path, patch: path.mkdir(),
+    "not in UTF-8": lambda path, patch: path.write_text("# Mine\n", "utf-16"),
+    "No such file": lambda path, patch: path.symlink_to("nowhere/README.md"),
+}
+
+
+@pytest.mark.parametrize("reason", UNWRITABLE)
+def test_a_readme_that_cannot_be_changed_is_told_and_the_model_is_saved(
+    llama: Any, tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "README.md").write_text("# Mine\n")
-    replace = os.replace
-
-    def of_protected(source: Any, target: Any) -> None:
-        if os.fspath(target) == str(tmp_path / "README.md"):
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", of_protected)
-    with pytest.warns(UserWarning, match=r"README.md in .* cannot be replaced \(Operation not permitted\)"):
-        llama.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="cannot be replaced"):
-        write_card(llama, tmp_path)
-    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+    readme = tmp_path / "README.md"
+    UNWRITABLE[reason](readme, monkeypatch)
+    before = os.lstat(readme)
+    for save in (llama.save_pretrained, lambda folder: write_card(llama, folder)):
+        with pytest.warns(UserWarning, match=rf"README.md in .* cannot be replaced \({reason}"):
+            save(tmp_path)
+    assert (os.lstat(readme).st_ino, os.lstat(readme).st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.position_encoding.config == llama.position_encoding.config
-    monkeypatch.setattr("hf_posenc.checkpoint.cards._read", lambda _: of_protected("", tmp_path / "README.md"))
-    with pytest.warns(UserWarning, match="cannot be replaced"):
-        llama.save_pretrained(tmp_path)
     unpatch_model(llama).save_pretrained(tmp_path)
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(llama: Any, tmp_path: Path) -> None:
+    card, folder = tmp_path / "docs" / "card.md", tmp_path / "model"
+    card.parent.mkdir()
+    folder.mkdir()
+    (folder / "README.md").symlink_to("../docs/card.md")
+    for _ in range(2):
+        llama.save_pretrained(folder)
+        assert (folder / "README.md").is_symlink()
+        assert card.read_text().count("is `rope(theta=500)`") == 1
 
 
 def test_a_model_with_several_text_configs_is_saved(tmp_path: Path) -> None:

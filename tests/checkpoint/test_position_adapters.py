@@ -236,7 +236,7 @@ def test_what_cannot_be_saved_or_is_not_there(stock: Path, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"has no position_encoding\.json"):
         load_position_adapter(base(stock), tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="is a file"):
+    with pytest.raises(FileExistsError, match="is not a folder"):
         save_position_adapter(base(stock, "alibi"), tmp_path / "file")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hf_posenc.cli import main
 from hf_posenc.loading import load_model
+from tests.checkpoint.checkpoint_cases import edit_json
 from tests.integrations.subject import llama, tokenizer
 
 from .conftest import save_tokenizer
@@ -32,6 +33,8 @@ class TestInspect:
         assert main(["inspect", str(tmp_path), "--config-only"]) == 0
         assert "position_embeddings" in capsys.readouterr().out
         assert "cannot load" in refused(capsys, "inspect", str(tmp_path))
+        edit_json(tmp_path / "config.json", hidden_size=None)
+        assert "field 'hidden_size'" in refused(capsys, "inspect", str(tmp_path))
 
     @pytest.mark.parametrize(
         ("scheme", "tokens", "line"),
@@ -235,6 +238,8 @@ class TestPatch:
         capsys.readouterr()
         message = refused(capsys, "export", base, "--output", str(tmp_path / "x"), "--merge-adapters")
         assert "no adapter_config.json" in message
+        edit_json(Path(adapter) / "adapter_config.json", base_model_name_or_path=None)
+        assert "has base_model_name_or_path None" in refused(capsys, *words, "--merge-adapters", "--overwrite")
 
     @pytest.mark.parametrize("verb", ["patch", "export"])
     def test_a_folder_inside_a_file_is_refused_before_the_model_is_loaded(self, capsys, tmp_path, verb):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-import hf_posenc
-from tests.checkpoint.checkpoint_cases import bert, llama, outputs, randomize
+from tests.checkpoint.checkpoint_cases import bert, llama, made, outputs
 from tests.hostile.kinds import FileKind, Input, json_bytes, special_files
 from tests.hostile.mutations import Change, change_of_json, damaged_bytes, nested
 from tests.schemes.table import TABLE
@@ -32,25 +32,18 @@ class Checkpoint(FileKind):
     """Patched checkpoints of all schemes, one of whose files is damaged."""
 
     file: str
-
-    def __init__(self) -> None:
-        self.expected: dict[str, torch.Tensor] = {}
-        self.folders: list[Path] = []
-
-    def subjects(self) -> dict[str, Any]:
-        return SUBJECTS
+    subjects: tuple[str, ...] = tuple(SUBJECTS)
+    #: Of the save.
+    options: Mapping[str, Any] = {}
 
     def prepare(self, folder: Path) -> None:
-        for name, scheme in self.subjects().items():
-            torch.manual_seed(0)
-            model = bert() if name in MASKED else llama()
-            model = randomize(hf_posenc.patch_model(model, scheme))
-            self.save(model, folder / name)
-            self.folders.append(folder / name)
+        self.folders = [folder / name for name in self.subjects]
+        self.path = self.folders[0] / self.file
+        self.expected = {}
+        for name in self.subjects:
+            model = made(SUBJECTS[name], build=bert if name in MASKED else llama)
+            model.save_pretrained(folder / name, **self.options)
             self.expected[name] = outputs(model)
-
-    def save(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder)
 
     def ours(self, path: Path) -> bool:
         return path.name != "config.json" or (path.is_file() and b"hf_posenc" in path.read_bytes())
@@ -151,9 +144,10 @@ class ConfigBytes(Checkpoint):
     title = "`config.json`: flipped bits, cuts, insertions in its position encoding"
     file = "config.json"
     inputs = 60
+    subjects = ("t5", "rope", "several")
 
-    def subjects(self) -> dict[str, Any]:
-        return {name: SUBJECTS[name] for name in ("t5", "rope", "several")}
+    def fixed(self) -> list[tuple[Path, Input]]:
+        return []
 
     def draw(self, rng: Random) -> tuple[Path, Input]:
         path = rng.choice(self.folders) / self.file
@@ -169,13 +163,10 @@ class WeightsHeader(Checkpoint):
     title = "`model.safetensors`: damage to the header, cuts anywhere"
     file = "model.safetensors"
     inputs = 60
-
-    def subjects(self) -> dict[str, Any]:
-        return {name: SUBJECTS[name] for name in ("t5", "rope", "several", "layers")}
+    subjects = ("t5", "rope", "several", "layers")
 
     def fixed(self) -> list[tuple[Path, Input]]:
-        path = self.folders[0] / self.file
-        data = path.read_bytes()
+        path, data = self.path, self.path.read_bytes()
         lengths = {"0": 0, "2**63": 2**63, "100 MB": 10**8, "one more": int.from_bytes(data[:8], "little") + 1}
         return [
             (path, Input("empty", b"")),
@@ -205,16 +196,8 @@ class WeightsIndex(Checkpoint):
     title = "`model.safetensors.index.json`: types, missing keys, names of files"
     file = "model.safetensors.index.json"
     inputs = 40
-
-    def subjects(self) -> dict[str, Any]:
-        return {name: SUBJECTS[name] for name in ("t5", "several")}
-
-    def save(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder, max_shard_size="20KB")
-
-    def fixed(self) -> list[tuple[Path, Input]]:
-        path = self.folders[0] / self.file
-        return [(path, given) for given in special_files(path.read_bytes())]
+    subjects = ("t5", "several")
+    options: Mapping[str, Any] = {"max_shard_size": "20KB"}
 
     def draw(self, rng: Random) -> tuple[Path, Input]:
         path = rng.choice(self.folders) / self.file

@@ -40,6 +40,8 @@ class FileKind:
     title: str
     inputs: int
     same: bool = True
+    #: The file that the inputs of every run take the place of.
+    path: Path
 
     def prepare(self, folder: Path) -> None:
         """Writes sound files into an empty folder."""
@@ -47,7 +49,7 @@ class FileKind:
 
     def fixed(self) -> list[tuple[Path, Input]]:
         """Inputs of every run."""
-        return []
+        return [(self.path, given) for given in special_files(self.path.read_bytes())]
 
     def draw(self, rng: Random) -> tuple[Path, Input]:
         """A random input, and the file it takes the place of."""

@@ -76,9 +76,6 @@ class MinimalPairs(FileKind):
         self.path = folder / "task.json"
         self.path.write_text(json.dumps(PAIRS, indent=1))
 
-    def fixed(self) -> list[tuple[Path, Input]]:
-        return [(self.path, given) for given in special_files(self.path.read_bytes())]
-
     def draw(self, rng: Random) -> tuple[Path, Input]:
         if rng.random() < 0.3:
             what, data = damaged_bytes(self.path.read_bytes(), rng)

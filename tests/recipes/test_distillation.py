@@ -16,6 +16,7 @@ from hf_posenc.recipes import (
     frozen_teacher,
     hidden_state_loss,
     mean_pooled,
+    soft_target_loss,
 )
 from tests.matrix.running import patched, tokens
 
@@ -76,18 +77,9 @@ def test_hidden_states_and_their_mean():
     assert torch.allclose(mean_pooled(teacher), teacher.mean(1))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"temperature": 0}, "temperature is 0"), ({"weight": 0}, "weight is 0"), ({"weight": 1.1}, "weight is 1.1")],
-)
-def test_wrong_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Distillation(frozen_teacher(patched("llama_gqa", None)), causal=True, **options)
-
-
-def test_a_teacher_that_would_learn_is_refused():
-    with pytest.raises(ValueError, match="frozen_teacher"):
-        Distillation(patched("llama_gqa", None), causal=True)
+def test_a_mask_of_numbers_chooses_tokens():
+    logits, mask = torch.rand(2, 3, 5), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert soft_target_loss(logits, -logits, mask) == soft_target_loss(logits, -logits, mask.bool())
 
 
 # LoRA

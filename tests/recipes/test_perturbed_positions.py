@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hf_posenc import SequenceLengthError, UnknownNameError, UnsupportedError, patch_model
-from hf_posenc.recipes import PerturbedSelfDistillation, perturbed_positions
+from hf_posenc import SequenceLengthError, UnsupportedError, patch_model
+from hf_posenc.recipes import PerturbedSelfDistillation, perturbed_positions, pose_positions
 from tests.documentation.pages import page_text
 from tests.matrix.running import patched, tokens
 from tests.thinning import in_turn
@@ -88,28 +88,14 @@ def test_boundary_and_skip_are_uniform():
     assert (torch.cat([boundaries, skips[1:]]) - 1000).abs().max() < 137
 
 
-def test_the_global_generator_is_the_default():
+@pytest.mark.parametrize("draw", [perturbed_positions, lambda positions: pose_positions(positions, 90)])
+def test_the_global_generator_is_the_default(draw):
     positions = torch.arange(20).expand(3, 20)
     torch.manual_seed(5)
-    first = perturbed_positions(positions)
+    first = draw(positions)
     torch.manual_seed(5)
-    assert torch.equal(perturbed_positions(positions), first)
-    assert not torch.equal(perturbed_positions(positions), first)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"shift": "cycle"}, UnknownNameError, "Did you mean 'cyclic'"),
-        ({"largest_skip": 0}, ValueError, "largest_skip is 0"),
-        ({"limit": 8}, SequenceLengthError, "reach 8 and the model has 8"),
-        ({"positions": torch.arange(8)}, ValueError, "expected integers"),
-        ({"positions": torch.rand(1, 8)}, ValueError, "expected integers"),
-    ],
-)
-def test_wrong_arguments_of_the_positions(options, error, message):
-    with pytest.raises(error, match=message):
-        perturbed_positions(**({"positions": torch.arange(8).unsqueeze(0)} | options))
+    assert torch.equal(draw(positions), first)
+    assert not torch.equal(draw(positions), first)
 
 
 # The loss
@@ -334,20 +320,6 @@ def test_a_table_without_free_rows_is_refused():
     assert float(_call(model, inputs, shift="cyclic").detach()) > 7
     patch_model(model, "learned", num_positions=80)
     assert PerturbedSelfDistillation(model).views.limit() == 80
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"weight": 0}, ValueError, "weight is 0"),
-        ({"weight": float("nan")}, ValueError, "weight is nan"),
-        ({"shift": "skips"}, UnknownNameError, "Did you mean 'skip'"),
-        ({"largest_skip": 0}, ValueError, "largest_skip is 0"),
-    ],
-)
-def test_wrong_settings_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        PerturbedSelfDistillation(patched("llama_gqa", None), **options)
 
 
 def test_a_batch_without_pairs_of_tokens_adds_nothing_and_is_not_the_one_that_is_checked():

@@ -66,22 +66,6 @@ def test_phases_hold_from_their_first_step_on():
     assert not hasattr(model, "position_encoding")
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
-    [
-        (SchemePhases, [()], "step 0"),
-        (SchemePhases, [((1, "rope"),)], "step 0"),
-        (SchemePhases, [((0, "rope"), (5, "none"), (5, "alibi"))], "in order"),
-        (SchemePhases, [((0, "ropee"),)], "rope"),
-        # A part without a step.
-        *((drope, steps, "at least 1") for steps in ((10, 0.0), (10, 1.0), (1, 0.5))),
-    ],
-)
-def test_wrong_phases_are_refused(make, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make(*arguments)
-
-
 def test_a_later_phase_cannot_bring_parameters():
     model = patched("llama_gqa", None)
     phases = SchemePhases(((0, "t5"), (2, "learned")))
@@ -106,8 +90,6 @@ def test_groups_hold_every_trained_parameter_once():
 def test_a_phase_that_no_step_reaches_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Adapt the phases"):
         trained(drope(500), 20, tmp_path)
-    with pytest.raises(TypeError, match="drope"):
-        SchemePhasesCallback("drope")
 
 
 @pytest.mark.parametrize("first", ["t5", "forget_gate"])

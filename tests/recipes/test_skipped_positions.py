@@ -64,30 +64,6 @@ def test_three_chunks_skip_twice():
     assert int(moved.max()) == 29
 
 
-def test_the_global_generator_is_the_default():
-    positions = torch.arange(20).expand(3, 20)
-    torch.manual_seed(5)
-    first = pose_positions(positions, 90)
-    torch.manual_seed(5)
-    assert torch.equal(pose_positions(positions, 90), first)
-    assert not torch.equal(pose_positions(positions, 90), first)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"chunks": 1}, "chunks is 1; expected 2 or more"),
-        ({"target_length": 7}, "target_length is 7, and a document has 8 tokens"),
-        ({"positions": torch.arange(8)}, "expected integers"),
-        ({"positions": torch.rand(1, 8)}, "expected integers"),
-        ({"real": torch.ones(1, 7)}, r"real has the shape \(1, 7\), and positions have \(1, 8\)"),
-    ],
-)
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        pose_positions(**({"positions": torch.arange(8).unsqueeze(0), "target_length": 16} | options))
-
-
 def test_an_attention_mask_shows_real_tokens():
     positions, mask = torch.arange(8).expand(2, 8), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
     masked = pose_positions(positions, 40, real=mask, generator=_generator())

@@ -208,7 +208,10 @@ def test_native_rope_is_searched_too_and_the_result_is_a_stock_checkpoint(search
     ("changes", "message"),
     [
         ({"length": 64}, "past the trained one"),
+        ({"trained_length": 0}, "trained on 0 tokens"),
         ({"tokens": torch.zeros(2, 100, dtype=torch.int64)}, r"expected \(texts, 256\)"),
+        ({"tokens": torch.full((2, 256), -1)}, "token ids from -1 to -1"),
+        ({"tokens": torch.zeros(2, 256)}, "dtype torch.float32"),
         ({"needle_weight": 1.5}, "needle_weight is 1.5"),
         ({"needle_tokens": 100}, "A repeated span has 100 tokens"),
         ({"evaluations": 0}, "evaluations 0"),

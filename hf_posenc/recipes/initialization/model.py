@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_posenc.patching.anatomy.anatomy import Anatomy
@@ -61,6 +63,8 @@ def fit_encoding(
             f"The {part} part of {type(anatomy.model).__name__} does not read token ids, so `sample` cannot be run "
             "there, and biases are not fitted. Leave `sample` out: they start as in patch_model."
         )
+    if sample is not None:
+        sample = checked_tokens(sample, "sample", anatomy.model, SHORTEST_SAMPLE)
     stacks, old_stacks = stacks_in_part(new, part), stacks_in_part(old, part)
     for name, stack in stacks.items():
         additive, previous = _new(stack.additive), old_stacks[name].additive
@@ -77,7 +81,13 @@ def fit_encoding(
             fits.append(fit_scale(scale, old_scale, length, f"logit_scale of {_layers(layers)}"))
     biases = [(bias, layers) for bias, layers in _shared(new_layers, "logit_bias") if is_fittable_bias(bias)]
     if biases and readers and any(place is not None for place in places_of_parts(old_stacks)):
-        sample = _checked(sample).to(next(anatomy.model.parameters()).device)
+        if sample is None:
+            raise ValueError(
+                "A learned bias is fitted to the logits of the old scheme on a sample of text: pass "
+                "sample=tokenizer(text, return_tensors='pt').input_ids, without padding and long enough for the "
+                "distances that matter, or use initialization='default'."
+            )
+        sample = sample.to(next(anatomy.model.parameters()).device)
         targets = _bias_targets(transaction, old, new, sample, part)
         for bias, layers in biases:
             where = f"logit_bias of {_layers(layers)}"
@@ -115,19 +125,21 @@ def _layers(layers: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, layers))}"
 
 
-def _checked(sample: Tensor | None) -> Tensor:
-    if sample is None:
-        raise ValueError(
-            "A learned bias is fitted to the logits of the old scheme on a sample of text: pass "
-            "sample=tokenizer(text, return_tensors='pt').input_ids, without padding and long enough for the "
-            "distances that matter, or use initialization='default'."
-        )
-    if sample.dim() != 2 or sample.is_floating_point() or sample.shape[-1] < SHORTEST_SAMPLE:
-        raise ValueError(
-            f"sample has the shape {tuple(sample.shape)} and dtype {sample.dtype}; expected token ids of shape (batch, "
-            f"length) with a length of at least {SHORTEST_SAMPLE}."
-        )
-    return sample
+def checked_tokens(ids: Any, name: str, model: Any, shortest: int) -> Tensor:
+    """Returns token ids, `(batch, length)`, that a model can read. Raises `ValueError` for anything else."""
+    found = f"a {type(ids).__name__}"
+    if isinstance(ids, Tensor):
+        found = f"a tensor of the shape {tuple(ids.shape)} and dtype {ids.dtype}"
+        if ids.dim() == 2 and len(ids) and ids.shape[1] >= shortest and not ids.is_floating_point():
+            vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
+            lowest, highest = (int(end) for end in torch.aminmax(ids))
+            if lowest >= 0 and highest < vocabulary:
+                return ids
+            found = f"token ids from {lowest} to {highest}, and this {type(model).__name__} has {vocabulary}"
+    raise ValueError(
+        f"{name} is {found}; expected a tensor (batch, length) of token ids of this model's own tokenizer, with a "
+        f"length of at least {shortest}."
+    )
 
 
 def _bias_targets(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_posenc.installation import require
 from hf_posenc.schemes.additive.learned import LearnedEncoding
@@ -133,38 +132,30 @@ def extended_rows(rows: Tensor, num_positions: int, extension: str) -> Tensor:
         raise ValueError(
             f"A table of {old} positions cannot be extended to {num_positions} positions: that would truncate it."
         )
-    if extension == "spline" and old > 2:
-        require("extension='spline'", "scipy")
-        from scipy.interpolate import CubicSpline
-
-        places = torch.linspace(0, old - 1, num_positions, dtype=torch.float64)
-        spline = CubicSpline(range(old), rows.double().cpu().numpy(), bc_type="natural")
-        return torch.from_numpy(spline(places.numpy())).to(rows)
-    if extension in ("linear", "spline"):
-        stretched = functional.interpolate(rows.T.unsqueeze(0), size=num_positions, mode="linear", align_corners=True)
-        return stretched.squeeze(0).T
-    places = torch.arange(num_positions, device=rows.device)
-    if extension == "long_clip":
-        return _stretched_after(_KEPT_ROWS, rows, places)
-    if extension == "repeat":
-        return rows[places % old]
-    if extension == "last":
-        return rows[places.clamp(max=old - 1)]
-    raise ValueError(f"table_extension is {extension!r}; expected one of {', '.join(TABLE_EXTENSIONS)}.")
-
-
-def _stretched_after(kept: int, rows: Tensor, places: Tensor) -> Tensor:
-    """Spreads the rows from the number `kept` on evenly over the later places."""
-    old = len(rows)
-    if old < kept + 2:
+    if extension not in TABLE_EXTENSIONS:
+        raise ValueError(f"table_extension is {extension!r}; expected one of {', '.join(TABLE_EXTENSIONS)}.")
+    kept = _KEPT_ROWS if extension == "long_clip" else 0
+    if kept and old < kept + 2:
         raise ValueError(
             f"table_extension='long_clip' keeps the first {kept} rows and stretches the others, but the table has only "
             f"{old}. Use 'linear' or 'repeat'."
         )
-    along = torch.where(places < kept, places, kept + (places - kept) * ((old - kept) / (len(places) - kept)))
-    low = along.floor().long().clamp(max=old - 2)
-    fraction = (along - low).unsqueeze(-1)
-    return rows[low] * (1 - fraction) + rows[low + 1] * fraction
+    places = torch.arange(num_positions, device=rows.device, dtype=torch.float64)
+    # Where each new position is in the old table.
+    along = {
+        "long_clip": places.where(places < kept, kept + (places - kept) * (old - kept) / max(num_positions - kept, 1)),
+        "repeat": places % old,
+        "last": places.clamp(max=old - 1),
+    }.get(extension, places * (old - 1) / max(num_positions - 1, 1))
+    if extension == "spline" and old > 2:
+        require("extension='spline'", "scipy")
+        from scipy.interpolate import CubicSpline
+
+        spline = CubicSpline(range(old), rows.double().cpu().numpy(), bc_type="natural")
+        return torch.from_numpy(spline(along.cpu().numpy())).to(rows)
+    low = along.floor().long().clamp(max=max(old - 2, 0))
+    fraction = (along - low).unsqueeze(-1).to(rows.dtype)
+    return rows[low] * (1 - fraction) + rows[(low + 1).clamp(max=old - 1)] * fraction
 
 
 def fit_scale(new: LogitScale, old: LogitScale | None, length: int, where: str) -> Fit:
