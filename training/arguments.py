@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -13,7 +14,7 @@ from training.errors import SettingsError
 from training.machine import check_met
 
 #: Arguments of `Trainer` that can only have one value in these scripts: the value, and the reason.
-_FIXED = {
+FIXED = {
     "ignore_data_skip": (False, "A resumed run would read the first rows again."),
     "auto_find_batch_size": (False, "The batches of a run would depend on free memory."),
     "dataloader_drop_last": (False, "Training always reads whole batches, and evaluation must read every row."),
@@ -24,6 +25,58 @@ _FIXED = {
     "deepspeed": (None, "It is not tested with this script. Use DDP or FSDP (training/accelerate)."),
     "resume_from_checkpoint": (None, "Run the same command again to resume from the last complete checkpoint."),
 }
+#: Options that have no effect without one of the options before them.
+_NEED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("scheme",): ("scheme_options", "scheme_layers", "elsewhere", "initialization", "gradual_steps"),
+    ("scheme_layers",): ("elsewhere",),
+    ("model_name_or_path",): ("ignore_mismatched_sizes", "initialization", "gradual_steps", "distill"),
+    ("model_name_or_path", "config_name", "tokenizer_name"): ("model_revision",),
+    ("pose_length",): ("pose_chunks",),
+    ("lora",): ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    ("distill",): ("distill_temperature", "distill_weight"),
+    ("self_distill",): ("self_distill_weight", "self_distill_shift"),
+    ("initialization",): ("table_extension",),
+    ("push_to_hub",): ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision", "hub_always_push"),
+    ("eval_strategy",): ("eval_steps", "eval_delay"),
+}
+#: Options that have no effect beside the option before them.
+_REPLACE = {
+    "model_name_or_path": ("config_overrides",),
+    "scheme_layers": ("gradual_steps",),
+    "validation_file": ("validation_split", "validation_split_percentage", "split_seed"),
+    "validation_split": ("validation_split_percentage", "split_seed"),
+}
+#: Options that only training reads.
+OF_TRAINING = ("lora", "distill", "self_distill", "gradual_steps", "pose_length", "random_crop", "random_flip")
+
+
+def given_options(arguments: Any) -> list[str]:
+    """Returns the options that differ from their defaults."""
+    defaults = (
+        (option.name, option.default if option.default_factory is MISSING else option.default_factory())
+        for option in fields(arguments)
+    )
+    return [name for name, default in defaults if getattr(arguments, name) != default]
+
+
+def refuse(why: str, options: Iterable[str], *groups: Any) -> None:
+    """Raises `SettingsError` for the first of these options that one of the groups of arguments has."""
+    for arguments in groups:
+        for name in given_options(arguments):
+            if name in options:
+                raise SettingsError(f"--{name} {why}")
+
+
+def check_effects(*groups: Any) -> None:
+    """Raises `SettingsError` for an option without effect, because another one is missing or replaces it."""
+    names = {option.name for arguments in groups for option in fields(arguments)}
+    given = {name for arguments in groups for name in given_options(arguments)}
+    for needed, options in _NEED.items():
+        if names & {*needed} and not given & {*needed}:
+            refuse(f"is given without --{' or --'.join(needed)}, so it has no effect.", options, *groups)
+    for name, options in _REPLACE.items():
+        if name in given:
+            refuse(f"has no effect beside --{name}. Give only one of them.", options, *groups)
 
 
 @dataclass
@@ -61,11 +114,6 @@ class WeightsArguments:
                 f"{problem}. Give one of --model_name_or_path (pretrained weights), --config_name (from scratch, with "
                 "that config) and --model_type (from scratch, for example --model_type llama --config_overrides "
                 "hidden_size=64)."
-            )
-        if self.config_overrides and self.model_name_or_path:
-            raise SettingsError(
-                "--config_overrides builds a model from scratch, but the weights of --model_name_or_path only fit "
-                "their own config. To change sizes in that config, give it with --config_name instead."
             )
 
 
@@ -105,9 +153,6 @@ class SchemeArguments:
 
     def __post_init__(self) -> None:
         name_modules(self.imports)
-        for name in ("scheme_options", "scheme_layers", "elsewhere"):
-            if getattr(self, name) is not None and self.scheme is None:
-                raise SettingsError(f"--{name} is given without --scheme. Give the scheme that it is for.")
 
 
 @dataclass
@@ -128,6 +173,8 @@ class DatasetArguments:
     max_eval_samples: int | None = HfArg(default=None, help="Validate on at most this many documents or pictures.")
 
     def __post_init__(self) -> None:
+        if self.validation_split == self.dataset_split:
+            raise SettingsError(f"--validation_split and --dataset_split are both {self.dataset_split!r}.")
         require_at_least(self, max_train_samples=1, max_eval_samples=1)
         require_between(self, validation_split_percentage=100)
 
@@ -174,15 +221,11 @@ class DataArguments(DatasetArguments):
         super().__post_init__()
         require_at_least(self, block_size=2, preprocessing_num_workers=1, pose_chunks=2)
         require_between(self, mlm_probability=1)
-        if self.pose_length is None and self.pose_chunks != 2:
-            raise SettingsError("--pose_chunks is given without --pose_length.")
         if self.pose_length is not None and self.pose_length <= self.block_size:
             raise SettingsError(
                 f"--pose_length is {self.pose_length}, but a row already fills {self.block_size} positions "
                 "(--block_size), so no chunk can skip any. Give the length that the model should read, which is larger."
             )
-        if self.validation_file and self.validation_split:
-            raise SettingsError("--validation_file and --validation_split both set the validation data. Give one.")
         if self.streaming and self.max_train_samples is None:
             raise SettingsError("--streaming reads the first --max_train_samples documents of a dataset. Give both.")
 
@@ -200,11 +243,6 @@ class LoraArguments:
     lora_target_modules: str = HfArg(
         default="all-linear", help="Names of modules, separated by commas; default: all linear layers."
     )
-
-    def __post_init__(self) -> None:
-        changed = [option.name for option in fields(LoraArguments) if getattr(self, option.name) != option.default]
-        if changed and not self.lora:
-            raise SettingsError(f"--{changed[0]} is given without --lora.")
 
 
 @dataclass
@@ -241,7 +279,7 @@ def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False)
         arguments.world_size,
         "Give --use_cpu to train on the CPU, or launch as many processes as there are GPUs.",
     )
-    for name, (only, reason) in _FIXED.items():
+    for name, (only, reason) in FIXED.items():
         if getattr(arguments, name) != only:
             raise SettingsError(f"--{name} can only be {only} here. {reason}")
     if arguments.mixed_precision == "fp16" and arguments.device.type == "cpu":

@@ -141,19 +141,24 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     ]
 
 
+def check_folder(folder: Path, begun: bool, missing: str) -> None:
+    """Raises `SettingsError` for an output folder with other files, which has not `begun` and lacks something."""
+    if folder.exists() and not folder.is_dir():
+        raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() and not begun else []
+    if names := [name for name in names if not name.startswith(".")]:
+        raise SettingsError(
+            f"{folder} is not empty ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}), and {missing}. Choose "
+            "another --output_dir."
+        )
+
+
 def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
     """Whether the output folder contains an earlier part of this run. Writes nothing."""
     folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
-    earlier = read_json(folder / SETTINGS_FILE)
+    earlier = None if folder.is_file() else read_json(folder / SETTINGS_FILE)
+    check_folder(folder, earlier is not None, f"has no run of this script: {SETTINGS_FILE} is missing")
     if earlier is None:
-        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        if names:
-            raise SettingsError(
-                f"{folder} is not empty ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) and has no run "
-                f"of this script: {SETTINGS_FILE} is missing. Choose another --output_dir."
-            )
         return False
     changed = differences(earlier, settings)
     if changed:

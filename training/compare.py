@@ -33,6 +33,7 @@ from training.errors import SettingsError
 from training.machine import check_met, launched_on_cpu
 from training.one_run import exit_status
 from training.report.outputs import write_outputs
+from training.report.results import Run, check_results
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
 from training.study.corpus import Corpus, load_corpus, study_tokenizer
 from training.study.curve import check_trackers
@@ -68,6 +69,7 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     """
     quiet()
     if study.learning_rates:
+        study_cells(study)  # so that nothing is trained for settings that are refused afterwards
         study = with_chosen_rates(study, compare(rates_study(study), command))
     cells = study_cells(study)
     state = PartialState(cpu=launched_on_cpu())
@@ -76,10 +78,10 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
         "Start them with `accelerate launch` or torchrun, and not more than there are GPUs, if there are any.",
     )
     together = state.num_processes > 1
-    if together and study.executor != "local":
+    if together and (study.executor != "local" or study.workers > 1):
         raise SettingsError(
-            f"--executor {study.executor} sends each training to one process, but {state.num_processes} processes were "
-            "launched to share every training. Launch one process, or omit --executor."
+            f"--executor and --workers send each training to one process, but {state.num_processes} processes were "
+            "launched to share every training. Launch one process, or omit --executor and --workers."
         )
     check_trackers(study)
     folder = Path(study.output_dir)
@@ -160,6 +162,9 @@ def _run(
 ) -> dict[str, dict[str, Any]]:
     """Runs the trainings without a result, and returns the results of all trainings by name."""
     outcomes = {cell.name: result for cell in cells if (result := cell.result()) is not None}
+    for cell in cells:
+        if cell.name in outcomes:
+            check_results(outcomes[cell.name], cell.folder / "result.json", Run)
     todo = [cell for cell in cells if cell.name not in outcomes]
     resumed = [cell.name for cell in todo if latest_complete_checkpoint(cell.folder, state.num_processes)]
     if resumed and state.is_main_process:

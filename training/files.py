@@ -22,12 +22,16 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"it contains {name}, which is not a number in JSON")
+
+
 def read_json(path: Path) -> Any:
     """Reads a file from `write_json`; `None` if there is no file."""
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         if not isinstance(content, dict):
             raise ValueError(f"it contains a {type(content).__name__}, not named values")
         return content

@@ -25,13 +25,10 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, causal: bool, label_smo
         causal: whether each place predicts the next token, rather than its own.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
     """
-    if labels.dim() == 1:
-        logits, labels = logits.unsqueeze(1), labels.unsqueeze(1)
-    if causal:
-        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits, labels = _predicting(logits, labels, causal)
     return torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(),
-        labels.flatten().to(logits.device),
+        labels.flatten(),
         ignore_index=IGNORED,
         reduction="sum",
         label_smoothing=label_smoothing,
@@ -48,16 +45,21 @@ def row_sums(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
 
     For a classifier, `(batch, 3)`. The third value is 1 if the class with the largest logit is right.
     """
-    labels = labels.to(logits.device)
-    if labels.dim() == 1:
-        losses = torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
-        return torch.stack([losses, labels.ne(IGNORED), logits.argmax(-1) == labels], dim=1).double()
-    if causal:
-        logits, labels = logits[:, :-1], labels[:, 1:]
+    classifies = labels.dim() == 1
+    logits, labels = _predicting(logits, labels, causal)
     losses = torch.nn.functional.cross_entropy(
         logits.transpose(1, 2).float(), labels, ignore_index=IGNORED, reduction="none"
     )
-    return torch.stack([losses.double().sum(1), labels.ne(IGNORED).sum(1).double()], dim=1)
+    of_tokens = [losses, labels.ne(IGNORED), *([logits.argmax(-1) == labels] if classifies else [])]
+    return torch.stack([values.double().sum(1) for values in of_tokens], dim=1)
+
+
+def _predicting(logits: Tensor, labels: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Returns logits `(batch, length, classes)` and the labels that they predict, `(batch, length)`."""
+    labels = labels.to(logits.device)
+    if labels.dim() == 1:
+        return logits.unsqueeze(1), labels.unsqueeze(1)
+    return (logits[:, :-1], labels[:, 1:]) if causal else (logits, labels)
 
 
 def evaluation_metrics(prediction: EvalPrediction) -> dict[str, float]:

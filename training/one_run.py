@@ -19,7 +19,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_posenc import PositionEncodingError
-from training.arguments import RunArguments, check_trainer_arguments
+from hf_posenc.errors import UsageError
+from training.arguments import OF_TRAINING, RunArguments, check_effects, check_trainer_arguments, refuse
 from training.checkpoints import SETTINGS_FILE, check_run, checkpoint_settings, latest_complete_checkpoint, scheme_code
 from training.errors import SettingsError
 from training.files import write_json
@@ -44,7 +45,7 @@ def exit_status(program: str, run: Callable[[], Any], *, resumes: bool = True) -
     """
     try:
         run()
-    except (SettingsError, PositionEncodingError) as error:
+    except (SettingsError, PositionEncodingError, UsageError) as error:
         return report(program, error, 2)
     except TrainingError as error:
         return report(program, error, 1, every_process=isinstance(error, SavingError))
@@ -66,9 +67,9 @@ def trains(arguments: TrainingArguments) -> bool:
     return arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
 
 
-def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
+def set_up(arguments: TrainingArguments, *options: Any) -> None:
     """Sets up logging: all messages of the first process, errors of the others. Raises `SettingsError` for invalid
-    arguments of the Trainer.
+    arguments of the Trainer, and for those and `options` that have no effect.
     """
     level = logging.INFO if arguments.should_log else logging.ERROR
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=level)
@@ -79,7 +80,10 @@ def set_up(arguments: TrainingArguments, *, lora: bool = False) -> None:
         datasets.utils.logging.set_verbosity_error()
         datasets.disable_progress_bars()
     arguments.remove_unused_columns = False  # the collator needs columns that the model does not take
-    check_trainer_arguments(arguments, lora=lora)
+    check_trainer_arguments(arguments, lora=any(getattr(group, "lora", False) for group in options))
+    check_effects(arguments, *options)
+    if not trains(arguments):
+        refuse("has no effect, because the run only evaluates. Also give --do_train.", OF_TRAINING, *options)
 
 
 def start(

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from hf_posenc.patching.place.lengths import context_length, update_tokenizer_length
 from hf_posenc.recipes import frozen_teacher
 from training.argument_files import parse_arguments
-from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments
+from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments, refuse
 from training.data.blocking import packed_batches
 from training.data.text import load_rows
 from training.errors import SettingsError
@@ -60,18 +60,17 @@ def train(
         The content of `all_results.json`.
     """
     # Options: invalid ones are refused before anything is written.
-    set_up(arguments, lora=lora.lora)
-    healing.check_objective(causal)
-    if causal and data.mlm_probability != DataArguments.mlm_probability:
-        raise SettingsError("--mlm_probability is for masked language models. Train them with run_mlm.py.")
-    if data.pose_length is not None and not causal:
-        raise SettingsError("--pose_length is for causal language models. Train them with run_clm.py.")
+    set_up(arguments, model_options, scheme, data, lora, healing)
+    if causal:
+        refuse("is for masked language models. Train them with run_mlm.py.", ["mlm_probability"], data)
+    else:
+        of_causal = ["pose_length", "self_distill"]
+        refuse("is for causal language models. Train them with run_clm.py.", of_causal, data, healing)
     if data.pose_length is not None and healing.teaches:
         raise SettingsError(
             "--pose_length trains at positions that the teacher of --distill or --self_distill does not know. Use only "
             "one of them."
         )
-    healing.check_start(scheme, model_options)
     check_scheme(scheme)
 
     # Data: rows of tokens. No document is in both parts.

@@ -27,12 +27,12 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.images.patches import PatchSize
-from hf_posenc.metrics.images.pictures import Normalization, Pictures
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions, resolution_result
 from training.argument_files import parse_arguments
 from training.arguments import DatasetArguments, RunArguments, SchemeArguments, WeightsArguments, require_at_least
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor, named_pictures
+from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor
 from training.errors import SettingsError
 from training.one_run import exit_status, finish, set_up, start, train_and_evaluate, trains
 from training.starting_model import apply_scheme, stock_model
@@ -65,10 +65,6 @@ class ImageModelArguments(WeightsArguments):
         if self.small:
             self.model_type = "vit"
         super().__post_init__()
-        if self.ignore_mismatched_sizes and self.model_name_or_path is None:
-            raise SettingsError(
-                "--ignore_mismatched_sizes is for the head of a pretrained model. Give --model_name_or_path."
-            )
 
 
 @dataclass
@@ -105,14 +101,6 @@ class ImageArguments(DatasetArguments):
     )
 
     def __post_init__(self) -> None:
-        columns = ("dataset_config_name", "validation_split", "image_column", "label_column")
-        unused = [name for name in columns if getattr(self, name) is not None]
-        unused += ["dataset_split"] if self.dataset_split != "train" else []
-        if self.dataset_name == "digits" and unused:
-            raise SettingsError(
-                f"--{unused[0]} is for a folder or a hub dataset (--dataset_name). The digits have one split and "
-                "no columns."
-            )
         super().__post_init__()
         require_at_least(self, train_resolution=1)
         if self.eval_resolutions and min(self.eval_resolutions) < 1:
@@ -145,7 +133,7 @@ def train(
         of the `--eval_resolutions` that the model can read.
     """
     # Options: invalid ones are refused before anything is written.
-    set_up(arguments)
+    set_up(arguments, model_options, scheme, images)
 
     # Data: pictures and their classes.
     with arguments.main_process_first(desc="loading pictures"):
@@ -208,7 +196,7 @@ def train(
 def _pictures(images: ImageArguments) -> tuple[Pictures, Pictures]:
     """Returns the pictures for training and for validation."""
     load = partial(
-        named_pictures, images.dataset_name, images.dataset_config_name,
+        load_pictures, images.dataset_name, images.dataset_config_name,
         image_column=images.image_column, label_column=images.label_column,
     )  # fmt: skip
     if images.validation_split is None:

@@ -15,7 +15,7 @@ from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDi
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS
 from hf_posenc.recipes.skipped_positions import SHIFTS
 from hf_posenc.recipes.swap import INITIALIZATIONS
-from training.arguments import ModelArguments, SchemeArguments
+from training.arguments import check_effects
 from training.errors import SettingsError
 from training.trainer import LossHook
 
@@ -76,12 +76,7 @@ class HealingArguments:
         ):
             if not fits:
                 raise SettingsError(f"--{name} is {getattr(self, name)}; expected {expected}.")
-        if not self.distill and (self.distill_temperature, self.distill_weight) != (2.0, 0.5):
-            raise SettingsError("--distill_temperature and --distill_weight are given without --distill.")
-        if not self.self_distill and (self.self_distill_weight, self.self_distill_shift) != (1.0, "skip"):
-            raise SettingsError("--self_distill_weight and --self_distill_shift are given without --self_distill.")
-        if self.table_extension is not None and self.initialization == "default":
-            raise SettingsError("--table_extension is for a fitted table. Also give --initialization fitted.")
+        check_effects(self)
 
     @property
     def swaps(self) -> bool:
@@ -92,25 +87,6 @@ class HealingArguments:
     def teaches(self) -> bool:
         """Whether the model learns from predictions, its own or a teacher's."""
         return self.distill or self.self_distill
-
-    def check_objective(self, causal: bool) -> None:
-        """Raises `SettingsError` for objectives that only causal language models can learn."""
-        if self.self_distill and not causal:
-            raise SettingsError(
-                "--self_distill compares the predictions of the next token at two sets of positions. It is for causal "
-                "language models. Use run_clm.py, or the task 'causal' of a study."
-            )
-
-    def check_start(self, scheme: SchemeArguments, model: ModelArguments) -> None:
-        """Raises `SettingsError` if there is nothing to swap, or nothing to learn from."""
-        if self.swaps and scheme.scheme is None:
-            raise SettingsError("--initialization and --gradual_steps need a new scheme: give --scheme.")
-        if self.gradual_steps and scheme.scheme_layers is not None:
-            raise SettingsError("--gradual_steps is for all layers. For some, give --scheme a schedule of them.")
-        if (self.swaps or self.distill) and model.model_name_or_path is None:
-            raise SettingsError(
-                "--initialization, --gradual_steps and --distill need a trained model: give --model_name_or_path."
-            )
 
     def check_run(self, arguments: TrainingArguments, steps: int, lora: bool) -> None:
         """Like `check_training`, for a run with these arguments of the Trainer."""

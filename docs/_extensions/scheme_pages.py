@@ -142,7 +142,8 @@ def index(config_classes: list[type[SchemeConfig]], thumbnails: dict[str, str]) 
     place = standard_places()[0]
     sections = [
         "# Schemes",
-        f"{len(config_classes) - arranged} schemes and {arranged} arrangements of schemes, by what they act on. "
+        f"{len(config_classes) - arranged} schemes by what they act on, and {arranged} arrangements, which only say "
+        "where other schemes act. "
         f"Figures show a causal model of {place.num_heads} heads of {place.head_dim} dimensions before any training, "
         'unless a caption says otherwise. `"native"` stands for the scheme that a model has, and has no page.',
     ]

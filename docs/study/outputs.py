@@ -17,7 +17,7 @@ from training.files import read_json, write_text
 from training.report.cards import TEMPLATE, study_cards
 from training.report.outputs import write_outputs
 from training.report.records import study_records
-from training.report.results import ResultsError, Study, check_results
+from training.report.results import Study, check_results
 
 
 def copy_cards(study: Study, folder: Path) -> None:
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         written = write_outputs(results, options.folder)
         if options.cards is not None:
             copy_cards(check_results(results), options.cards)
-    except (SettingsError, ResultsError) as error:
+    except SettingsError as error:
         print(f"outputs: {error}", file=sys.stderr)
         return 2
     print(f"Written: {len(written)} files.")

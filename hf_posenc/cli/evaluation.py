@@ -72,7 +72,7 @@ def report(options: argparse.Namespace) -> int:
     for file in options.files:
         try:
             results.append(Result.load(file))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{file} does not contain a result of hf-posenc eval --json: {error}") from error
         own = results[-1].settings.get("of_model", {}).get("path")
         paths.append(own or str(Path(file).with_suffix("")))
@@ -83,7 +83,15 @@ def report(options: argparse.Namespace) -> int:
     if options.plot is not None and (evaluation is None or evaluation.plot is None):
         drawn = ", ".join(name for name, known in EVALUATIONS.items() if known.plot is not None)
         raise UsageError(f"--plot: the evaluation {result.task!r} has no figure; these have one: {drawn}.")
-    return _show(result, evaluation, options)
+    try:
+        return _show(result, evaluation, options)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if options.plot is None:
+            raise
+        raise UsageError(
+            f"--plot: {', '.join(options.files)} lacks what the figure of {result.task!r} shows, or has another value "
+            f"than expected ({type(error).__name__}: {error}). Write it again with hf-posenc eval --json."
+        ) from error
 
 
 def _combined(results: dict[str, Any]) -> Any:

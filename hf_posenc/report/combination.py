@@ -68,7 +68,7 @@ def combine_results(results: Mapping[str, Result]) -> Result:
     shared = {key: value for key, value in first.settings.items() if key not in _MODEL_SETTINGS}
     return replace(
         first,
-        title=model + first.title.removeprefix(first.settings["model"]),
+        title=model + first.title.removeprefix(first.settings.get("model", "")),
         quantities=tuple({one.name: one for result in results.values() for one in result.quantities}.values()),
         subjects=tuple(subjects),
         # Models may have different numbers of layers. Columns are still in ascending order.
@@ -83,6 +83,10 @@ def _difference(first: Result, other: Result) -> str:
     """Returns why two results cannot be compared; empty if they can."""
     if first.task != other.task:
         return f"they come from different evaluations, {first.task!r} and {other.task!r}"
+    if len(first.views) != len(other.views):
+        return (
+            f"they have {len(first.views)} and {len(other.views)} views, but the tables of both are expected to match"
+        )
     # Different options also change the data, so they are reported first.
     for key in sorted({**first.settings, **other.settings}, key="data".__eq__):
         one, two = first.settings.get(key), other.settings.get(key)
@@ -99,5 +103,7 @@ def _label(name: str, subject: Subject, result: Result) -> str:
 
 def _joined_view(views: Sequence[View]) -> View:
     """Returns a view that shows everything that any of the views shows."""
-    shown = {key: sorted({value for view in views for value in view.shown[key]}) for key in views[0].shown}
+    shown = {
+        key: list(dict.fromkeys(value for view in views for value in view.shown.get(key, ()))) for key in views[0].shown
+    }
     return replace(views[0], shown=shown)

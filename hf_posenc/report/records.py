@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import reprlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from hf_posenc.installation import require
 from hf_posenc.report.page import marked_up
@@ -40,7 +43,9 @@ class Quantity:
 
     def __post_init__(self) -> None:
         if self.style not in FORMATS:
-            raise ValueError(f"The style of the quantity {self.name!r} is {self.style!r}, not one of {[*FORMATS]}.")
+            raise ValueError(
+                f"The style of the quantity {self.name!r} is {self.style!r}; expected one of {[*FORMATS]}."
+            )
 
 
 @dataclass(frozen=True)
@@ -253,23 +258,14 @@ class Result:
         """Returns the result that `to_dict` was called on.
 
         Raises:
-            ValueError: if it has another format.
+            ValueError: if it has another format, or a value that does not fit. The message names the key.
         """
         version = entry.get("format") if isinstance(entry, Mapping) else None
         if version != FORMAT:
-            raise ValueError(f"Not a result of this version: 'format' is {version!r}, not {FORMAT}.")
-        return cls(
-            task=entry["task"],
-            title=entry["title"],
-            quantities=tuple(Quantity(**fields) for fields in entry["quantities"]),
-            subjects=tuple(Subject(**fields | {"notes": tuple(fields["notes"])}) for fields in entry["subjects"]),
-            records=tuple(Record(**fields) for fields in entry["records"]),
-            views=tuple(
-                View(**view | {key: tuple(view[key]) for key in ("quantities", "rows")}) for view in entry["views"]
-            ),
-            settings=entry["settings"],
-            remarks=tuple(entry["remarks"]),
-        )
+            raise ValueError(f"Not a result of this version: 'format' is {reprlib.repr(version)}; expected {FORMAT}.")
+        result: Result = _read(cls, {key: value for key, value in entry.items() if key != "format"}, "")
+        _check_references(result)
+        return result
 
     def save(self, path: str | Path) -> None:
         """Writes `to_dict` as JSON."""
@@ -281,9 +277,92 @@ class Result:
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: if the file has another format.
+            ValueError: as in `from_dict`, and if the file is not JSON.
         """
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+_EXPECTED: dict[Any, tuple[Any, str]] = {
+    str: (str, "text"),
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: (int | float, "a finite number"),
+    Mapping: (Mapping, "named values"),
+    tuple: (list | tuple, "a list"),
+    Sequence: (list | tuple, "a list"),
+}
+
+
+def _read(declared: Any, value: Any, place: str) -> Any:
+    """Returns a value from JSON as the type that a field declares, or raises `ValueError` with its place."""
+    if declared is Any or (value is None and type(None) in get_args(declared)):
+        return value
+    if get_origin(declared) is UnionType:
+        declared = get_args(declared)[0]
+    kind, inside = get_origin(declared) or declared, get_args(declared)
+    types, expected = _EXPECTED[Mapping if is_dataclass(kind) else kind]
+    fits = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
+    if not fits or (kind is float and not -sys.float_info.max <= value <= sys.float_info.max):
+        raise _wrong(place, value, expected)
+    if is_dataclass(kind):
+        return _read_fields(kind, value, place)
+    if kind is Mapping:
+        return {key: _read(inside[1], item, f"{place}.{key}") for key, item in value.items()}
+    if types == list | tuple:
+        items = [_read(inside[0], item, f"{place}.{number}") for number, item in enumerate(value)]
+        return tuple(items) if kind is tuple else items
+    return value
+
+
+def _read_fields(kind: Any, value: Mapping[str, Any], place: str) -> Any:
+    declared = get_type_hints(kind)
+    needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
+    prefix = f"{place}." if place else ""
+    for name in (*value, *needed):
+        if name not in declared or name not in value:
+            problem = "is not known" if name in value else "is missing"
+            raise ValueError(f"{prefix}{name} {problem}; expected the keys {', '.join(declared)}.")
+    read = {name: _read(declared[name], item, prefix + name) for name, item in value.items()}
+    try:
+        return kind(**read)
+    except ValueError as error:
+        raise ValueError(f"{place or 'subjects'}: {error}") from error
+
+
+def _check_references(result: Result) -> None:
+    """Raises `ValueError` for a name that nothing has, and for places that the tables cannot show."""
+    headings = {quantity.name: quantity.heading for quantity in result.quantities}
+    kinds: dict[str, Any] = {}
+
+    def check(place: str, name: str, known: Iterable[str]) -> None:
+        if name not in known:
+            raise _wrong(place, name, f"one of {', '.join(known)}")
+
+    for number, record in enumerate(result.records):
+        place = f"records.{number}"
+        check(f"{place}.subject", record.subject, result.labels)
+        check(f"{place}.quantity", record.quantity, headings)
+        for key, value in record.at.items():
+            kind = kinds.setdefault(key, str if isinstance(value, str) else int | float)
+            if not isinstance(value, kind):
+                raise _wrong(f"{place}.at.{key}", value, f"{_EXPECTED.get(kind, (0, 'a number'))[1]}, as elsewhere")
+        try:
+            headings[record.quantity].format(**record.at)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise _wrong(f"{place}.at", record.at, f"the keys of {headings[record.quantity]!r}") from error
+    for number, view in enumerate(result.views):
+        for name in view.quantities:
+            check(f"views.{number}.quantities", name, headings)
+        for key, values in view.shown.items():
+            if wrong := [value for value in values if not isinstance(value, str | int | float)]:
+                raise _wrong(f"views.{number}.shown.{key}", wrong[0], "text or a number")
+    for key, declared in {"model": str, "of_model": Mapping[str, Any], "models": Mapping[str, Any]}.items():
+        _read(declared | None, result.settings.get(key), f"settings.{key}")
+    _read(str | None, result.settings.get("of_model", {}).get("path"), "settings.of_model.path")
+
+
+def _wrong(place: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{place or 'The whole'} is {reprlib.repr(value)}; expected {expected}.")
 
 
 _MISSING = "-"
@@ -291,7 +370,10 @@ _MISSING = "-"
 
 def rendered(result: Result, form: Form) -> str:
     """Returns the title, a table for each view with the meanings of its columns, remarks and footnotes."""
-    tables, notes = table_cells(result)
+    footnotes: dict[str, int] = {}
+    quantities = {quantity.name: quantity for quantity in result.quantities}
+    tables = [_table(result, view, quantities, footnotes) for view in result.views]
+    notes = [*result.remarks, *(f"[{number}] {note}" for note, number in footnotes.items())]
     told: set[str] = set()
     meanings = {quantity.name: quantity.meaning for quantity in result.quantities if quantity.meaning}
     parts = [("h1", result.title)] if result.title else []
@@ -312,15 +394,6 @@ def rendered(result: Result, form: Form) -> str:
     if notes:
         paragraphs.append(("\n\n" if form == "markdown" else "\n").join(notes))
     return "\n\n".join(paragraphs)
-
-
-def table_cells(result: Result) -> tuple[list[tuple[list[str], list[list[str]]]], list[str]]:
-    """Returns as text the headers and rows of each view's table, and the remarks and footnotes below the tables."""
-    footnotes: dict[str, int] = {}
-    quantities = {quantity.name: quantity for quantity in result.quantities}
-    tables = [_table(result, view, quantities, footnotes) for view in result.views]
-    numbered = [f"[{number}] {note}" for note, number in footnotes.items()]
-    return tables, [*result.remarks, *numbered]
 
 
 def _table(

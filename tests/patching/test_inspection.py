@@ -44,7 +44,8 @@ def test_the_report_and_an_inspection_name_the_scheme_and_what_it_replaced() -> 
     report = model.position_encoding.report
     text = str(report)
     assert "position table" in text
-    assert "logit_bias" in text
+    # One line for all layers.
+    assert "placed: logit_bias: encoder.layer.0-1.attention.self\n" in f"{text}\n"
     assert report.to_dict()["stacks"][0]["attention_layers"] == [0, 1]
     assert "alibi" in repr(model).lower()
     inspected = str(hf_posenc.inspect_model(model))

@@ -1,10 +1,16 @@
 """Records, and the tables that are made of them."""
 
+import functools
 import json
+from collections import Counter
+from random import Random
 
 import pytest
 
+from hf_posenc.cli.parser import main
 from hf_posenc.report import Quantity, Record, Result, Subject, View
+from tests.hostile.kinds import json_bytes
+from tests.hostile.mutations import change_of_json
 
 LOSS = Quantity("loss", "{length}", "Losses are in nats.", style="loss")
 RIGHT = Quantity("right", "right", style="fraction")
@@ -67,14 +73,50 @@ def test_a_file_holds_everything(result, tmp_path):
         Result.from_dict(entry | {"format": 9})
 
 
-def test_labels_that_repeat_are_refused():
-    with pytest.raises(ValueError, match="labels repeat"):
-        Result("x", "x", (), (Subject("rope", "rope"), Subject("rope", "rope")), (), ())
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("records.0.value", "1.5", "records.0.value is '1.5'; expected a finite number."),
+        ("records.0.value", float("nan"), "records.0.value is nan; expected a finite number."),
+        ("records.3.at.kind", 3, "records.3.at.kind is 3; expected text, as elsewhere."),
+        ("records.2.at", {}, "records.2.at.* expected the keys of '{kind}'."),
+        ("records.1.subject", "rop", r"records.1.subject is 'rop'; expected one of native \(rope\),"),
+        ("records.1.quantity", "los", "records.1.quantity is 'los'; expected one of loss, right"),
+        ("records.1.valu", 3, "records.1.valu is not known; expected the keys subject, quantity, value"),
+        ("subjects.1.scheme", ..., "subjects.1.scheme is missing; expected the keys label, scheme"),
+        ("subjects.1.notes", "New.", "subjects.1.notes is 'New.'; expected a list."),
+        ("subjects.1.label", "cope", "labels repeat"),
+        ("quantities.0.style", "los", "quantities.0: .*expected one of"),
+        ("views.0.quantities.0", "x", "views.0.quantities is 'x'; expected one of loss"),
+        ("settings.of_model", 3, "settings.of_model is 3; expected named values."),
+        ("title", None, "title is None; expected text."),
+    ],
+)
+def test_a_result_that_somebody_edited_is_refused_by_its_key(result, where, value, message):
+    entry = json.loads(json.dumps(result.to_dict()))
+    entry["quantities"][1]["heading"] = "{kind}"
+    *places, last = [int(key) if key.isdigit() else key for key in where.split(".")]
+    holder = functools.reduce(lambda inside, key: inside[key], places, entry)
+    if value is ...:
+        del holder[last]
+    else:
+        holder[last] = value
+    with pytest.raises(ValueError, match=message):
+        Result.from_dict(entry)
 
 
-def test_a_style_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"'los'.*one of"):
-        Quantity("loss", "loss", style="los")
+def test_whatever_is_edited_is_shown_or_refused_with_file_and_reason(result, tmp_path, capsys):
+    entry, rng, outcomes = json.loads(json.dumps(result.to_dict())), Random(0), Counter()
+    file, sound = tmp_path / "a.json", tmp_path / "b.json"
+    result.save(sound)
+    for number in range(120):
+        change = change_of_json(entry, [()], rng)
+        file.write_bytes(json_bytes(change.applied(entry)))
+        status = main(["report", str(file), *([str(sound)] if number % 2 else [])])
+        said = capsys.readouterr().err
+        assert status == 0 or "a.json" in said or "a and b" in said, (change, said)
+        outcomes[status] += 1
+    assert min(outcomes.values()) >= 10
 
 
 def test_a_number_that_json_does_not_have_is_refused(result, tmp_path):

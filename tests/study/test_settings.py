@@ -80,7 +80,7 @@ def test_layers_without_a_window_have_no_positions_in_the_study_of_windows() -> 
     study = study_of("reference_windows")
     assert "`docs/study/settings/reference_windows.yaml` |" in PROTOCOL
     cells = {cell.label: cell for cell in study_cells(study) if cell.seed == 0}
-    model = new_model(cells["native"].task, study.base(), study_tokenizer(study), positions=128)
+    model = new_model(cells["native"].task, study.changed({}, ""), study_tokenizer(study), positions=128)
     assert model.config.layer_types == ["sliding_attention", "full_attention"]
     assert 2 * model.config.sliding_window == study.train_length
     config = cells["local_global"].config

@@ -185,7 +185,10 @@ def test_what_is_no_archive_is_refused(finished: Path, tmp_path: Path, capsys: A
 def test_interrupted_and_resumed_equals_uninterrupted(
     tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
-    options = {"tasks": task, "schemes": "learned", "max_steps": 7, "test_samples": 4}
+    options = {"tasks": task, "schemes": "learned", "max_steps": 7}
+    if task == "repeated_copy":
+        of_text = ("dataset_name", "train_length", "eval_windows", "validation_fraction")
+        options |= {"test_samples": 4, **dict.fromkeys(of_text)}
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert compare.main(tiny(output_dir=straight, **options)) == 0
     real, interruptions = run.run_cell, iter([3, 5])
@@ -257,6 +260,11 @@ def test_a_result_that_was_cut_off_is_named_and_can_be_made_anew(begun: Path, ti
     path.unlink()
     assert compare.main(tiny(schemes="none")) == 0
     assert study_figures(begun) == before
+    whole = path.read_text()
+    path.write_text(whole.replace('"finished"', '"done"'))
+    assert compare.main(tiny(schemes="none")) == 2
+    assert f"{path}: status is 'done'; expected 'finished', 'unsupported'" in capsys.readouterr().err
+    path.write_text(whole)
 
 
 def test_a_full_disk_is_told_in_one_line(

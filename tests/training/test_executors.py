@@ -24,7 +24,7 @@ from tests.training.run_cases import REPOSITORY, environment, study_figures, stu
 from training import compare
 from training.errors import SettingsError
 from training.files import write_json
-from training.study import folder, workers
+from training.study import executors, folder, workers
 from training.study.cells import FINISHED, Cell, study_cells
 from training.study.executors import Executor, in_this_process, open_executor
 from training.study.folder import LOCK
@@ -80,12 +80,8 @@ def training_process(folder: Path, coordinator: subprocess.Popen[str]) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_killed_worker_is_replaced(
-    executor: str, tiny: Words, tmp_path: Path, straight: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path, straight: dict[str, Any]) -> None:
     installed(executor)
-    # On a busy machine a worker starts more slowly than dask waits by default.
-    monkeypatch.setenv("DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT", "1s")
     with started(tiny(**OPTIONS | EXECUTORS[executor])) as coordinator:
         worker = training_process(tmp_path / "out", coordinator)
         assert worker != coordinator.pid
@@ -93,6 +89,29 @@ def test_a_killed_worker_is_replaced(
         _, said = coordinator.communicate(timeout=600)
     assert coordinator.returncode == 0, said
     assert study_figures(tmp_path / "out").items() >= straight.items()
+
+
+@pytest.mark.parametrize("given", [None, "7s"])
+def test_a_lost_worker_is_waited_for_as_long_as_the_user_says(given: str | None, monkeypatch: Any) -> None:
+    installed("dask")
+    import dask
+    import distributed
+
+    found = []
+
+    def started(**_: Any) -> None:
+        found.append(dask.config.get("distributed.deploy.lost-worker-timeout"))
+        raise OSError("far enough")
+
+    monkeypatch.setattr(distributed, "LocalCluster", started)
+    mine = {} if given is None else {"distributed.deploy.lost-worker-timeout": given}
+    with (
+        dask.config.set(mine),
+        pytest.raises(SettingsError, match="far enough"),
+        executors.open_executor(StudySettings(executor="dask", workers=1), 1),
+    ):
+        pass
+    assert found == [given or "1 hour"]
 
 
 @pytest.mark.long

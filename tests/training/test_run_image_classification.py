@@ -143,11 +143,13 @@ def test_without_a_model_a_small_vit_is_trained(tmp_path: Path) -> None:
         ({"train_resolution": 18}, "A picture of 18 pixels is not a whole number of patches"),
         ({"eval_resolutions": [16, 30]}, "A picture of 30 pixels"),
         ({"random_crop": 0}, "--random_crop is 0"),
-        ({"dataset_name": "no/such/folder"}, "--dataset_name: Cannot load the pictures"),
+        ({"dataset_name": "no/such/folder"}, "Cannot load the pictures 'no/such/folder'"),
         *(
-            ({option: "x"}, "is for a folder or a hub dataset")
+            ({option: "x"}, f"The digits have no {option.removeprefix('dataset_').removeprefix('validation_')}=x")
             for option in ("dataset_split", "image_column", "label_column", "validation_split")
         ),
+        ({"random_flip": "true", "do_eval": "true"}, "--random_flip has no effect, because the run only evaluates"),
+        ({"dataset_name": "docs", "dataset_config_name": "x"}, "A folder such as docs has no config_name=x"),
         ({"max_train_samples": 8}, "one update needs 16"),
         ({"scheme": "rope_nd", "scheme_options": '{"assignment": "mixd"}'}, "--scheme rope_nd"),
         ({"model_type": "llama", "config_overrides": None}, "AutoModelForImageClassification cannot build 'llama'"),

@@ -28,9 +28,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "options that are no mapping": ({"scheme": "rope", "scheme_options": "[1]"}, "not a mapping of options"),
     "options that are no JSON": ({"scheme": "rope", "scheme_options": '{"a": '}, "neither JSON nor YAML"),
     "options without a scheme": ({"scheme_options": '{"theta": 1}'}, "--scheme_options is given without --scheme"),
-    "layers without a scheme": ({"scheme_layers": "1"}, "--scheme_layers is given without --scheme"),
     "a blend in one layer": (
-        {"scheme": "alibi", "scheme_layers": "0", "gradual_steps": 2}, "--gradual_steps is for all layers",
+        {"scheme": "alibi", "scheme_layers": "0", "gradual_steps": 2}, "--gradual_steps has no effect beside",
     ),
     "a layer that is not there": ({"scheme": "alibi", "scheme_layers": "0,7"}, "contains [7]"),
     "corpus too small": ({"block_size": 60_000, "scheme": "alibi"}, "one row needs 60000"),
@@ -56,7 +55,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wandb": ({"report_to": "wandb"}, "requires wandb to be installed"),
     "bitsandbytes": ({"optim": "adamw_bnb_8bit"}, "bitsandbytes"),
     "modules for LoRA": ({"lora": "true", "lora_target_modules": "nothing"}, "--lora_target_modules nothing"),
-    "LoRA options alone": ({"lora_r": 4}, "--lora_r is given without --lora"),
     "masks of a causal model": ({"mlm_probability": 0.3}, "Train them with run_mlm.py"),
     "configuration of local text": ({"dataset_config_name": "en"}, "is for a dataset on the hub"),
     "streaming everything": ({"streaming": "true"}, "--max_train_samples"),
@@ -69,10 +67,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no rows in a batch": ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size is 0"),
     "half precision on a CPU": ({"fp16": "true"}, "--fp16 has no effect on a CPU"),
+    "evaluations that are not made": ({"eval_steps": 2}, "--eval_steps is given without --eval_strategy"),
+    "an upload that is not made": ({"hub_strategy": "end"}, "--hub_strategy is given without --push_to_hub"),
+    "other layers without layers": ({"scheme": "rope", "elsewhere": "none"}, "without --scheme_layers"),
+    "a split of text files": ({"validation_split": "test"}, "has no split 'test': it is all one split"),
+    "the split that is trained on": ({"validation_split": "train"}, "are both 'train'"),
+    "lines of a dataset": ({"sample_by": "line", "dataset_name": "a/b"}, "--sample_by line is for text files"),
+    "LoRA without training": ({"lora": "true", "do_eval": "true"}, "--lora has no effect, because the run only"),
     "no steps": ({"max_steps": 0}, "trains nothing"),
     "best without evaluation": ({"load_best_model_at_end": "true"}, "strategy"),
     "a weight without self-distillation": ({"self_distill_weight": 0.5}, "without --self_distill"),
-    "a shift without self-distillation": ({"self_distill_shift": "cyclic"}, "without --self_distill"),
     "a weight that is nothing": ({"self_distill": "true", "self_distill_weight": 0}, "--self_distill_weight is 0"),
     "a weight without end": ({"self_distill": "true", "self_distill_weight": "inf"}, "--self_distill_weight is inf"),
     "positions of a shorter text": ({"pose_length": 32}, "--pose_length is 32, but a row already fills 32 positions"),
@@ -80,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a single chunk": ({"pose_length": 64, "pose_chunks": 1}, "--pose_chunks"),
     "masked tokens further apart": ({"pose_length": 64, "causal": False}, "is for causal language models"),
     "a teacher elsewhere": ({"pose_length": 64, "self_distill": "true"}, "that the teacher of --distill"),
-    "masked tokens seen twice": ({"self_distill": "true", "causal": False}, "It is for causal language models"),
+    "masked tokens seen twice": ({"self_distill": "true", "causal": False}, "is for causal language models"),
 }  # fmt: skip
 
 
@@ -92,9 +96,8 @@ SWAPS: dict[str, tuple[dict[str, Any], str]] = {
         "Set eval_delay=4",
     ),
     "gradual and LoRA": ({"gradual_steps": 4, "lora": "true"}, "Use only one of them"),
-    "to nothing": ({"scheme": None, "initialization": "fitted"}, "give --scheme"),
+    "to nothing": ({"scheme": None, "initialization": "fitted"}, "--initialization is given without --scheme"),
     "fitted slopes": ({"scheme": "alibi", "initialization": "fitted"}, "option learnable"),
-    "a weight without a teacher": ({"distill_weight": 0.3}, "without --distill"),
     "no teacher": (FROM_SCRATCH | {"distill": "true", "causal": False}, "--model_name_or_path"),
 }
 

@@ -74,7 +74,7 @@ def test_a_study_with_and_without(texts: Path, tmp_path: Path, no_figures: None,
     assert all(runs[name]["status"] == "finished" for name in ("control", "self", "cyclic"))
     assert runs["self"]["curve"]["train_loss"][-1] > runs["control"]["curve"]["train_loss"][-1]
     assert compare.main(study_words(texts, tmp_path / "out", **options, tasks="masked")) == 2
-    assert "It is for causal language models" in capsys.readouterr().err
+    assert "it is for the task 'causal'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -101,10 +101,6 @@ def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
         ({"patch_size": 5}, "Pictures of 32 pixels are not a whole number of patches of 5"),
         ({"model_name_or_path": "some/model"}, "run_image_classification.py"),
         ({"task_options": {"images": {"train_length": 8}}}, "has train_length, which its trainings do not use"),
-        ({"length_factor": 2}, "--length_factor is given, but no task of this study"),
-        ({"tasks": "causal", "task_options": {"causal": {"patch_size": 8}}}, "patch_size"),
-        ({"tasks": "copy", "task_options": {"copy": {"train_resolution": 8}}}, "train_resolution"),
-        ({"mlm_probability": 0.3}, "--mlm_probability is given"),
         ({"task_options": {"images": {"model_type": "vitt"}}}, "Did you mean 'vit'"),
         (
             {"schemes": "a,b", "scheme_options": {"a": {"scheme": "none"},

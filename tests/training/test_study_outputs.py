@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 import re
 from unittest import mock
 
@@ -12,8 +13,10 @@ import pytest
 from scipy import stats
 
 from docs.study.outputs import main
+from tests.hostile.kinds import json_bytes
+from tests.hostile.mutations import change_of_json
 from tests.training.run_cases import REPOSITORY
-from tests.training.study_results import finished, row, study, three_seeds, unfinished
+from tests.training.study_results import LENGTHS, finished, row, study, three_seeds, unfinished
 from training.files import read_json
 from training.report import outputs
 from training.report.figures import draw_figures
@@ -127,20 +130,23 @@ def test_the_published_tables_are_those_of_the_published_results(name):
     ("change", "message"),
     [
         *(
-            (lambda r, key=key: r.pop(key), f"results.{key}: Field required")
+            (lambda r, key=key: r.pop(key), f"results: {key} is missing; expected a value")
             for key in ("name", "settings", "command", "corpus", "tasks", "runs", "versions", "machine")
         ),
-        (lambda r: r["runs"][0].update(status="done"), r"runs\.0\.status: .*'finished'"),
-        (lambda r: r["runs"][0].update(task="speech"), "'speech'.*the tasks are causal"),
+        (lambda r: r["runs"][0].update(status="done"), "results: runs.0.status is 'done'; expected 'finished'"),
+        (lambda r: r["runs"][0].update(task="speech"), "'speech'.*expected one of the tasks causal"),
         (lambda r: r["tasks"]["causal"].update(kind="speech"), r"tasks\.causal\.kind"),
         (lambda r: r["runs"][0].update(config="rope"), "dictionary"),
-        (lambda r: r["runs"][0].pop("curve"), "no 'curve'"),
-        (lambda r: r["runs"][0].pop("by_length"), "no 'loss'"),
-        (lambda r: r["runs"][1]["exact_match"].pop("accuracy"), "no 'accuracy'"),
+        (lambda r: r["runs"][0].pop("curve"), "has no curve"),
+        (lambda r: r["runs"][0].pop("by_length"), "runs.0: it is finished, but has no lengths"),
+        (lambda r: r["runs"][1]["exact_match"].pop("accuracy"), "seed 0 is finished; expected its 'accuracy'"),
         (lambda r: r["runs"][0]["by_length"].update(lengths=[16, 32, 48]), r"measured at \[16, 32, 48\]"),
-        (lambda r: r["runs"][0]["by_length"].update(loss=[1.0]), "are inconsistent"),
-        (lambda r: r["runs"][0]["by_length"].update(position_edges=[0, 64]), "are inconsistent"),
-        (lambda r: r["runs"][0]["curve"].update(validation_loss=[1.0]), "are inconsistent"),
+        (lambda r: r["runs"][0]["by_length"].update(loss=[1.0]), "runs.0: loss has 1 numbers; expected 3"),
+        (lambda r: r["runs"][0]["by_length"].update(position_edges=[0, 64]), "position_loss has 3 numbers; expected 1"),
+        (lambda r: r["runs"][0]["curve"].update(validation_loss=[1.0]), "validation_loss has 1 numbers; expected 2"),
+        (lambda r: r["runs"][0]["by_length"]["loss"].__setitem__(1, "x"), r"by_length.loss.1 is 'x'; expected"),
+        (lambda r: r["runs"][0]["config"].update(theta="x"), "runs.0: RopeConfig.theta is 'x'; expected"),
+        (lambda r: r["corpus"].pop("source"), "corpus.source is missing"),
         (lambda r: r["runs"].append(r["runs"][0]), "'causal', scheme 'rope', seed 0 is listed twice"),
     ],
 )
@@ -149,6 +155,22 @@ def test_results_that_would_be_reported_wrongly_are_refused(change, message):
     change(results)
     with pytest.raises(ResultsError, match=message):
         records(results)
+
+
+def test_whatever_is_edited_is_reported_or_refused_with_file_and_reason(tmp_path, capsys):
+    runs = [
+        finished("causal", "native", before={"lengths": LENGTHS, "loss": [1.0, 2.0, 3.0]}, model="models/x"),
+        finished("copy", "rope", swap={"fits": [{"residual": 0.1}]}), unfinished("masked", "t5", 0, "failed", "x"),
+    ]  # fmt: skip
+    results, rng, outcomes = study(runs), random.Random(0), []
+    with mock.patch("training.report.outputs.draw_figures", return_value=[]):
+        for _ in range(60):
+            change = change_of_json(results, [(name,) for name in ("runs", "tasks", "corpus", "machine")], rng)
+            (tmp_path / "results.json").write_bytes(json_bytes(change.applied(results)))
+            outcomes.append(main([str(tmp_path)]))
+            said = capsys.readouterr().err
+            assert not outcomes[-1] or re.search(r"results\.json(: .*expected| cannot be read)", said), (change, said)
+    assert 10 <= sum(map(bool, outcomes)) < 60
 
 
 @pytest.mark.parametrize(
@@ -257,7 +279,7 @@ def test_refused_results_leave_earlier_files_alone(tmp_path, capsys):
         write_outputs(study([finished("causal", "rope", status="done")]), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert main([str(tmp_path)]) == 2
-    assert "results.settings: Field required" in capsys.readouterr().err
+    assert f"{tmp_path / 'results.json'}: settings is missing" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no results.json" in capsys.readouterr().err
 

@@ -91,22 +91,36 @@ def first_rows(rows: Any, most: int | None) -> Any:
 def _load_local(path: Path, split: str, sample_by: str) -> Any:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        loaded = load_from_disk(str(path))
-        if not isinstance(loaded, DatasetDict):
-            return loaded
+    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    loaded = load_from_disk(str(path)) if saved else None
+    if isinstance(loaded, DatasetDict):
         if split not in loaded:
             raise SettingsError(f"{path} has no split {split!r}. Its splits: {', '.join(loaded)}.")
         return loaded[split]
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _LOADERS)
-    if not files or files[0].suffix not in _LOADERS:
+    files = _local_files(path)
+    texts = [str(file) for file in files if _LOADERS.get(file.suffix) == "text"]
+    if not saved and (not files or files[0].suffix not in _LOADERS):
         raise SettingsError(f"{path} contains no text. Known file types: {', '.join(_LOADERS)}.")
-    texts = [str(file) for file in files if _LOADERS[file.suffix] == "text"]
+    if path.is_dir() and not texts and not saved:
+        return load_dataset(str(path), split=split)
+    if split != "train":
+        raise SettingsError(
+            f"{path} has no split {split!r}: it is all one split, 'train'. Name another file or folder."
+        )
+    if saved:
+        return loaded
     if texts:
         return load_dataset("text", data_files=texts, split="train", sample_by=sample_by)
-    if path.is_dir():
-        return load_dataset(str(path), split=split)
     return load_dataset(_LOADERS[path.suffix], data_files=[str(path)], split="train")
+
+
+def _local_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _LOADERS)
+
+
+def has_text_files(name: str | None) -> bool:
+    """Whether a dataset has text files, which alone can be cut into paragraphs or lines."""
+    return name is None or any(_LOADERS.get(file.suffix) == "text" for file in _local_files(Path(name)))
 
 
 def packaged_folder() -> Path:

@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import ViTImageProcessorPil
 
-from hf_posenc.errors import UsageError
-from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
 from training.data.order import EpochRow, RowsByEpoch
-from training.errors import SettingsError
 
 #: Pillow's number for it.
 _BICUBIC = 3
@@ -25,14 +23,6 @@ _BICUBIC = 3
 _DIGEST_PICTURES = 64
 #: The sides of a crop differ by at most this factor.
 _ASPECT = 4 / 3
-
-
-def named_pictures(name: str | None, config_name: str | None, split: str, **columns: str | None) -> Pictures:
-    """Like `load_pictures`, but the errors name the option."""
-    try:
-        return load_pictures(name, config_name, split, **columns)
-    except UsageError as error:
-        raise SettingsError(f"--dataset_name: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from hf_posenc.recipes import pose_positions
 from training.arguments import DataArguments
-from training.data.loading import first_rows, load_named_dataset, require_column, split_rows
+from training.data.loading import first_rows, has_text_files, load_named_dataset, require_column, split_rows
 from training.data.order import EpochRow, RowsByEpoch
 from training.errors import SettingsError
 from training.objectives import IGNORED
@@ -241,6 +241,8 @@ def load_rows(
 
 def _load(data: DataArguments, name: str | None, split: str, most: int | None) -> tuple[Any, str]:
     config_name = data.dataset_config_name if name == data.dataset_name else None
+    if data.sample_by != "document" and not has_text_files(name):
+        raise SettingsError(f"--sample_by {data.sample_by} is for text files, but {name} has none. Omit it.")
     first = most if data.streaming else None
     dataset, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
     require_column(dataset, data.text_column, source)

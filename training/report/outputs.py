@@ -30,7 +30,7 @@ def write_outputs(results: dict[str, Any], folder: Path) -> list[Path]:
     Returns:
         The files: `results.json`, `table.md`, `plots/*`, `report.html`, and `README.md` in the folder of each model.
     """
-    study = check_results(results)
+    study = check_results(results, folder / "results.json")
     records = study_records(study)
     figures = draw_figures(study, records)
     texts = {

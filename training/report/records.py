@@ -14,7 +14,7 @@ from scipy.stats import t as student_t
 from hf_posenc.metrics.dog import PROBE_TOLERANCE
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.schemes.registry import scheme_from_dict
-from training.report.results import MAIN, ResultsError, Run, Study, Task
+from training.report.results import MAIN, Run, Study, Task
 
 CONFIDENCE = 0.95
 #: A distance of the two dogs up to this is a rounding error of float32.
@@ -91,14 +91,7 @@ def _subject(label: str, runs: list[Run], task: Task) -> Subject:
 
 def _frame(finished: list[Run], task: Task, clock: str, control: str | None) -> pd.DataFrame:
     """Returns one row per number of a run, with the columns scheme, seed, quantity, key, at and value."""
-    rows: list[tuple[Any, ...]] = []
-    for run in finished:
-        try:
-            rows += [(run.scheme, run.seed, *number) for number in _numbers(run, task, clock)]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ResultsError(
-                f"The figures of task {run.task!r}, scheme {run.scheme!r}, seed {run.seed} are inconsistent: {error!r}."
-            ) from error
+    rows = [(run.scheme, run.seed, *number) for run in finished for number in _numbers(run, task, clock)]
     columns = ["scheme", "seed", "quantity", "key", "at", "value"]
     frame = pd.DataFrame(rows, columns=columns).astype({"value": float})
     compared = [frame]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Required, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, GetPydanticSchema, model_validator
+from typing_extensions import TypedDict  # pydantic needs it for Python 3.11
 
+from hf_posenc.schemes.registry import scheme_from_dict
+from training.errors import SettingsError
+
+#: The figures of a reading that have a value for each length.
+_BY_LENGTH = ("loss", "tail_loss", "similarity", "accuracy", "token_accuracy")
 #: The quantity that models are compared by, for each kind of task.
 MAIN = {
     "language_modeling": "loss", "generalization": "accuracy", "embedding": "similarity",
@@ -13,8 +22,33 @@ MAIN = {
 }  # fmt: skip
 
 
-class ResultsError(ValueError):
+class ResultsError(SettingsError):
     """Results of a study that cannot be reported."""
+
+
+def _named(**types: Any) -> GetPydanticSchema:
+    """Marks a dictionary in which these values have a known type. All may be missing that are not `Required`."""
+    make: Any = TypedDict
+    kind = make("kind", types, total=False)
+    kind.__pydantic_config__ = ConfigDict(extra="allow")
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(kind))
+
+
+Numbers = list[FiniteFloat | None]
+_READING: dict[str, Any] = {
+    "lengths": list[int], "position_edges": list[int], "position_loss": Numbers, "sliding_loss": FiniteFloat | None,
+    "reasons": list[str], **dict.fromkeys(_BY_LENGTH, Numbers),
+}  # fmt: skip
+_DATA: dict[str, Any] = {
+    "source": Required[str], "digest": Required[str], "tokenizer": str,
+    **dict.fromkeys(("train_pictures", "validation_pictures", "test_pictures"), int),
+}  # fmt: skip
+Reading = Annotated[dict[str, Any], _named(**_READING)]
+Dog = Annotated[dict[str, Any], _named(layers=Numbers, probe=FiniteFloat | None, error=str | None)]
+Fit = Annotated[dict[str, Any], _named(residual=Required[FiniteFloat | None])]
+Swap = Annotated[dict[str, Any], _named(fits=list[Fit])]
+Data = Annotated[dict[str, Any], _named(**_DATA)]
+Changes = Annotated[dict[str, Any], _named(max_steps=int, train_length=int)]
 
 
 class Run(BaseModel):
@@ -27,20 +61,20 @@ class Run(BaseModel):
     status: Literal["finished", "unsupported", "diverged", "failed"]
     reason: str = ""
     start: str | None = Field(None, alias="from")
-    training: dict[str, Any] = {}
+    training: Changes = {}
     swap_options: dict[str, Any] = {}
     notes: list[str] = []
     parameters: int | None = None
-    seconds: float = 0.0
-    cpu_seconds: float | None = None
+    seconds: FiniteFloat = 0.0
+    cpu_seconds: FiniteFloat | None = None
     processor: str | None = None
-    curve: dict[str, list[float | None]] = {}
-    before: dict[str, Any] | None = None
-    by_length: dict[str, Any] | None = None
-    exact_match: dict[str, Any] | None = None
-    by_resolution: dict[str, Any] | None = None
-    dog: dict[str, Any] | None = None
-    swap: dict[str, Any] | None = None
+    curve: dict[str, Numbers] = {}
+    before: Reading | None = None
+    by_length: Reading | None = None
+    exact_match: Reading | None = None
+    by_resolution: Reading | None = None
+    dog: Dog | None = None
+    swap: Swap | None = None
     model: str | None = None
 
     @property
@@ -58,6 +92,23 @@ class Run(BaseModel):
         """Number of steps of this training; 0 for a model that was only evaluated, `None` without figures."""
         return int(self.curve["step"][-1] or 0) if self.finished else None
 
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.config is not None:
+            scheme_from_dict(self.config)
+        steps = self.curve.get("step", [])
+        if self.finished and not (steps and self.reading.get("lengths")):
+            raise ValueError(f"it is finished, but has no {'lengths' if steps else 'curve'}; expected both")
+        counts = [(name, len(values), len(steps)) for name, values in self.curve.items() if values]
+        for reading in (self.before or {}, self.reading):
+            lengths, gaps = len(reading.get("lengths", ())), len(reading.get("position_edges", [0])) - 1
+            counts += [(name, len(reading[name]), lengths) for name in _BY_LENGTH if name in reading]
+            counts.append(("position_loss", len(reading.get("position_loss", ())), gaps))
+        for name, count, expected in counts:
+            if count != expected:
+                raise ValueError(f"{name} has {count} numbers; expected {expected}")
+        return self
+
 
 class Task(BaseModel, extra="allow"):
     """The models of a task, and how they were trained and evaluated."""
@@ -71,8 +122,9 @@ class Task(BaseModel, extra="allow"):
     train_length: int | None = None
     train_lengths: list[int] = []
     tail_tokens: int | None = None
-    unigram_cross_entropy: float | None = None
-    pictures: dict[str, Any] | None = None
+    unigram_cross_entropy: FiniteFloat | None = None
+    pictures: Data | None = None
+    objective: str | None = None
     causal: bool | None = None
 
     @property
@@ -80,7 +132,7 @@ class Task(BaseModel, extra="allow"):
         """Whether the part that reads a text has a causal mask. The encoder of an encoder-decoder has none."""
         if self.causal is None:  # results of earlier versions
             read = self.kind in ("language_modeling", "generalization")
-            return read and getattr(self, "objective", "causal") == "causal"
+            return read and self.objective in ("causal", None)
         return self.causal
 
     @property
@@ -101,7 +153,7 @@ class Study(BaseModel):
     description: str = ""
     settings: dict[str, Any]
     command: str
-    corpus: dict[str, Any] | None
+    corpus: Data | None
     tasks: dict[str, Task]
     runs: list[Run]
     versions: dict[str, str]
@@ -116,15 +168,15 @@ class Study(BaseModel):
         names = [f"task {run.task!r}, scheme {run.scheme!r}, seed {run.seed}" for run in self.runs]
         for name, run in zip(names, self.runs, strict=True):
             if names.count(name) > 1:
-                raise ValueError(f"{name} is listed twice")
+                raise ValueError(f"{name} is listed twice; expected one run for each")
             if run.task not in self.tasks:
-                raise ValueError(f"{name}: the tasks are {', '.join(self.tasks)}")
-            measured = [MAIN[self.tasks[run.task].kind], "lengths"] if run.finished else []
-            missing = [key for key in measured if key not in run.reading]
-            if missing or (run.finished and not run.curve.get("step")):
-                raise ValueError(f"{name} is finished but has no {(missing or ['curve'])[0]!r}")
-            if run.finished and run.reading["lengths"] != self.tasks[run.task].lengths:
-                raise ValueError(f"{name} was measured at {run.reading['lengths']}, but its task has other lengths")
+                raise ValueError(f"{name}: expected one of the tasks {', '.join(self.tasks)}")
+            if run.finished and MAIN[self.tasks[run.task].kind] not in run.reading:
+                raise ValueError(f"{name} is finished; expected its {MAIN[self.tasks[run.task].kind]!r}")
+            if run.finished and run.reading["lengths"] != (lengths := self.tasks[run.task].lengths):
+                raise ValueError(
+                    f"{name} was measured at {run.reading['lengths']}; expected those of its task, {lengths}"
+                )
             first = next(other for other in self.of(run.task, run.scheme) if other.finished or not run.finished)
             compared = ("config", "start", "training", "swap_options", *(["parameters", "steps"] * run.finished))
             for key in compared:
@@ -136,11 +188,19 @@ class Study(BaseModel):
         return self
 
 
-def check_results(results: dict[str, Any]) -> Study:
-    """Validates results, and refuses those that would be reported wrongly."""
+def check_results(results: Any, file: str | Path = "results", kind: Any = Study) -> Any:
+    """Returns the content of a file as a `Study` or `Run`. Raises `ResultsError` if it would be reported wrongly."""
     try:
-        return Study.model_validate(results)
-    except ValidationError as error:
+        return kind.model_validate(results)
+    except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        place = ".".join(map(str, ("results", *problem["loc"])))
-        raise ResultsError(f"{place}: {problem['msg'].removeprefix('Value error, ')}.") from error
+        place = ".".join(map(str, problem["loc"]))
+        said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        found = f"{place} is missing; expected a value" if problem["type"] == "missing" else said
+        if problem["type"] not in ("missing", "value_error"):
+            found = (
+                f"{place} is {reprlib.repr(problem['input'])}; {said if 'expected' in said else f'expected: {said}'}"
+            )
+        elif place and problem["type"] == "value_error":
+            found = f"{place}: {said}"
+        raise ResultsError(f"{file}: {found}.") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
 
 from hf_posenc.metrics.dog import PROBE_TOLERANCE, SENTENCE
 from hf_posenc.report import Result
@@ -22,14 +21,6 @@ _WORDS = {
     "accuracy": ("the largest share of right answers was", "{:.0%}"),
 }
 _AIMS = {"causal": "which predicts the next token", "masked": "which fills in masked tokens"}
-
-
-class _Interval(NamedTuple):
-    """A mean over seeds with its interval; without ends if there is only one seed."""
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
 
 
 def study_summary(study: Study, records: Mapping[str, Result]) -> dict[str, list[str]]:
@@ -68,7 +59,7 @@ def _task(study: Study, result: Result) -> Iterator[str]:
     task = study.tasks[result.task]
     quantity, limit = MAIN[task.kind], max(task.trained)
     values = _comparable(study, result, quantity)
-    aim = _AIMS.get(getattr(task, "objective", None) or "")
+    aim = _AIMS.get(task.objective or "")
     yield f"**{result.task}** (a {task.model}{f', {aim}' if aim else ''})."
     if task.axis == "resolution":
         for resolution in task.lengths:
@@ -86,11 +77,15 @@ def _task(study: Study, result: Result) -> Iterator[str]:
         yield from _best(values, quantity, short, place)
     if quantity == "loss":
         frequencies = task.unigram_cross_entropy or math.inf
-        above = {label: _mean(reading[short]) - frequencies for label, reading in values.items() if reading.get(short)}
+        above = {
+            label: fmean(reading[short].values()) - frequencies
+            for label, reading in values.items()
+            if reading.get(short)
+        }
         failed = [label for label, value in above.items() if value > _HARDLY]
         ignorant = [label for label, value in above.items() if abs(value) <= _HARDLY]
         level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f}"
-        losses = {label: f" ({_mean(values[label][short]):.3f})" for label in above}
+        losses = {label: f" ({fmean(values[label][short].values()):.3f})" for label in above}
         if ignorant:
             yield f"{_quoted(ignorant, losses)} learned little more than {level}."
         if failed:
@@ -116,7 +111,7 @@ def _best(
 ) -> Iterator[str]:
     """Names the best scheme and the next one, and says whether the seeds separate the two."""
     better = -1 if quantity == "loss" else 1
-    means = {label: _mean(reading[length]) for label, reading in values.items() if reading.get(length)}
+    means = {label: fmean(reading[length].values()) for label, reading in values.items() if reading.get(length)}
     order = sorted(means, key=lambda label: -better * means[label])
     if not order:
         return
@@ -139,7 +134,7 @@ def _best(
     judged = "The seeds do not show which is better."
     if len(gaps) < 2:
         judged = "One seed is not enough to rank them." if gaps else "They have no seed in common to compare."
-    elif len(gaps) > 2 and (_interval(gaps).low or 0.0) > 0:
+    elif len(gaps) > 2 and fmean(gaps) > (half_width(gaps) or 0.0):
         judged = "The difference is clear."
     yield f"{text}; next came {_quoted(second)} ({shown[second[0]]}). {judged}"
 
@@ -154,12 +149,12 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
         seeds = [seed for seed in reading.get(short, {}) if seed in reading.get(far, {})]
         if not seeds:
             continue
-        rise = _interval([reading[far][seed] - reading[short][seed] for seed in seeds])
-        low, high = (rise.mean if end is None else end for end in (rise.low, rise.high))
-        if high <= KEPT:
+        rises = [reading[far][seed] - reading[short][seed] for seed in seeds]
+        rise, half = fmean(rises), half_width(rises) or 0.0
+        if rise + half <= KEPT:
             kept.append(label)
-        elif low > KEPT:
-            lost[label] = rise.mean
+        elif rise - half > KEPT:
+            lost[label] = rise
             ends[label] = (fmean(reading[short][seed] for seed in seeds), fmean(reading[far][seed] for seed in seeds))
         else:
             open_.append(label)
@@ -210,11 +205,6 @@ def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, 
     return by_length
 
 
-def _interval(values: Sequence[float]) -> _Interval:
-    mean, half = fmean(values), half_width(values)
-    return _Interval(mean) if half is None else _Interval(mean, mean - half, mean + half)
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -222,7 +212,3 @@ def _count(number: int, noun: str) -> str:
 def _quoted(names: Sequence[str], behind: Mapping[str, str] | None = None) -> str:
     *first, last = [f"`{name}`{(behind or {}).get(name, '')}" for name in names]
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _mean(seeds: Mapping[int, float]) -> float:
-    return fmean(seeds.values())

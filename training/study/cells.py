@@ -13,7 +13,8 @@ from training.checkpoints import scheme_code
 from training.errors import SettingsError
 from training.files import read_json
 from training.study.settings import SchemeOptions, StudySettings, TaskOptions, TrainingSettings
-from training.study.tasks import CAUSAL, IMAGES, MASKED, StudyTask, study_task
+from training.study.tasks import StudyTask, study_task
+from training.study.tasks.task import SHAPE
 
 FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged", "failed"
 
@@ -24,7 +25,6 @@ NATIVE = "native"
 #: instead. At scale 1 they would be much larger than the token vectors.
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
 
-_SHAPE = ("hidden_size", "num_layers", "num_heads")
 #: Settings that must be the same for all schemes of a task, so that they can be compared.
 _OF_THE_TASK = (
     "length_factor", "test_lengths", "test_samples", "eval_windows", "model_type", "config_overrides",
@@ -188,35 +188,41 @@ def study_cells(study: StudySettings) -> list[Cell]:
             _check(cells[key])
         return cells[key]
 
-    if study.train_lengths and {*study.tasks} <= {CAUSAL, MASKED, IMAGES}:
-        raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; other text uses --train_length.")
     for name in study.tasks:
         options = study.task_options.get(name, TaskOptions())
         task = _task(study, name, options)
         for label in study.labels_of(name):
             for seed in study.seeds if options.seeds is None else options.seeds:
                 add(task, label, seed)
-    _refuse_unused(study, [cell.task for cell in cells.values()])
+    if not study.for_rates:  # the study that it is for was checked, and has other tasks, too
+        _refuse_unused(study, list(cells.values()))
     return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
 
 
-def _refuse_unused(study: StudySettings, tasks: list[StudyTask]) -> None:
-    """Raises `SettingsError` for a setting that no task of the study uses."""
-    for name in sorted(study.model_fields_set):
-        if all(name in task.unused for task in tasks):
-            raise SettingsError(f"--{name} is given, but no task of this study ({', '.join(study.tasks)}) uses it.")
+def _refuse_unused(study: StudySettings, cells: list[Cell]) -> None:
+    """Raises `SettingsError` for a setting of the study that none of its trainings uses."""
+
+    def reason(name: str, cell: Cell) -> str | None:
+        if name in cell.task.unused or name not in study._flags:
+            return cell.task.unused.get(name)
+        hidden = {*cell.asked.training, *study.task_options.get(cell.task.name, TaskOptions()).model_fields_set}
+        return "task_options and scheme_options replace it in every training" if name in hidden else None
+
+    for name in sorted(study._flags if study._is_part else study.model_fields_set):
+        reasons = {reason(name, cell) for cell in cells}
+        if None not in reasons:
+            raise SettingsError(
+                f"--{name} is given, but no task of this study ({', '.join(study.tasks)}) uses it: "
+                f"{'; '.join(sorted(filter(None, reasons)))}."
+            )
 
 
 def _task(study: StudySettings, name: str, options: TaskOptions) -> StudyTask:
     settings = study.changed(options.model_extra or {}, f"Task {name!r}")
     task = study_task(name, settings, pretrained=study.model_name_or_path is not None)
-    shape = (*_SHAPE, "model_type", "config_overrides")
-    sized = [field for field in shape if getattr(settings, field) != TrainingSettings.model_fields[field].default]
-    if task.pretrained and sized:
-        raise SettingsError(f"Task {name!r} has {sized[0]}, but the models are that of --model_name_or_path.")
-    unused = [field for field in task.unused if field in (options.model_extra or {})]
-    if unused:
-        raise SettingsError(f"Task {name!r} has {unused[0]}, which its trainings do not use.")
+    for field, reason in task.unused.items():
+        if field in (options.model_extra or {}):
+            raise SettingsError(f"Task {name!r} has {field}, which its trainings do not use: {reason}.")
     task.check(study)
     return task
 
@@ -225,16 +231,18 @@ def _check(cell: Cell) -> None:
     """Raises `SettingsError` for settings with which nothing could be measured, or which have no effect."""
     settings, swap, task = cell.settings, cell.asked.swap, cell.task
     swap.check_training(settings.max_steps, swap.lora)
-    swap.check_objective(task.causal)
-    fixed = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *task.unused}
-    unused = sorted(fixed & set(cell.asked.training))
+    given = sorted(cell.asked.training)
+    unused = [f"{name}, which its training does not use: {task.unused[name]}" for name in given if name in task.unused]
+    if not settings.max_steps:
+        unused += [f"{name}, but max_steps is 0, so it does not train" for name in given if name != "max_steps"]
+    fixed = {*_OF_THE_TASK, *(SHAPE if cell.goes_on else ())} & set(given)
     problems = {
+        f"training has {next(iter(unused), None)}.": unused,
         f"{NATIVE!r} is the unpatched model; it has no options and cannot be a swap.": (
             cell.config is None and (cell.options or swap.swaps)
         ),
-        f"training has {', '.join(unused)}, which a single scheme of this task cannot set. Set it for the task.": (
-            unused
-        ),
+        f"training has {', '.join(sorted(fixed))}, which a single scheme of this task cannot set. Set it for the "
+        "task.": fixed,
         "max_steps is 0 and it starts from new weights, so there would be nothing to evaluate.": (
             not settings.max_steps and not cell.goes_on
         ),
@@ -244,6 +252,9 @@ def _check(cell: Cell) -> None:
         ),
         "swap options have no meaning for new weights: give 'from', or --model_name_or_path for the whole study.": (
             swap.given() and not cell.goes_on
+        ),
+        "self_distill compares predictions of the next token, so it is for the task 'causal'.": (
+            swap.self_distill and not task.causal
         ),
         "lora, distill and self_distill have no meaning without training (max_steps is 0).": (
             not settings.max_steps and (swap.lora or swap.teaches)

@@ -133,9 +133,9 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
                 slots = study.worker_count(jobs, torch.cuda.device_count())
                 threads = max(1, usable_cores() // slots)
                 # A daemonic worker could not start processes to read data. Restarting a killed worker takes longer
-                # than the 15 seconds after which dask gives up on it.
-                config = {"distributed.worker.daemon": False, "distributed.deploy.lost-worker-timeout": "1 hour"}
-                stack.enter_context(dask.config.set(config))
+                # than the 15 seconds after which dask gives up on it. The user's own settings stay.
+                own = {"worker": {"daemon": False}, "deploy": {"lost-worker-timeout": "1 hour"}}
+                dask.config.update_defaults({"distributed": own})
                 defaults = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": None}
                 cluster = distributed.LocalCluster(n_workers=slots, **(defaults | options))
                 client = stack.enter_context(distributed.Client(stack.enter_context(cluster)))

@@ -10,7 +10,7 @@ from typing import Any
 from filelock import SoftFileLease, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from training.checkpoints import differences
+from training.checkpoints import check_folder, differences
 from training.errors import SettingsError
 from training.files import read_json, write_json
 from training.study.cells import DIVERGED, FINISHED, Cell
@@ -44,15 +44,8 @@ def taken(folder: Path, writes: bool) -> Iterator[None]:
 
     A study uses common names there (`data`, `models`, `results.json`), so a folder with other content is refused.
     """
-    if folder.exists() and not folder.is_dir():
-        raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
-    if folder.exists() and not (folder / LOCK).exists() and not (folder / "trainings").is_dir():
-        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-        if names:
-            raise SettingsError(
-                f"{folder} is not empty ({', '.join(names[:3])}), and does not contain a study: it has no trainings/. "
-                "Choose another --output_dir."
-            )
+    begun = (folder / LOCK).exists() or (folder / "trainings").is_dir()
+    check_folder(folder, begun, "does not contain a study: it has no trainings/")
     folder.mkdir(parents=True, exist_ok=True)
     if not writes:
         yield

@@ -71,7 +71,9 @@ def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySet
                     "in --scheme_options."
                 )
         task_options[task] = asked.model_copy(update={"scheme_options": options})
-    return study.model_copy(update={"task_options": task_options})
+    chosen_study = study.model_copy(update={"task_options": task_options})
+    chosen_study._flags = frozenset()  # a flag for the rate may be replaced now
+    return chosen_study
 
 
 def losses_by_rate(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
@@ -90,7 +92,9 @@ def _chosen_for(study: StudySettings, task: str) -> list[str]:
     return [
         label
         for label in study.labels_of(task)
-        if (asked := study.options_of(label, task)).start is None and "learning_rate" not in asked.training
+        if (asked := study.options_of(label, task)).start is None
+        and "learning_rate" not in asked.training
+        and asked.training.get("max_steps") != 0
     ]
 
 

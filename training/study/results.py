@@ -40,6 +40,7 @@ def study_results(
     def place(cell: Cell) -> tuple[int, int, int]:
         return study.tasks.index(cell.task.name), study.schemes.index(cell.label), cell.seed
 
+    digits = (None, DIGITS)
     # A resumed study may have used different numbers of workers.
     threads = sorted({run["threads"] for run in outcomes.values() if run["status"] == FINISHED})
     return {
@@ -53,7 +54,7 @@ def study_results(
         "runs": [outcomes[cell.name] for cell in sorted(cells, key=place)],
         "versions": {"python": platform.python_version(), "hf-posenc": __version__}
         | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        | ({"scikit-learn": version("scikit-learn")} if _reads_digits(study, tasks) else {}),
+        | ({"scikit-learn": version("scikit-learn")} if IMAGES in tasks and study.dataset_name in digits else {}),
         "machine": {
             "cpu": processor_name(),
             "cores": os.cpu_count() or 1,
@@ -61,10 +62,6 @@ def study_results(
         }
         | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
-
-
-def _reads_digits(study: StudySettings, tasks: dict[str, StudyTask]) -> bool:
-    return IMAGES in tasks and study.dataset_name in (None, DIGITS)
 
 
 def _model_name(study: StudySettings) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -25,14 +25,20 @@ from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.extensions import name_modules
 from hf_posenc.schemes.written import parse_options
 from training.argument_files import parse_structured, read_mapping
-from training.arguments import LoraArguments
+from training.arguments import FIXED, LoraArguments, given_options
 from training.errors import SettingsError
 from training.help import GroupedHelp
 from training.machine import usable_cores
 from training.swapping import HealingArguments
 
-#: Arguments of transformers' Trainer that the study sets itself.
-_TAKEN = {"seed", "per_device_train_batch_size", "eval_steps", "save_steps", "output_dir", "report_to"}
+#: Arguments of transformers' Trainer that the study sets itself, and those that would have no effect beside its own.
+_TAKEN = {
+    "seed", "per_device_train_batch_size", "eval_steps", "save_steps", "output_dir", "report_to", "num_train_epochs",
+    "eval_on_start", "do_train", "do_eval", "save_total_limit", "disable_tqdm", "logging_strategy",
+    "remove_unused_columns", "label_names", *FIXED,
+}  # fmt: skip
+#: Settings of the study that those of a task do not replace.
+_MERGED = {"schemes", "scheme_options"}
 #: Longer lengths, and ranges of more numbers, are mistakes.
 _LARGEST = 10**6
 
@@ -155,7 +161,7 @@ class TrainingSettings(BaseModel):
             )
         for name in self.trainer:
             if name in _TAKEN or name in TrainingSettings.model_fields:
-                raise ValueError(f"trainer has {name!r}, but the study has a setting for it.")
+                raise ValueError(f"trainer has {name!r}, but the study has a setting for it, or determines it.")
             if name not in TrainingArguments.__dataclass_fields__:
                 known = TrainingArguments.__dataclass_fields__
                 raise ValueError(str(UnknownNameError("argument", name, known, listing="help(TrainingArguments)")))
@@ -183,13 +189,9 @@ class SwapArguments(HealingArguments, LoraArguments):
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    def __post_init__(self) -> None:
-        HealingArguments.__post_init__(self)
-        LoraArguments.__post_init__(self)
-
     def given(self) -> dict[str, Any]:
         """Returns the options that differ from their defaults."""
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        return {name: getattr(self, name) for name in given_options(self)}
 
 
 class SchemeOptions(BaseModel):
@@ -303,6 +305,9 @@ class StudySettings(TrainingSettings):
     save_models: bool = Field(False, description="Keep each trained model and its card in the folder models.")
     #: Whether only the validation losses are needed, to choose learning rates.
     _for_rates: bool = PrivateAttr(False)
+    #: The settings that flags give beside a file, and whether they choose a part of it. The rest is for other parts.
+    _flags: frozenset[str] = PrivateAttr(frozenset())
+    _is_part: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
@@ -341,10 +346,6 @@ class StudySettings(TrainingSettings):
     def for_rates(self) -> bool:
         """Whether it only trains to choose learning rates, and for text only evaluates losses by length."""
         return self._for_rates
-
-    def base(self) -> TrainingSettings:
-        """Returns the settings of a training, without those of the study."""
-        return self.changed({}, "The study")
 
     def options_of(self, label: str, task: str | None = None) -> SchemeOptions:
         """Returns the options of a label, from the study and one of its tasks."""
@@ -395,13 +396,13 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         further="Names, lists and mappings use the syntax of YAML.",
     )
     settings = StudySettings.model_fields
-    study, training = parser.add_argument_group("study"), parser.add_argument_group("each training")
+    whole, training = parser.add_argument_group("study"), parser.add_argument_group("each training")
     for name, field in settings.items():
         flags = [f"--{name}", "--import"] if name == "imports" else [f"--{name}"]
         default = "" if field.default in (None, "", [], {}) else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("%", "%%")
         boolean: dict[str, Any] = {"nargs": "?", "const": True} if field.annotation is bool else {}
-        group = training if name in TrainingSettings.model_fields else study
+        group = training if name in TrainingSettings.model_fields else whole
         group.add_argument(*flags, dest=name, help=text, **boolean)
     parsed, others = parser.parse_known_args(arguments)
     if others:
@@ -412,7 +413,9 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         as_text = settings[name].annotation in (str, str | None) or not isinstance(words, str)
         given[name] = words if as_text else parse_structured(words, name)
     chosen = _of_the_chosen(values, given) if values and {"schemes", "tasks"} & given.keys() else {}
-    return validated(StudySettings, values | given | chosen, "The study")
+    study: StudySettings = validated(StudySettings, values | given | chosen, "The study")
+    study._flags, study._is_part = frozenset(given if values else ()) - _MERGED, bool(chosen)
+    return study
 
 
 def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

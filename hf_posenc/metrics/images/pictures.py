@@ -96,12 +96,21 @@ def load_pictures(
     Raises:
         UsageError: if the pictures cannot be found, have no labels, or need a package that is not installed.
     """
-    if name in (None, DIGITS):
+    digits, path = name in (None, DIGITS), Path(str(name))
+    unread = {"config_name": config_name} if digits or path.is_dir() else {}
+    if digits:
+        other = None if split == "train" else split
+        unread |= {"split": other, "image_column": image_column, "label_column": label_column}
+    for option, value in unread.items():
+        if value is not None:
+            raise UsageError(
+                f"{'The digits have' if digits else f'A folder such as {path.name} has'} no {option}={value}."
+            )
+    if digits:
         return _digits()
     require(f"The pictures {name}", "datasets")
     from datasets import ClassLabel, exceptions, load_dataset
 
-    path = Path(str(name))
     try:
         if path.is_dir():
             dataset = load_dataset("imagefolder", data_dir=str(path), split=split)

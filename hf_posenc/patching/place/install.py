@@ -98,11 +98,27 @@ class PatchReport:
             if stack.positions:
                 lines.append(f"    positions: {stack.positions}")
             for title in ("replaced", "placed", "kept", "adopted"):
-                entries = getattr(stack, title)
-                if len(entries) > 6:  # Most entries repeat the same mechanism.
-                    entries = [*entries[:2], f"... {len(entries) - 3} more ...", entries[-1]]
-                lines.extend(f"    {title}: {entry}" for entry in entries)
+                lines.extend(f"    {title}: {entry}" for entry in _by_layers(getattr(stack, title)))
         return "\n".join(lines)
+
+
+def _by_layers(entries: list[str]) -> list[str]:
+    """Writes entries that only differ in the number of their layer as one, such as `layers.0-7,9.self_attn`."""
+    for path in (".*?", ".*"):  # the first number of a path, then the last one, such as that of a block in a stage
+        spans: dict[tuple[str, str], list[list[int]]] = {}
+        for entry in entries:
+            found = re.fullmatch(rf"({path}\.)(\d+)((?:\.|:).*|)", entry, re.DOTALL)
+            before, number, after = found.groups() if found else (entry, "", "")
+            known = spans.setdefault((before, after), [])
+            if number and known and known[-1][1] + 1 == int(number):
+                known[-1][1] += 1
+            elif number:
+                known.append([int(number)] * 2)
+        entries = [
+            before + ",".join(f"{first}-{last}" if last > first else str(first) for first, last in known) + after
+            for (before, after), known in spans.items()
+        ]
+    return entries
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:

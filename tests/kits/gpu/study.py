@@ -59,7 +59,7 @@ class Study(Part):
     def settings(self) -> dict[str, Any]:
         """What all rows depend on."""
         # The schemes and tasks may grow; the settings of a training are checked where it goes on.
-        return self._study.base().fingerprint()
+        return self._study.changed({}, "").fingerprint()
 
     def cells(self) -> list[str]:
         """The trainings."""

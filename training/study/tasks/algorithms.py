@@ -36,7 +36,6 @@ class AlgorithmTask(StudyTask):
     loader = AutoModelForCausalLM
     causal = True
     figures = "exact_match"
-    unused = ("train_length", *StudyTask.unused)
 
     @property
     def synthetic(self) -> SyntheticTask:

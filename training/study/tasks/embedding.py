@@ -18,7 +18,7 @@ from training.data.text import TokenStream
 from training.errors import SettingsError
 from training.study.corpus import Corpus
 from training.study.settings import StudySettings, SwapArguments
-from training.study.tasks.task import OF_IMAGES, CellData, rounded
+from training.study.tasks.task import CellData, rounded
 from training.study.tasks.text import TextTask
 from training.swapping import SAMPLE_ROWS
 from training.trainer import SchemeTrainer
@@ -33,7 +33,6 @@ class EmbeddingTask(TextTask):
     kind = "embedding"
     loader = AutoModel
     has_teacher = True
-    unused = ("mlm_probability", *OF_IMAGES)
 
     def check(self, study: StudySettings) -> None:
         if not self.pretrained:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import default_collate
 from transformers import AutoModelForImageClassification, PreTrainedTokenizerBase
 
-from hf_posenc.metrics.images.pictures import Normalization, Pictures
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution
 from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
 from training.data.loading import first_rows, split_rows
-from training.data.pictures import Augmentation, PictureRows, image_processor, named_pictures
+from training.data.pictures import Augmentation, PictureRows, image_processor
 from training.errors import SettingsError
 from training.study.corpus import Corpus
 from training.study.models import new_image_model
 from training.study.settings import StudySettings, SwapArguments, TrainingSettings
-from training.study.tasks.task import OF_SEQUENCES, CellData, StudyTask, dog_figures, rounded
+from training.study.tasks.task import CellData, StudyTask, dog_figures, rounded
 
 if TYPE_CHECKING:
     from training.study.cells import Cell
@@ -31,7 +31,6 @@ class ImagesTask(StudyTask):
     kind = "image_classification"
     loader = AutoModelForImageClassification
     figures = "by_resolution"
-    unused = ("mlm_probability", *OF_SEQUENCES)
 
     @property
     def lengths(self) -> list[int]:
@@ -105,7 +104,7 @@ class ImagesTask(StudyTask):
 
 def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
     """Returns the pictures for training, for the curves, and for the accuracy by resolution."""
-    pictures = named_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
+    pictures = load_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
     sizes = [round(len(pictures) * share) for share in (study.validation_fraction, study.test_fraction)]
     train, validation, test = split_rows(pictures, sizes, study.split_seed)
     most = study.max_train_samples, study.max_eval_samples

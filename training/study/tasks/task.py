@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc import SequenceLengthError, UnsupportedError
 from hf_posenc.metrics import MeasurementError, dog_test
+from hf_posenc.metrics.generalization import SYNTHETIC_TASKS
 from hf_posenc.metrics.images.pictures import Pictures
 from hf_posenc.report import Result
 from training.study.models import new_model
@@ -23,9 +24,26 @@ if TYPE_CHECKING:
     from training.study.cells import Cell
     from training.study.corpus import Corpus
 
-#: Settings of trainings on images, and of those on sequences.
-OF_IMAGES = ("train_resolution", "test_resolutions", "patch_size", "random_crop")
-OF_SEQUENCES = ("train_length", "length_factor", "train_lengths", "test_lengths", "eval_windows", "pose_length")
+#: The sizes of new models.
+SHAPE = ("hidden_size", "num_layers", "num_heads")
+_TEXT = ("causal", "masked", "embedding")
+#: The tasks that read a setting. All tasks read the others. "synthetic" stands for all of `SYNTHETIC_TASKS`.
+READERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("train_length", "length_factor", "eval_windows", "text_column"), _TEXT),
+    "train_lengths": ("embedding", "synthetic"),
+    "test_lengths": (*_TEXT, "synthetic"),
+    "test_samples": ("synthetic",),
+    "pose_length": ("embedding",),
+    "mlm_probability": ("masked",),
+    "tokenizer_name": (*_TEXT, "synthetic"),
+    **dict.fromkeys(
+        ("dataset_name", "dataset_config_name", "dataset_split", "validation_fraction", "split_seed",
+         "max_train_samples", "max_eval_samples"), (*_TEXT, "images"),
+    ),
+    **dict.fromkeys(
+        ("train_resolution", "test_resolutions", "patch_size", "random_crop", "test_fraction"), ("images",)
+    ),
+}  # fmt: skip
 
 
 @dataclass
@@ -71,7 +89,6 @@ class StudyTask:
         reads_text: whether it is trained on the text of the study.
         has_teacher: whether it learns from the model before the swap. A training item is then a whole batch, which
             cannot be split.
-        unused: settings that its trainings would ignore.
     """
 
     name: str
@@ -85,7 +102,18 @@ class StudyTask:
     figures: ClassVar[str] = "by_length"
     reads_text: ClassVar[bool] = False
     has_teacher: ClassVar[bool] = False
-    unused: ClassVar[tuple[str, ...]] = ("mlm_probability", "pose_length", *OF_IMAGES)
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """The settings that it does not read, each with the reason."""
+        group = "synthetic" if self.name in SYNTHETIC_TASKS else self.name
+        unused = {name: f"it is for {', '.join(tasks)}" for name, tasks in READERS.items() if group not in tasks}
+        if self.settings.test_lengths:
+            unused.setdefault("length_factor", "test_lengths replaces it")
+        if self.pretrained:
+            shape = (*SHAPE, "model_type", "config_overrides")
+            unused |= dict.fromkeys(shape, "the models are that of --model_name_or_path")
+        return unused
 
     @property
     def lengths(self) -> list[int]:

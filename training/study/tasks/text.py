@@ -23,7 +23,7 @@ from training.data.text import CONCATENATE, PackedRows, RowMasking
 from training.errors import SettingsError
 from training.study.corpus import Corpus, unigram_cross_entropy
 from training.study.settings import StudySettings, TrainingSettings
-from training.study.tasks.task import OF_IMAGES, CellData, StudyTask, rounded
+from training.study.tasks.task import CellData, StudyTask, rounded
 
 if TYPE_CHECKING:
     from training.study.cells import Cell
@@ -145,14 +145,12 @@ class CausalTask(LanguageTask):
 
     loader = AutoModelForCausalLM
     causal = True
-    unused = ("train_lengths", *StudyTask.unused)
 
 
 class MaskedTask(LanguageTask):
     """Filling in masked tokens."""
 
     loader = AutoModelForMaskedLM
-    unused = ("train_lengths", "pose_length", *OF_IMAGES)
 
 
 class TrainingWindows(Dataset[dict[str, Any]]):
