@@ -91,8 +91,14 @@ def test_a_killed_worker_is_replaced(executor: str, tiny: Words, tmp_path: Path,
     assert study_figures(tmp_path / "out").items() >= straight.items()
 
 
-@pytest.mark.parametrize("given", [None, "7s"])
-def test_a_lost_worker_is_waited_for_as_long_as_the_user_says(given: str | None, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("setting", "ours", "given"),
+    [("deploy.lost-worker-timeout", "1 hour", "7s"), ("nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_", 2**33, 5)],
+)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_setting_of_the_user_for_dask_stays(
+    setting: str, ours: Any, given: Any, is_given: bool, monkeypatch: Any
+) -> None:
     installed("dask")
     import dask
     import distributed
@@ -100,18 +106,18 @@ def test_a_lost_worker_is_waited_for_as_long_as_the_user_says(given: str | None,
     found = []
 
     def started(**_: Any) -> None:
-        found.append(dask.config.get("distributed.deploy.lost-worker-timeout"))
+        found.append(dask.config.get(f"distributed.{setting}"))
         raise OSError("far enough")
 
     monkeypatch.setattr(distributed, "LocalCluster", started)
-    mine = {} if given is None else {"distributed.deploy.lost-worker-timeout": given}
+    mine = {f"distributed.{setting}": given} if is_given else {}
     with (
         dask.config.set(mine),
         pytest.raises(SettingsError, match="far enough"),
         executors.open_executor(StudySettings(executor="dask", workers=1), 1),
     ):
         pass
-    assert found == [given or "1 hour"]
+    assert found == [given if is_given else ours]
 
 
 @pytest.mark.long
