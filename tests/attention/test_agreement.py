@@ -40,12 +40,6 @@ BIASED |= {
 }
 
 
-@pytest.fixture(autouse=True)
-def _kernels_of_long_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short inputs as long ones: a matrix of so few pairs would take the place of the kernels."""
-    set_sizes(monkeypatch, short_pairs=0, shared_numbers=0)
-
-
 def _takes(label: str, *, causal: bool) -> bool:
     """Whether a tiny model of this direction takes a variant. Its parts are built alone: models would take seconds."""
     try:
@@ -77,7 +71,9 @@ def in_turn(name: str, cases: dict[str, list[str]]) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_sizes(monkeypatch, distance_rows=5, backward_rows=4, bias_numbers=2 * 4 * 3 * LENGTH)
+    """Short inputs as long ones: a matrix of so few pairs would take the place of the kernels."""
+    blocks = {"distance_rows": 5, "backward_rows": 4, "bias_numbers": 2 * 4 * 3 * LENGTH}
+    set_sizes(monkeypatch, short_pairs=0, shared_numbers=0, **blocks)
 
 
 def inputs(kind: str, length: int) -> dict[str, Tensor]:

@@ -108,16 +108,8 @@ def test_the_operator_is_one_that_torch_can_trace() -> None:
     given = tensors(2, 4, 2, 11, 11, torch.float32)
     torch.library.opcheck(module._fused_attention, (*given, None, None, None, 0.3, True))
     torch.library.opcheck(module._fused_attention, (*given, None, None, masks(2, 11, 11)["packed"], 0.3, False))
-
-
-@pytest.mark.on_cpu("autocast of the CPU")
-def test_autocast_computes_in_its_dtype() -> None:
-    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = distance_attention(query, key, value, vector, None, 0.3, True)
-        found.float().sum().backward()
-    assert found.dtype == torch.bfloat16
-    assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in (query, key, vector))
+    terms = torch.rand(2, 4, 11).requires_grad_()
+    torch.library.opcheck(module._fused_attention, (*given[:3], None, terms, torch.arange(11), None, 0.3, True))
 
 
 def test_no_gradient_where_none_is_asked_for() -> None:
@@ -187,5 +179,7 @@ def test_autocast_does_not_round_a_large_bias() -> None:
     vector = (vector.detach() + 1000 + torch.arange(33) % 3).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = distance_attention(query, key, value, vector, None, 0.3, True)
+        found.float().sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in (query, key, vector))
     halves = (tensor.detach().to(torch.bfloat16) for tensor in (query, key, value))
     torch.testing.assert_close(found, distance_attention(*halves, vector, None, 0.3, True), atol=0, rtol=0)

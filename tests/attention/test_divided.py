@@ -95,11 +95,7 @@ PADDING[1, :50] = 0
 OTHER_CALLS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Tensor]]] = {
     "float64": (REROPE, lambda model: model.double(), {}),
     "padded": (REROPE, lambda model: None, {"attention_mask": PADDING}),
-    "packed": (
-        REROPE,
-        lambda model: None,
-        {"position_ids": DOCUMENTS},
-    ),
+    "packed": (REROPE, lambda model: None, {"position_ids": DOCUMENTS}),
     "eager": (REROPE, lambda model: model.set_attn_implementation("eager"), {}),
     "scaled": ([REROPE, {"scheme": "log_n_scale", "training_length": 100}], lambda model: None, {}),
     "biased": (REROPE | {"inner": "alibi"}, lambda model: None, {}),

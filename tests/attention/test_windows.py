@@ -132,13 +132,6 @@ def test_masks(kind: str, queries: int) -> None:
     assert float((found - expected).abs().max()) <= rounding(torch.float32)
 
 
-def test_gradients() -> None:
-    given, wanted = leaves(*inputs(), alibi())
-    found = distance_attention(*given, None, SCALING, True)  # type: ignore[call-arg]
-    expected = reference(*wanted[:3], toeplitz(wanted[3], LENGTH, LENGTH), visible(True))
-    assert_gradients_agree(found, given, expected, wanted, 1e-6)
-
-
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_number_per_key(padded: bool) -> None:
     query, key, value = inputs()

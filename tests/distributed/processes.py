@@ -55,3 +55,15 @@ def take_part(main: Callable[..., dict[str, Any]], folder: Path, everything: boo
 def full(tensor: Tensor) -> Tensor:
     """A tensor of which this process may have a part."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of gradients, as a share of the expected one, and where it is."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    # What softmax does not see (a bias of all keys alike) has a gradient that is rounding itself.
+    least = 1e-3 * max(float(value.norm()) for value in expected.values())
+    shares = {
+        name: float((found[name] - value).norm() / max(float(value.norm()), least)) for name, value in expected.items()
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    return shares[worst], worst

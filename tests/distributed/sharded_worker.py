@@ -30,7 +30,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.checkpoint.configuration import CheckpointError
-from tests.distributed.processes import full
+from tests.distributed.processes import full, largest
 from tests.matrix.running import distance, patched, tokens
 
 LENGTH = 16
@@ -99,17 +99,12 @@ def trained(scheme: Any, way: str) -> dict[str, Any]:
     own, found, stepped_to = stepped(model, ids[2 * dist.get_rank() :][:2])
     losses = torch.tensor(own)
     dist.all_reduce(losses)
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     assert any("position_encoding" in name for name in expected)
-    least = 1e-3 * max(float(value.norm()) for value in expected.values())
-    shares = {
-        name: float((found[name] - value).norm() / max(float(value.norm()), least)) for name, value in expected.items()
-    }
-    worst = max(shares, key=lambda name: shares[name])
+    share, where = largest(found, expected)
     return {
         "loss": abs(float(losses) / 2 - loss),
-        "gradients": shares[worst],
-        "where": worst,
+        "gradients": share,
+        "where": where,
         "parameters": max(float((stepped_to[name] - value).abs().max()) for name, value in after.items()),
     }
 

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
 from hf_posenc.recipes import swap_scheme
-from tests.distributed.processes import full
+from tests.distributed.processes import full, largest
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.models import tiny
 from tests.schemes.table import VARIANTS
@@ -111,18 +111,6 @@ def gradients(model: Any) -> dict[str, Tensor]:
     for _ in range(2):
         model(tokens(2, 11), labels=tokens(2, 11)).loss.backward()
     return {name: full(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of gradients, as a share of the expected one, and where it is."""
-    assert found.keys() == expected.keys()
-    # What softmax does not see (a bias of all keys alike) has a gradient that is rounding itself.
-    least = 1e-3 * max(float(value.norm()) for value in expected.values())
-    shares = {
-        name: float((found[name] - value).norm() / max(float(value.norm()), least)) for name, value in expected.items()
-    }
-    worst = max(shares, key=lambda name: shares[name])
-    return shares[worst], worst
 
 
 def refusal(run: Any) -> str:

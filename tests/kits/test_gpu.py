@@ -108,15 +108,6 @@ def test_the_same_command_goes_on_with_what_is_missing(copied):
     ]
 
 
-def test_rows_of_another_machine_are_refused_and_left_as_they_are(copied, capsys):
-    path = copied / "study.jsonl"
-    rewrite(path, lambda line: line | {"machine": line["machine"] | {"torch": "1.0"}} if "machine" in line else line)
-    before = path.read_text()
-    assert worker.main([json.dumps(request(copied, "study"))]) == kit.FATAL
-    assert "torch '1.0' there" in capsys.readouterr().err
-    assert path.read_text() == before
-
-
 @pytest.mark.parametrize("changes", [{"overwrite": True, "smoke": False, "device": "cuda"}, {}])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_run_that_is_refused_leaves_the_results_of_another_machine(changes, tmp_path, capsys):

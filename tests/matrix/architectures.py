@@ -43,19 +43,19 @@ def _builder(model: str, **settings: Any) -> Callable[..., Any]:
         built = getattr(transformers, model)._from_config(
             config, attn_implementation=overrides.get("attn_implementation", "eager")
         )
-        return _enlarged(built).eval()
+        return enlarged(built)
 
     return build
 
 
-def _enlarged(model: Any) -> Any:
+def enlarged(model: Any) -> Any:
     """Weights large enough that attention, and so position, decides the output."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and parameter.requires_grad:
                 # The bias tables of the T5 family are added to logits as they are.
                 parameter.normal_(std=0.6 if "relative_attention_bias" in name else 0.25)
-    return model
+    return model.eval()
 
 
 ARCHITECTURES: dict[str, ArchitectureRow] = {

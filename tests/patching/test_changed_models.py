@@ -120,10 +120,6 @@ def put_stock_attention(model: Any) -> None:
     layer.self_attn = rebuilt(layer.self_attn, model.config)
 
 
-def add_a_layer(model: Any) -> None:
-    model.model.layers.append(rebuilt(model.model.layers[0], model.config, 0))
-
-
 def remove_forwards(model: Any) -> None:
     for layer in model.model.layers:
         del layer.self_attn.forward
@@ -224,7 +220,9 @@ CHANGES: dict[str, Change] = {
     "the forward of the rotary module": replaced(lambda rotary: type(rotary).forward.__get__(rotary), "rotary_emb"),
     "a stock layer": unpatched(put_a_stock_layer, "sinusoidal"),
     "stock attention": unpatched(put_stock_attention),
-    "one layer more": unpatched(add_a_layer),
+    "one layer more": unpatched(
+        lambda model: model.model.layers.append(rebuilt(model.model.layers[0], model.config, 0))
+    ),
     "forwards that were removed": unpatched(remove_forwards),
     "an attention of one's own": foreign(in_layers(put_own_attention, slice(1, 2))),
     "attention of one's own": foreign(in_layers(put_own_attention, slice(None))),

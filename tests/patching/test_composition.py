@@ -83,7 +83,6 @@ LEARNABLE = AlibiConfig(learnable=True)
 SAME: dict[str, tuple[Any, Any, float, float]] = {
     "a scale multiplies queries": (LOG_N, "none", FACTOR, 1.0),
     "a scale multiplies biases too": ([LEARNABLE, LOG_N], LEARNABLE, FACTOR, FACTOR),
-    "doubled positions double slopes": (scheme("position_scale", inner=AlibiConfig(), factor=2.0), LEARNABLE, 1.0, 2.0),
     "interleaved layers are a schedule": (
         InterleavedConfig(every=2),
         ScheduleConfig((RopeConfig(), NoneConfig())),

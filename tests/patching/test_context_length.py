@@ -112,14 +112,6 @@ def test_a_model_whose_config_states_no_length_gives_it_to_the_tokenizer() -> No
     assert model(input_ids=ids, decoder_input_ids=ids).logits.shape[1] == LONG
 
 
-@pytest.mark.parametrize("length", [NATIVE + 2, NATIVE + 8, 2 * NATIVE])
-@torch.no_grad()
-def test_buffers_reach_the_rows_behind_the_padding_row(length: int) -> None:
-    """RoBERTa looks token types up at the row of a position, which is two more than the position."""
-    model = patched("roberta", "alibi")
-    assert outputs(model, ARCHITECTURES["roberta"], tokens(1, length)).shape[1] == length
-
-
 def test_a_length_may_be_changed_again_and_outlives_the_scheme() -> None:
     model = patched("bert", "alibi")
     for length in (128, 256, NATIVE, 200):
@@ -166,11 +158,6 @@ def test_a_scheme_that_does_not_reach_the_length_refuses(
     assert cut.model_max_length == NATIVE
     extend_context(model, cut, length=reach)
     assert model.config.max_position_embeddings == cut.model_max_length == reach
-
-
-def test_interpolated_rows_reach_any_length() -> None:
-    model = patched("bert", LearnedConfig(extension="interpolate"))
-    assert extend_context(model, length=5000).config.max_position_embeddings == 5000
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import product
 from typing import Any
 
@@ -13,6 +12,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from transformers import EncoderDecoderConfig, EncoderDecoderModel
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from tests.integrations.subject import NEW_TOKENS, argmax_decoding, left_padded
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, strengthen, tokens
 from tests.models import tiny_config
@@ -45,24 +45,14 @@ def _name(scheme: Any) -> str:
 )
 @torch.no_grad()
 def test_generate_equals_argmax_over_full_forwards(architecture: str, scheme: str) -> None:
-    row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
-    prompt = tokens(2, 6)
-    padding = torch.full((2, 2), 0)
-    padded = torch.cat((padding, prompt), dim=1)
-    mask = torch.cat((torch.zeros_like(padding), torch.ones_like(prompt)), dim=1)
-    expected = prompt
-    for _ in range(5):
-        logits = outputs(model, row, expected, use_cache=False)
-        expected = torch.cat((expected, logits[:, -1:].argmax(-1)), dim=1)
-    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-        left = [model.generate(padded, attention_mask=mask, **settings)]
-        if scheme != "normalized_integer" and row.static_cache:
-            left.append(model.generate(padded, attention_mask=mask, cache_implementation="static", **settings))
-    assert torch.equal(plain, expected)
-    assert all(torch.equal(sequences[:, 2:], expected) for sequences in left)
+    model, prompt = patched(architecture, scheme), tokens(2, 6)
+    expected = argmax_decoding(model, prompt)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    static = scheme != "normalized_integer" and ARCHITECTURES[architecture].static_cache
+    for padding in (0, 2):
+        for cache in (None, "static") if static else (None,):
+            found = model.generate(**left_padded(prompt, padding), cache_implementation=cache, **settings)
+            assert torch.equal(found[:, padding:], expected)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ PIECES: dict[str, tuple[int, ...]] = {
     "a long prompt": (17, *SINGLY[17:]),
     "in pieces": (9, 4, 1, 7, 1, 1, 7),
 }
-ROPE_AND_ALIBI = {"scheme": "composed", "parts": ["rope", "alibi"]}
 
 
 def sinks_with(inner: Any) -> dict[str, Any]:
@@ -52,17 +51,14 @@ def in_window() -> Tensor:
     return (key <= query) & ((query - key < WINDOW) | (key < SINKS))
 
 
-INNER: list[Any] = ["rope", "p_rope", "alibi", "t5", "kerple", "none", ROPE_AND_ALIBI]
+INNER: list[Any] = ["rope", "p_rope", "alibi", "t5", "kerple", "none", ["rope", "alibi"]]
 
 
 @pytest.mark.parametrize(("inner", "pieces", "kind"), in_turn(INNER, PIECES, ["sdpa", "eager"]), ids=str)
 @torch.no_grad()
 def test_sinks_behind_a_cache_equal_one_call(inner: Any, pieces: str, kind: str) -> None:
-    model, ids, mask = (
-        patched("llama_gqa", sinks_with(inner), attn_implementation=kind),
-        tokens(2, LENGTH),
-        left_padding(LENGTH, PADS),
-    )
+    model = patched("llama_gqa", sinks_with(inner), attn_implementation=kind)
+    ids, mask = tokens(2, LENGTH), left_padding(LENGTH, PADS)
     whole, alone = model(ids, use_cache=False).logits, model(ids[1:, PADS:], use_cache=False).logits[0]
     for cache in (SinkCache(SINKS, WINDOW), DynamicCache()):
         assert distance(decoded(model, ids, cache, PIECES[pieces]), whole) <= CLOSE
@@ -73,14 +69,8 @@ def test_sinks_behind_a_cache_equal_one_call(inner: Any, pieces: str, kind: str)
 
 PLAIN: list[Any] = [
     *("none", "native", "rope", "xpos", "sinusoidal", "learned", "alibi", "t5", "kerple", "fire", "shaw", "swin"),
-    *(
-        "transformer_xl",
-        "self_extend",
-        "repo",
-        "pope",
-        {"scheme": "forget_gate", "gate": "bias_only"},
-        ["rope", "ssmax"],
-    ),
+    *("transformer_xl", "self_extend", "repo", "pope", {"scheme": "forget_gate", "gate": "bias_only"}),
+    ["rope", "ssmax"],
 ]
 
 
@@ -140,14 +130,10 @@ def test_sums_over_dropped_tokens_are_refused(scheme: str) -> None:
 
 @torch.no_grad()
 def test_a_scheme_that_follows_the_length_sees_the_length_of_the_text() -> None:
-    model, ids = (
-        patched(
-            "llama_gqa", {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 16}}
-        ),
-        tokens(2, LENGTH),
-    )
+    scaling = {"type": "dynamic", "factor": 2.0, "original_max_positions": 16}
+    model = patched("llama_gqa", {"scheme": "rope", "scaling": scaling})
     with pytest.raises(UnsupportedError, match="Dynamic NTK"):
-        decoded(model, ids, SinkCache(SINKS, WINDOW), SINGLY)
+        decoded(model, tokens(2, LENGTH), SinkCache(SINKS, WINDOW), SINGLY)
 
 
 @pytest.mark.parametrize("inner", ["rope", "alibi"])

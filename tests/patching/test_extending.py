@@ -187,16 +187,6 @@ def test_a_factor_reaches_the_length_that_it_was_made_from() -> None:
         assert YarnScaling(length / trained, trained).made_for(None) == length
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_warning_that_is_an_error_changes_nothing() -> None:
-    model, tokenizer = llama(), Tokenizer()
-    for _ in range(2):
-        with pytest.raises(UserWarning):
-            extend_context(model, tokenizer, length=128)
-        assert (model.config.max_position_embeddings, tokenizer.model_max_length) == (64, 64)
-        model = patch_model(llama(), "native")
-
-
 def test_a_model_that_no_method_suits_is_refused_with_the_reasons() -> None:
     model = tiny_model(pair_named("image-text-neomme"))
     with pytest.raises(UnsupportedError, match=r"'rerope': .*'dual_chunk': .*'dynamic_yarn': .*theta"):
@@ -257,7 +247,7 @@ def test_what_cannot_be_extended_is_refused_and_nothing_changes(
 
 @pytest.mark.parametrize("native", [False, True])
 def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
-    model = patch_model(llama(), "native") if native else llama()
+    model, tokenizer = patch_model(llama(), "native") if native else llama(), Tokenizer()
     before = model(ids(8)).logits
 
     def interrupted(*_: Any) -> None:
@@ -265,7 +255,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(extending, "set_length", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        extend_context(model, length=128, method="self_extend")
+        extend_context(model, tokenizer, length=128, method="self_extend")
     assert hasattr(model, "position_encoding") == native
     assert torch.equal(model(ids(8)).logits, before)
-    assert model.config.max_position_embeddings == 64
+    assert model.config.max_position_embeddings == tokenizer.model_max_length == 64

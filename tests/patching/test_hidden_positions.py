@@ -69,20 +69,15 @@ def test_a_declared_table_is_replaced_wherever_it_is(monkeypatch: pytest.MonkeyP
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
-def not_silenced(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
-    """A version of transformers in which what a declaration names is not what acts."""
-    declared = architectures.declaration._ARCHITECTURES[model_type]
-    changed = dataclasses.replace(declared, silence=lambda stack, patches: None, bias_arguments=())
-    monkeypatch.setitem(architectures.declaration._ARCHITECTURES, model_type, changed)
-
-
 @pytest.mark.parametrize("name", ["causal-bloom", "masked-mpnet", "causal-xlnet", "masked-deberta[relative]"])
 def test_a_mechanism_that_is_still_there_after_it_was_silenced_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = pair_named(name)
+    """As in a version of transformers in which what a declaration names is not what acts."""
+    pair, declared = pair_named(name), architectures.declaration._ARCHITECTURES
+    changed = {"silence": lambda stack, patches: None, "bias_arguments": ()}
     model = tiny_model(pair)
-    not_silenced(monkeypatch, pair.model_type)
+    monkeypatch.setitem(declared, pair.model_type, dataclasses.replace(declared[pair.model_type], **changed))
     with pytest.raises(UnsupportedError, match=r"was disabled, but .* it would remain active next to any scheme"):
         patch_model(model, "alibi")
     assert not hasattr(model, "position_encoding")

@@ -9,19 +9,10 @@ import pytest
 import torch
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
+from tests.matrix.architectures import enlarged
 from tests.matrix.running import patched, tokens
 from tests.models import tiny
 from tests.thinning import in_turn
-
-
-def enlarged(model: Any) -> Any:
-    """Weights large enough that attention, and so position, decides the output."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2 and "embed_positions" not in name:
-                parameter.normal_(std=0.25, generator=generator)
-    return model.eval()
 
 
 @pytest.mark.parametrize("scheme", ["t5", "alibi", "native"])
@@ -59,22 +50,17 @@ def test_layers_whose_phases_agree_at_first_have_the_module_of_their_own_type(sc
     assert float((model(ids, use_cache=False).logits - expected).abs().max()) <= 1e-4
 
 
-def ctrl_table(model: Any) -> list[torch.Tensor]:
-    return [model.transformer.pos_encoding]
-
-
-def roformer_table(model: Any) -> list[torch.Tensor]:
-    return [model.roformer.encoder.embed_positions.weight]
-
-
 def layer_tables(model: Any) -> list[torch.Tensor]:
     # In every layer, or since transformers 5.24 in one module.
     return [module.embed_positions for module in model.modules() if hasattr(module, "embed_positions")]
 
 
 FIXED: dict[str, tuple[Any, Any]] = {
-    "ctrl": (lambda: tiny("CTRLLMHeadModel", dff=48), ctrl_table),
-    "roformer": (lambda: tiny("RoFormerForMaskedLM"), roformer_table),
+    "ctrl": (lambda: tiny("CTRLLMHeadModel", dff=48), lambda model: [model.transformer.pos_encoding]),
+    "roformer": (
+        lambda: tiny("RoFormerForMaskedLM"),
+        lambda model: [model.roformer.encoder.embed_positions.weight],
+    ),
     "gptj": (lambda: tiny("GPTJForCausalLM", rotary_dim=4), layer_tables),
     "codegen": (lambda: tiny("CodeGenForCausalLM", rotary_dim=4), layer_tables),
 }

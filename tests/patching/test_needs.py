@@ -23,10 +23,12 @@ from tests.architectures.inputs import inputs_for
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.kits.decoding import decoded
+from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, patched, strengthen, tokens
 from tests.matrix.test_behaviour import CLOSE, SCHEMES
 from tests.models import tiny
 from tests.patching.test_continuous_batching import alone, batched, prompts
+from tests.patching.test_refused_patches import OTHERS as OTHER_MODELS
 from tests.schemes.table import TABLE
 from tests.thinning import mostly_slow
 
@@ -163,23 +165,6 @@ def gradual(scheme: str) -> tuple[Tensor, Tensor]:
     return logits(model, use_cache=False), before
 
 
-GEMMA3N: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "head_dim": 8,
-    "vocab_size_per_layer_input": 96,
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 8,
-    "altup_num_inputs": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "activation_sparsity_pattern": [0.0] * 4,
-}
-MLA: dict[str, Any] = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "first_k_dense_replace": 2,
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Trial:
     """A run of an environment.
@@ -195,24 +180,24 @@ class Trial:
     exact: bool = False
 
 
-def of_decoder(name: str, **options: Any) -> Callable[[str], tuple[Tensor, Tensor]]:
-    return lambda scheme: refused_or_stepwise(tiny(name, **options), scheme)
+def of_decoder(build: Callable[[], Any]) -> Callable[[str], tuple[Tensor, Tensor]]:
+    return lambda scheme: refused_or_stepwise(build(), scheme)
 
 
 TRIALS = {
     "growing cache": Trial(refusals.GROWING_CACHE, growing, exact=True),
     "quantised cache": Trial(refusals.QUANTISED_CACHE, quantised, exact=True),
-    "sliding cache": Trial(refusals.SLIDING_CACHE, of_decoder("MistralForCausalLM", sliding_window=6)),
+    "sliding cache": Trial(refusals.SLIDING_CACHE, of_decoder(ARCHITECTURES["mistral_sliding"].build)),
     "packed rows": Trial(refusals.PACKED_ROWS, packed),
     "pages": Trial(refusals.PAGES, paged, exact=True),
     "pages in graphs": Trial(refusals.PAGES_IN_GRAPHS, in_graphs),
     "adaption prompts": Trial(refusals.ADAPTION_PROMPTS, prompted),
-    "latent attention": Trial(refusals.LATENT_ATTENTION, of_decoder("DeepseekV3ForCausalLM", **MLA)),
-    "capped logits": Trial(
-        refusals.CAPPED_LOGITS, of_decoder("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
+    "latent attention": Trial(refusals.LATENT_ATTENTION, of_decoder(ARCHITECTURES["deepseek_v3_mla"].build)),
+    "capped logits": Trial(refusals.CAPPED_LOGITS, of_decoder(OTHER_MODELS["capped logits"])),
+    "shared keys": Trial(refusals.SHARED_KEYS, of_decoder(OTHER_MODELS["shared keys"])),
+    "changed queries": Trial(
+        refusals.CHANGED_QUERIES, of_decoder(lambda: tiny("HunYuanDenseV1ForCausalLM", head_dim=8))
     ),
-    "shared keys": Trial(refusals.SHARED_KEYS, of_decoder("Gemma3nForCausalLM", **GEMMA3N)),
-    "changed queries": Trial(refusals.CHANGED_QUERIES, of_decoder("HunYuanDenseV1ForCausalLM", head_dim=8)),
     "pooled patches": Trial(refusals.POOLED_PATCHES, pooled),
     "sparse attention": Trial(refusals.SPARSE_ATTENTION, sparse),
     "gradual swap": Trial(refusals.GRADUAL_SWAP, gradual),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LayoutLMv3Config, LayoutLMv3Model
 
 from hf_posenc import patch_model, unpatch_model
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
 from tests.matrix.running import distance, tokens
+from tests.models import tiny
 from tests.versions import since
 
 
@@ -26,10 +26,9 @@ def test_a_silenced_buffer_is_filled_when_a_model_is_loaded(tmp_path: Path) -> N
 
 
 def layoutlm(layers: int, **options: Any) -> Any:
-    sizes = {"hidden_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 48}
-    places = {"coordinate_size": 8, "shape_size": 8, "visual_embed": False}
     torch.manual_seed(0)
-    return LayoutLMv3Model(LayoutLMv3Config(vocab_size=96, **sizes, **places, **options)).eval()
+    places = {"hidden_size": 48, "coordinate_size": 8, "shape_size": 8, "visual_embed": False}
+    return tiny("LayoutLMv3Model", num_hidden_layers=layers, **places, **options).eval()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -217,16 +217,6 @@ def test_a_layer_of_sparse_attention_may_be_dropped_and_not_be_the_first_twice(m
     assert torch.isfinite(logits(model, tokens(SHORT))).all()
 
 
-def test_gradients_reach_the_longer_table(model: Any) -> None:
-    swap_scheme(model, "learned", num_positions=LONG, table_extension="repeat")
-    model.train()
-    given = {"decoder_input_ids": tokens(20)} if model.config.is_encoder_decoder else {}
-    model(input_ids=tokens(LONG), **given).logits.sum().backward()
-    table = next(model.position_encoding.parameters())
-    assert table.grad is not None
-    assert bool(table.grad[NATIVE:].any())
-
-
 class Counted(nn.Module):
     """Embeddings to which other code adds positions of its own."""
 

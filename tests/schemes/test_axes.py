@@ -27,7 +27,7 @@ from hf_posenc.schemes import (
 )
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.mrope import default_sections
-from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap, axial_frequencies
+from hf_posenc.schemes.rotary.rope_nd import axial_frequencies
 
 from .building import build, counted, image, logits_of, mapped, pairs_at, part_of, placed_at, random_heads, redraw
 from .table import coordinates, distance_biases, seeds
@@ -355,20 +355,10 @@ def test_drawn_axes_share_a_draw_and_stay_in_range() -> None:
     assert new.coordinates.max() < 40
 
 
-def test_frequencies_of_one_tensor_need_no_whole_heads() -> None:
-    """Heads that differ have to be mapped where all of them are known."""
-    assert not CoordinateRotaryMap(torch.ones(2, 4), "half", "rope_nd").whole_heads
-    assert CoordinateRotaryMap(torch.ones(2, 3, 4), "half", "rope_nd").whole_heads
-    assert not part_of(RopeNdConfig(assignment="golden", per_head=False)).whole_heads
-    learned = [config for config in ALL_RELATIVE if isinstance(config, RopeNdConfig) and config.per_layer]
-    assert {config.assignment for config in learned} == {"mixed"}
-
-
-@pytest.mark.parametrize("grid", [(4,), (3, 4)])
-def test_mixed_frequencies_start_as_axial_ones_turned(grid: tuple[int, ...]) -> None:
+def test_mixed_frequencies_of_three_axes_start_as_axial_ones_turned() -> None:
     """A rotation of the axes keeps the length of every pair's direction."""
-    frequencies = part_of(RopeNdConfig(grid=grid, assignment="mixed")).frequencies.detach()
-    axial = axial_frequencies(10.0, HEAD_DIM, len(grid) + 1, "block")
+    frequencies = part_of(RopeNdConfig(grid=(3, 4), assignment="mixed")).frequencies.detach()
+    axial = axial_frequencies(10.0, HEAD_DIM, 3, "block")
     # One rotation for all pairs of a head: angles between directions are those between axes.
     for head in frequencies.unbind(1):
         torch.testing.assert_close(head.T @ head, axial.T @ axial, rtol=0, atol=1e-5)

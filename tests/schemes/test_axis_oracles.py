@@ -91,11 +91,8 @@ def test_mixed_frequencies_equal_lightglue() -> None:
     stock = transformers.LightGlueConfig(
         descriptor_dim=HEADS * 24, num_attention_heads=HEADS, num_key_value_heads=HEADS
     )
-    encoder, keypoints, heads = (
-        lightglue.LightGluePositionalEncoder(stock),
-        torch.randn(1, 20, 2),
-        random_heads(20, head_dim=24),
-    )
+    encoder, keypoints = lightglue.LightGluePositionalEncoder(stock), torch.randn(1, 20, 2)
+    heads = random_heads(20, head_dim=24)
     ((cosine, sine),) = encoder(keypoints)
     part = part_of(RopeNdConfig(assignment="mixed", per_head=False, layout="interleaved"), head_dim=24)
     part.load_state_dict({"frequencies": encoder.projector.weight.T.unsqueeze(1)})

@@ -52,7 +52,6 @@ def in_half_precision(distance: Tensor) -> Tensor:
     [
         (RootConfig, {"scale": "1"}, r"root\.scale is '1'; expected a finite number"),
         (RootConfig, {"scale": -1.0}, r"root\.scale is -1.0; expected a finite number at least 0"),
-        (RootConfig, {"slope": 1.0}, "Unknown option 'slope' of scheme 'root'. Did you mean 'scale'"),
         # An option without limits has a type, too.
         (FadingConfig, {"reach": 1.5}, r"fading\.reach is 1.5; expected an integer"),
     ],

@@ -295,17 +295,10 @@ def test_separators_every_few_tokens_are_segments_of_that_length() -> None:
     assert torch.equal(build(separated).additive(positions), build(fixed).additive(positions))
 
 
-def test_the_two_positions_of_a_token_go_to_the_two_schemes() -> None:
+def test_places_within_segments_go_to_the_scheme_of_vectors() -> None:
     parts: Any = build(HierarchicalConfig(segment_length=4))
     vectors = parts.additive(counted(12))[0]
     assert torch.equal(vectors, build(SinusoidalConfig()).additive(counted(4))[0].repeat(3, 1))
-    cosine, _ = parts.query_key_map.phases(counted(12))
-    expected, _ = build(RopeConfig()).query_key_map.phases(counted(3))
-    assert torch.equal(cosine[0], expected[0].repeat_interleave(4, dim=0))
-    # One segment leaves attention nothing, and segments of one token are the scheme itself.
-    one_segment = logits(HierarchicalConfig(segment_length=LENGTH))
-    torch.testing.assert_close(one_segment, logits(NoneConfig()), rtol=0, atol=1e-6)
-    assert torch.equal(logits(HierarchicalConfig(segment_length=1)), logits(RopeConfig()))
 
 
 def test_separators_need_the_tokens_and_cannot_extend_a_cache() -> None:

@@ -110,9 +110,3 @@ def test_a_scheme_encodes_exactly_as_many_tokens_as_it_says(config: SchemeConfig
 def test_a_scaling_says_the_length_it_was_made_for(scaling: RopeScaling | None, expected: int | None) -> None:
     for config in (RopeConfig(scaling=scaling), ResonanceConfig(scaling=scaling)):
         assert part_of(config).length_reach == Reach(made_for=expected)
-
-
-def test_parts_together_have_the_shortest_limit_with_its_remedy() -> None:
-    assert shortest(()) == Reach()
-    together = shortest((Reach(9, "nine", made_for=9), Reach(made_for=20), Reach(7, "seven")))
-    assert together == Reach(7, "seven", made_for=20)

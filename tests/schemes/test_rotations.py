@@ -24,6 +24,7 @@ from hf_posenc.schemes.rotary.hope import HopeConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig
 from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
+from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig
 from hf_posenc.schemes.rotary.string import StringConfig
 from hf_posenc.schemes.rotary.xpos import XposConfig
 
@@ -124,6 +125,9 @@ def test_phases_of_pope_outside_of_their_range_come_back(outside):
         (FopeConfig(), HEAD_DIM, True, True, 1, False),
         (FopeConfig(learnable=True), HEAD_DIM, True, True, 1, True),
         (ResonanceConfig(), HEAD_DIM, True, False, 1, False),
+        (RopeNdConfig(grid=(4,), assignment="golden"), HEAD_DIM, True, True, 1, False),
+        (RopeNdConfig(grid=(4,), assignment="golden", per_head=False), HEAD_DIM, True, False, 1, False),
+        (RopeNdConfig(grid=(4,), assignment="mixed"), HEAD_DIM, True, True, 1, True),
     ],
     ids=repr,
 )

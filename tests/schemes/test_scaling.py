@@ -37,23 +37,13 @@ originals = st.sampled_from([16, 64, 2048, 8192, 131072])
 grid = settings(max_examples=80, deadline=None)
 
 
-def stock_config(parameters: dict[str, Any], width: int, max_positions: int) -> LlamaConfig:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return LlamaConfig(
-            hidden_size=2 * width,
-            num_attention_heads=2,
-            head_dim=width,
-            max_position_embeddings=max_positions,
-            rope_parameters=parameters,
-        )
-
-
 def stock_spectrum(
     parameters: dict[str, Any], width: int, max_positions: int = 2048, length: Any = None
 ) -> tuple[torch.Tensor, float]:
-    function = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-    return function(stock_config(parameters, width, max_positions), seq_len=length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LlamaConfig(head_dim=width, max_position_embeddings=max_positions, rope_parameters=parameters)
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, seq_len=length)
 
 
 def parameters_of(scaling: RopeScaling, theta: float) -> dict[str, Any]:

@@ -75,13 +75,7 @@ class Bench:
         return torch.compile(self.model, mode="reduce-overhead")
 
 
-def _forward(bench: Bench) -> Found:
-    ids = tokens(bench.length)
-    return bench.found(bench.model, ids), bench.wanted(ids)
-
-
-def _long_forward(bench: Bench) -> Found:
-    ids = tokens(bench.long, batch=1)
+def _forward(bench: Bench, ids: Tensor) -> Found:
     return bench.found(bench.model, ids), bench.wanted(ids)
 
 
@@ -160,13 +154,13 @@ def _decoded(bench: Bench, cache: Any, model: Any) -> Found:
 
 
 CHECKS: dict[str, Callable[[Bench], Found]] = {
-    "forward": _forward,
+    "forward": lambda bench: _forward(bench, tokens(bench.length)),
     "left_padding": _left_padding,
     "dynamic_cache": lambda bench: _decoded(bench, DynamicCache(config=bench.model.config), bench.model),
     "static_cache": lambda bench: _decoded(bench, bench.static_cache(), bench.model),
     "gradients": _gradients,
     "gradients_in_blocks": _gradients_in_blocks,
-    "long_forward": _long_forward,
+    "long_forward": lambda bench: _forward(bench, tokens(bench.long, batch=1)),
     "compiled": _compiled,
     "cuda_graphs": _cuda_graphs,
     # As `generate` does it.

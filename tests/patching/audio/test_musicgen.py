@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor
 
 from hf_posenc import (
-    SequenceLengthError,
     UnsupportedError,
     export_model,
     extend_context,
@@ -115,12 +114,6 @@ def test_the_default_length_of_a_sound_is_set_by_the_user(kind: str) -> None:
     extend_context(patch_model(model, "alibi"), length=LONG)
     assert model.generation_config.max_length == 20
     assert len(made(model, frames=NATIVE + 8)[0]) >= NATIVE + 8 - 1
-
-
-def test_a_learned_table_says_where_it_ends() -> None:
-    model = patch_model(musicgen("Musicgen"), "learned")
-    with pytest.raises(SequenceLengthError, match="32 positions of the learned table"):
-        made(model)
 
 
 @pytest.mark.parametrize("scheme", ["native", "alibi"])

@@ -15,7 +15,6 @@ from transformers import ViTForImageClassification
 
 from hf_posenc import (
     LogCpbConfig,
-    SequenceLengthError,
     UnsupportedError,
     inspect_model,
     native_scheme,
@@ -115,15 +114,6 @@ def test_a_grid_scheme_where_tokens_have_one_axis_is_pointed_out() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patch_model(model, "rope_nd", grid=(8,))
-
-
-def test_an_image_that_a_table_cannot_be_resized_to_is_an_error_with_the_remedy() -> None:
-    model = patch_model(built("vision-dinov2"), "learned", grid=(4, 4), interpolation="none")
-    with pytest.raises(ValueError, match=r"grid of 6 x 5, larger than the 4 x 4.*grid=\(6, 5\)"):
-        hidden(model, image(6, 5))
-    patch_model(model, "learned", num_positions=17)
-    with pytest.raises(SequenceLengthError, match="31 is longer than the 17 positions"):
-        hidden(model, image(6, 5))
 
 
 def test_the_mask_decoder_of_sam_is_left_alone() -> None:
