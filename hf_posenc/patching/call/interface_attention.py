@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
@@ -279,7 +280,9 @@ class InterfaceAttention(Rebound, AttentionSite):
         self._check(query, mask, kwargs)
         mask = self._complete(query, mask, kwargs)
         form = self.bias(call, query, key, self.default_scaling, mask=mask, folds="flash" in (implementation or ""))
-        attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
+        attention = attention_with(
+            AttentionCall(implementation or "eager", function, mask, (), kwargs), form, module, query, key
+        )
         weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         if name is not None and (not learned or gradients_may_be_shared()) and state.may_be_of_layers("attention"):
