@@ -228,7 +228,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
         return functools.partial(_attend_dense, call, form)
     if features:
         return attention_by_blocks(call, form, causal, query, key, plain=False)
-    sizes, scaling, shared = SIZES[query.is_cpu], call.scaling(query), _is_shared_by_layers(form, query, key, mask)
+    sizes, shared = SIZES[query.is_cpu], _is_shared_by_layers(form, query, key, mask)
     short = query.shape[2] * key.shape[2] <= sizes.short_pairs
     as_matrix = short or shared
     unmasked = not as_matrix and causal and not query.is_cpu and folds(query)
@@ -236,6 +236,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
         # A bias that is folded as a number per key needs no mask. Kernels without a mask are faster on this device.
         form = form.separable() or form
     if not as_matrix and not isinstance(form, RowsForm):
+        scaling = call.scaling(query)
 
         def fused(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
             return fused_attention(query, key, value, form, mask, scaling, causal), None
@@ -247,7 +248,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
     if shared or (short and numbers <= sizes.kept_numbers):
         rows = functools.partial(masked_rows, form, mask, causal, 0, query.shape[2], key.shape[2])
         may_be_empty = mask is not None and mask.dtype != torch.bool
-        return attention_with_matrix(rows, lambda: has_shared_rows(form), scaling, may_be_empty)
+        return attention_with_matrix(rows, lambda: has_shared_rows(form), call.scaling(query), may_be_empty)
     by_blocks = attention_by_blocks(call, form, causal, query, key, plain=True)
     if not isinstance(form, DividedForm) or not causal:
         return by_blocks
@@ -255,7 +256,7 @@ def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Te
     def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         if not form.is_fused(query, value):
             return by_blocks(module, query, key, value)
-        return divided_attention(query, key, value, form.other, scaling), None
+        return divided_attention(query, key, value, form.other, call.scaling(query)), None
 
     return divided
 
