@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.backends import attention_without_mask
-from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.forms import without_later_keys
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache import CachedPositions, record, self_attention_cache
@@ -289,7 +288,6 @@ def attend_split(site: InterfaceAttention, call: LayerCall, kernel: KernelCall) 
     key, value = sequence.of_all(kernel.key), sequence.of_all(kernel.value)
     scaling = kernel.kwargs.get("scaling")
     factor = site.default_scaling if scaling is None else scaling
-    as_called = AttentionCall("sdpa", kernel.function, None, kernel.args, kernel.kwargs)
     outputs = []
     for run in sequence.runs:
         seen = run.stop if encoding.causal else key.shape[2]
@@ -300,6 +298,6 @@ def attend_split(site: InterfaceAttention, call: LayerCall, kernel: KernelCall) 
         if encoding.causal:
             form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
         scaled = heads[0] if encoding.logit_scale is None else site.scaled(run.state, heads[0])
-        attend = attention_without_mask(as_called, form, site.module, scaled, heads[1])
+        attend = attention_without_mask(kernel, form, site.module, scaled, heads[1])
         outputs.append(attend(site.module, scaled, heads[1], value[:, :, :seen])[0])
     return torch.cat(outputs, 1), None
