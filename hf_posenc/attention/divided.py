@@ -5,7 +5,7 @@ A flash kernel also returns the logarithm of the sum of its weights, so results 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,10 +27,6 @@ class DividedForm(RowsForm):
     """
 
     other: OtherHeads
-
-    def of_first(self, key_length: int) -> DividedForm:
-        """Returns the same bias for the first `key_length` keys only; no query sees later ones."""
-        return replace(self, key_length=key_length)
 
     def is_fused(self, query: Tensor, value: Tensor) -> bool:
         """Whether `divided_attention` computes a call: the kernel needs values as wide as keys, and has no gradient."""
