@@ -27,13 +27,14 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_posenc.attention.block_attention import attention_with_matrix, autocast_inputs, for_kernel
+from hf_posenc.attention.block_attention import AttentionCall, attention_with_matrix, autocast_inputs, for_kernel
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.by_blocks import attention_by_blocks
@@ -99,25 +100,15 @@ def attend_with_bias(
     stock = getattr(function, "__module__", "") == _STOCK_SDPA and not torch._C._are_functorch_transforms_active()
     if decodes and stock:  # Calls cost more than the computation.
         return function(module, query, key, value, for_kernel(form.rows(), query), *args, **kwargs)
-    attend = attention_with(implementation, function, form, module, query, key, attention_mask, args, kwargs)
-    return attend(module, query, key, value)
+    call = AttentionCall(implementation or "eager", function, attention_mask, args, kwargs)
+    return attention_with(call, form, module, query, key)(module, query, key, value)
 
 
-def attention_with(
-    implementation: str | None,
-    function: Function,
-    form: BiasForm,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Attention:
-    """Decides how a bias is added to the logits of `function`.
+def attention_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor) -> Attention:
+    """Decides how a bias is added to the logits of the function of a call.
 
-    The arguments are those of `attend_with_bias`. The result does not depend on the values in queries and keys, so
-    layers with the same bias, mask and options use it for all queries and keys of the same shapes.
+    The other arguments are those of `attend_with_bias`. The result does not depend on the values in queries and keys,
+    so layers with the same bias and call use it for all queries and keys of the same shapes.
 
     Returns:
         `(module, query, key, value) -> (output, probabilities or None)`.
@@ -125,20 +116,20 @@ def attention_with(
     Raises:
         UnsupportedError: for a backend that does not support the bias.
     """
-    name = implementation or "eager"
+    name, function = call.name, call.function
     if query.dtype == torch.float64:
         # Schemes compute biases in float32 in any model. With a float64 query they are cast up, so that sums and
         # kernels have one dtype.
         form = form.double()
     if "flash" in name:
-        return _with_given(_attend_folded, name, function, form, mask, args, kwargs)
+        return functools.partial(_attend_folded, call, form)
     if name == "eager":
         if not _reads_mask(function):
             raise UnsupportedError(
                 f"The eager attention of {type(module).__name__} ignores its mask, so a logit bias would be ignored. "
                 'Use model.set_attn_implementation("sdpa").'
             )
-        return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
+        return _with_mask(call, merge_mask(call.mask, form.rows(), query.dtype))
     if not _takes_position_bias(function):
         raise UnsupportedError(
             f"The attention backend {name!r} has no position_bias parameter, so a logit bias would be ignored. Use "
@@ -146,68 +137,47 @@ def attention_with(
         )
     if name == "flex_attention" and query.device.type != "cpu" and not isinstance(form, SeparableForm):
         # A kernel with three stages, which torch chooses for some heads, has no room for two blocks of a bias.
-        kwargs = kwargs | {"kernel_options": {"num_stages": 2} | (kwargs.get("kernel_options") or {})}
+        options = {"num_stages": 2} | (call.kwargs.get("kernel_options") or {})
+        call = replace(call, kwargs=call.kwargs | {"kernel_options": options})
     if name == "flex_attention" and not isinstance(form, RowsForm):
-        return _with_given(_attend_looking_up, name, function, form, mask, args, kwargs)
+        return functools.partial(_attend_looking_up, call, form)
     stock_sdpa = getattr(function, "__module__", "") == _STOCK_SDPA
     if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
-        return _with_given(_attend_in_math, name, function, form, mask, args, kwargs)
+        return functools.partial(_attend_in_math, call, form)
     if stock_sdpa and query.shape[2] > 1:
-        return _sdpa_with(function, form, module, query, key, mask, args, kwargs)
+        return _sdpa_with(call, form, module, query, key)
     if stock_sdpa and not exporting() and isinstance(form, DistanceForm):
-        return _with_mask(function, merge_mask(mask, form.rows(), query.dtype), args, kwargs)
+        return _with_mask(call, merge_mask(call.mask, form.rows(), query.dtype))
     # A single row is small, and transformers then reads keys shared by several heads only once.
-    return _with_given(_attend_dense, name, function, form, mask, args, kwargs)
+    return functools.partial(_attend_dense, call, form)
 
 
 def attention_without_mask(
-    function: Function,
-    form: BiasForm,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor
 ) -> Attention:
     """Attention that this package computes itself: every query reads all keys that its bias does not hide.
 
-    The arguments and the result are those of `attention_with` for stock sdpa.
+    The arguments and the result are those of `attention_with` for stock sdpa. The mask of the call is not read.
 
     Raises:
         UnsupportedError: if the call uses a feature that only `function` has.
     """
-    if _uses_other_features(args, kwargs):
+    if _uses_other_features(call):
         raise UnsupportedError(
             "With a bias that is computed for a part of the tokens, dropout of attention weights, soft caps, attention "
             "sinks and output_attentions are not supported. Set the attention dropout of the config to 0."
         )
     form = form.double() if query.dtype == torch.float64 else form
-    return _sdpa_with(function, form, module, query, key, None, args, kwargs | {"is_causal": False})
+    call = replace(call, mask=None, kwargs=call.kwargs | {"is_causal": False})
+    return _sdpa_with(call, form, module, query, key)
 
 
-def _with_given(
-    attend: Callable[..., Any],
-    name: str,
-    function: Function,
-    form: BiasForm,
-    mask: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Attention:
-    """Attention that looks at the queries and keys of each layer."""
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return attend(name, function, form, (module, query, key, value, mask, *args), dict(kwargs))
-
-    return attention
-
-
-def _with_mask(function: Function, mask: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
+def _with_mask(call: AttentionCall, mask: Tensor) -> Attention:
     """Attention with the bias in the mask."""
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return function(module, query, key, value, mask, *args, **kwargs)
+        return call.function(module, query, key, value, mask, *call.args, **call.kwargs)
 
     return attention
 
@@ -243,30 +213,22 @@ def _takes_position_bias(function: Function) -> bool:
     return _TAKES_POSITION_BIAS[function]
 
 
-def _sdpa_with(
-    function: Function,
-    form: BiasForm,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Attention:
-    causal = mask is None and _is_causal(module, kwargs)
+def _sdpa_with(call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor) -> Attention:
+    mask: Tensor | None = call.mask
+    causal = mask is None and _is_causal(module, call)
     if causal and key.shape[2] > query.shape[2]:
         # An empty static cache: the slots after the queries are unused.
         used = query.shape[2]
-        attend = _sdpa_with(function, form.of_first(used), module, query, key[:, :, :used], mask, args, kwargs)
+        attend = _sdpa_with(call, form.of_first(used), module, query, key[:, :, :used])
         return lambda module, query, key, value: attend(module, query, key[:, :, :used], value[:, :, :used])
     compiling = torch.compiler.is_compiling()
     learns_mask = isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled()
-    features = _uses_other_features(args, kwargs)
+    features = _uses_other_features(call)
     if exporting() or learns_mask or (features and compiling):
-        return _with_given(_attend_dense, "sdpa", function, form, mask, args, kwargs)
+        return functools.partial(_attend_dense, call, form)
     if features:
-        return attention_by_blocks(function, form, causal, query, key, mask, args, kwargs)
-    sizes, scaling, shared = SIZES[query.is_cpu], _scaling(query, kwargs), _is_shared_by_layers(form, query, key, mask)
+        return attention_by_blocks(call, form, causal, query, key, plain=False)
+    sizes, shared = SIZES[query.is_cpu], _is_shared_by_layers(form, query, key, mask)
     short = query.shape[2] * key.shape[2] <= sizes.short_pairs
     as_matrix = short or shared
     unmasked = not as_matrix and causal and not query.is_cpu and folds(query)
@@ -274,39 +236,35 @@ def _sdpa_with(
         # A bias that is folded as a number per key needs no mask. Kernels without a mask are faster on this device.
         form = form.separable() or form
     if not as_matrix and not isinstance(form, RowsForm):
+        scaling = call.scaling(query)
 
         def fused(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
             return fused_attention(query, key, value, form, mask, scaling, causal), None
 
         return fused
     if compiling:
-        return _with_given(_attend_dense, "sdpa", function, form, mask, args, kwargs)
+        return functools.partial(_attend_dense, call, form)
     numbers = query.shape[0] * form.heads * query.shape[2] * key.shape[2]
     if shared or (short and numbers <= sizes.kept_numbers):
         rows = functools.partial(masked_rows, form, mask, causal, 0, query.shape[2], key.shape[2])
         may_be_empty = mask is not None and mask.dtype != torch.bool
-        return attention_with_matrix(rows, lambda: has_shared_rows(form), scaling, may_be_empty)
-    by_blocks = attention_by_blocks(None, form, causal, query, key, mask, args, kwargs)
+        return attention_with_matrix(rows, lambda: has_shared_rows(form), call.scaling(query), may_be_empty)
+    by_blocks = attention_by_blocks(call, form, causal, query, key, plain=True)
     if not isinstance(form, DividedForm) or not causal:
         return by_blocks
 
     def divided(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         if not form.is_fused(query, value):
             return by_blocks(module, query, key, value)
-        return divided_attention(query, key, value, form.other, scaling), None
+        return divided_attention(query, key, value, form.other, call.scaling(query)), None
 
     return divided
 
 
-def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
-    scaling = kwargs.get("scaling")
-    return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-
-
-def _uses_other_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _uses_other_features(call: AttentionCall) -> bool:
     """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
     others = ("dropout", "softcap", "s_aux", "output_attentions")
-    return bool(args) or any(_is_set(kwargs.get(name)) for name in others)
+    return bool(call.args) or any(_is_set(call.kwargs.get(name)) for name in others)
 
 
 def _is_set(value: Any) -> bool:
@@ -314,48 +272,47 @@ def _is_set(value: Any) -> bool:
 
 
 def _attend_folded(
-    name: str, function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]
+    call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    module, query, key, value, *args = given
     separable = form if isinstance(form, SeparableForm) else None
     if isinstance(form, DistanceForm):
         separable = form.separable()
-    if separable is None or not _is_causal(module, kwargs):
+    if separable is None or not _is_causal(module, call):
         raise UnsupportedError(
-            f"The attention backend {name!r} does not support logit biases, and this one is not a number per key that "
-            'could be folded into queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" or '
-            '"eager".'
+            f"The attention backend {call.name!r} does not support logit biases, and this one is not a number per key "
+            'that could be folded into queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" '
+            'or "eager".'
         )
     if separable.terms.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
-            f"The attention backend {name!r} would round the gradient of this learned bias to the dtype of the keys, "
-            'which makes it useless. Train with model.set_attn_implementation("sdpa"). Without gradients, this '
+            f"The attention backend {call.name!r} would round the gradient of this learned bias to the dtype of the "
+            'keys, which makes it useless. Train with model.set_attn_implementation("sdpa"). Without gradients, this '
             "backend can be used."
         )
-    if _is_set(kwargs.get("softcap")):
+    if _is_set(call.kwargs.get("softcap")):
         raise UnsupportedError(
-            f"The attention backend {name!r} caps its logits, and a bias that is folded into queries and keys would "
-            'be capped with them. Use model.set_attn_implementation("flex_attention") or "eager".'
+            f"The attention backend {call.name!r} caps its logits, and a bias that is folded into queries and keys "
+            'would be capped with them. Use model.set_attn_implementation("flex_attention") or "eager".'
         )
-    scaling = _scaling(query, kwargs)
-    kwargs.pop("scaling", None)
+    scaling = call.scaling(query)
     query, key, value = autocast_inputs(query, key, value)
     query, key, scaling = fold(query, key, separable.terms, separable.query_slots, scaling)
-    return attend_with_wide_values(function, module, query, key, value, *args, scaling=scaling, **kwargs)
+    kwargs = call.kwargs | {"scaling": scaling}
+    return attend_with_wide_values(call.function, module, query, key, value, call.mask, *call.args, **kwargs)
 
 
-def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    given = kwargs.get("is_causal")
+def _is_causal(module: nn.Module, call: AttentionCall) -> bool:
+    given = call.kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _attend_looking_up(
-    name: str, function: Function, form: FusedForm, given: tuple[Any, ...], kwargs: dict[str, Any]
+    call: AttentionCall, form: FusedForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> Any:
-    module, query, key, value, mask, *args = given
-    if not _is_set(kwargs.get("softcap")):
-        mask = narrowed(mask, form, query, key, value, _scaling(query, kwargs))
-    return function(module, query, key, value, mask, *args, position_bias=LookUp(form, query.shape[2]), **kwargs)
+    mask, bias = call.mask, LookUp(form, query.shape[2])
+    if not _is_set(call.kwargs.get("softcap")):
+        mask = narrowed(mask, form, query, key, value, call.scaling(query))
+    return call.function(module, query, key, value, mask, *call.args, position_bias=bias, **call.kwargs)
 
 
 class LookUp:
@@ -396,31 +353,32 @@ def _attend_in_math(*given: Any) -> Any:
         return _attend_dense(*given)
 
 
-def _attend_dense(name: str, function: Function, form: BiasForm, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module, query, key, value, mask, *args = given
+def _attend_dense(
+    call: AttentionCall, form: BiasForm, module: nn.Module, query: Tensor, key: Tensor, value: Tensor
+) -> Any:
     terms = query if isinstance(form, RowsForm) else form.tensors[1]
     batch = 1 if terms is None else terms.shape[0]
     size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
     compiling = torch.compiler.is_compiling()
     if not compiling and size > DENSE_LIMIT:
         raise UnsupportedError(
-            f"With the attention backend {name!r} this bias is a matrix of {query.shape[2]} x {key.shape[2]} for each "
-            f"of {form.heads} heads and {batch} rows, which takes {size / 2**20:,.0f} MiB in every layer. Use "
+            f"With the attention backend {call.name!r} this bias is a matrix of {query.shape[2]} x {key.shape[2]} for "
+            f"each of {form.heads} heads and {batch} rows, which takes {size / 2**20:,.0f} MiB in every layer. Use "
             'model.set_attn_implementation("sdpa"), which computes the bias in blocks unless the mask is learned, or '
             "increase hf_posenc.attention.backends.DENSE_LIMIT."
         )
     bias = form.rows().to(query.dtype)
     bias = bias if query.is_cpu or bias.stride(-1) == 1 else bias.contiguous()  # As in `for_kernel`.
-    if name == "flex_attention":
+    if call.name == "flex_attention":
         # Flex attention's score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)
-    if name != "sdpa" or mask is not None or exporting() or not compiling:
-        return function(*given, position_bias=bias, **kwargs)
+    if call.name != "sdpa" or call.mask is not None or exporting() or not compiling:
+        return call.function(module, query, key, value, call.mask, *call.args, position_bias=bias, **call.kwargs)
     # Without a mask, transformers asks for grouped heads. With a bias, some versions of torch then have only "math".
-    if query.shape[2] > 1 and _is_causal(module, kwargs):
+    if query.shape[2] > 1 and _is_causal(module, call):
         rows = torch.arange(query.shape[2], device=bias.device).unsqueeze(-1)
         bias = bias.masked_fill(rows < rows.transpose(0, 1), torch.finfo(bias.dtype).min)
-    return function(module, query, key, value, bias, *args, **kwargs)
+    return call.function(module, query, key, value, bias, *call.args, **call.kwargs)
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

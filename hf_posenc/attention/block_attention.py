@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,30 @@ from hf_posenc.errors import UnsupportedError
 
 aten = torch.ops.aten
 _NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What layers pass to an attention function besides their queries, keys and values.
+
+    Args:
+        name: the backend's name, "eager" for the model's own function.
+        function: the attention function that the model would call.
+        mask: a mask in the format of the backend.
+        args: further arguments of the function.
+        kwargs: its further arguments by name.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    mask: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def scaling(self, query: Tensor) -> float:
+        """The factor of `query . key`."""
+        scaling = self.kwargs.get("scaling")
+        return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def block_attention(

@@ -45,6 +45,7 @@ class BlockBias:
         self.mask = mask
         self.query_length = query_length
         self.causal = causal
+        self.windows = windows
 
     def of(self, block: Block) -> Tensor:
         """Returns `(batch or 1, heads, rows, keys)` float32, with queries reversed."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.attention.block_attention import for_each_query_head, for_kernel, without_autocast
-from hf_posenc.attention.windows import Windows
 from hf_posenc.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_posenc.attention.block_bias import BlockBias
 
 aten = torch.ops.aten
 
@@ -91,38 +93,28 @@ class Block:
         return slice(self.first, self.last)
 
 
-def blocks(
-    query: Tensor,
-    key_length: int,
-    mask: Tensor | None,
-    causal: bool,
-    rows: int,
-    limited: bool,
-    windows: Windows | None = None,
-) -> list[Block]:
-    """Divides the queries of a batch.
+def blocks(query: Tensor, key_length: int, bias: BlockBias, rows: int, limited: bool) -> list[Block]:
+    """Divides the queries of a batch. With windows, each block has one item of it, and heads with similar windows.
 
     Args:
         query: `(batch, heads, query_len, width)`.
         key_length: number of keys.
-        mask: the output of `fitting_mask`.
-        causal: whether query i sees no key after key i.
+        bias: the bias, which tells the keys that are seen and needed.
         rows: queries per block.
         limited: whether to limit the scores of a block, if possible.
-        windows: the keys that are needed. Each block then has one item of the batch, and heads with similar windows.
     """
     batch, heads, query_length, _ = query.shape
     found = []
     most_scores = SIZES[query.is_cpu].scores if limited else None
     for items, start, stop in _divided(batch, heads, query_length, key_length, rows, most_scores):
-        if windows is None:
-            first, last = _visible_keys(mask, items, start, stop, key_length, causal)
+        if bias.windows is None:
+            first, last = _visible_keys(bias, items, start, stop, key_length)
             found.append(Block(items, slice(0, heads), start, stop, first, last))
             continue
         for item in range(items.start, items.stop):
             one = slice(item, item + 1)
-            first, last = _visible_keys(mask, one, start, stop, key_length, causal)
-            for some, begin, end in windows.of_rows(item, start, stop):
+            first, last = _visible_keys(bias, one, start, stop, key_length)
+            for some, begin, end in bias.windows.of_rows(item, start, stop):
                 if max(begin, first) < min(end, last):
                     begin, end = max(begin, first), min(end, last)
                 found.append(Block(one, some, start, stop, begin, end))
@@ -142,10 +134,9 @@ def _divided(
             yield slice(first, min(first + items, batch)), start, min(start + rows, query_length)
 
 
-def _visible_keys(
-    mask: Tensor | None, items: slice, start: int, stop: int, key_length: int, causal: bool
-) -> tuple[int, int]:
-    if causal:
+def _visible_keys(bias: BlockBias, items: slice, start: int, stop: int, key_length: int) -> tuple[int, int]:
+    mask = bias.mask
+    if bias.causal:
         return 0, min(stop, key_length)
     if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
         return 0, key_length
@@ -201,29 +192,16 @@ def rows_of_window_blocks() -> int:
     return max(_WINDOW_ROWS, 64 * torch.get_num_threads())
 
 
-def blockwise_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    causal: bool,
-    bias_of: Callable[[Block], Tensor],
-    rows: int,
-    windows: Windows | None = None,
-) -> Tensor:
+def blockwise_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float, bias: BlockBias, rows: int) -> Tensor:
     """Computes the forward pass, a few rows at a time, without keys that none of the rows sees or needs.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
         value: `(batch, key_value_heads, key_len, value_dim)`.
-        mask: the output of `fitting_mask`.
         scaling: factor of `query . key`.
-        causal: whether query i sees no key after key i.
-        bias_of: computes the bias of a block, `(batch or 1, heads, rows, keys)`, queries reversed, including the mask.
+        bias: the bias, including the mask.
         rows: queries per block.
-        windows: the keys that are needed.
 
     Returns:
         `(batch, query_len, heads, value_dim)`.
@@ -234,12 +212,12 @@ def blockwise_forward(
     # Autocast would round the bias.
     with without_autocast(query.device):
         # On a CPU, a bias without a mask is a view.
-        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None or not query.is_cpu, windows):
+        for block in blocks(query, key.shape[2], bias, rows, bias.mask is not None or not query.is_cpu):
             result = scaled_dot_product_attention(
                 query[block.items, block.heads, block.start : block.stop].flip(2),
                 key[block.items, block.heads, block.keys],
                 value[block.items, block.heads, block.keys],
-                attn_mask=for_kernel(bias_of(block), query),
+                attn_mask=for_kernel(bias.of(block), query),
                 scale=scaling,
             )
             output[block.items, block.start : block.stop, block.heads] = result.flip(2).transpose(1, 2)
@@ -251,12 +229,9 @@ def blockwise_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
     scaling: float,
-    causal: bool,
-    bias_of: Callable[[Block], Tensor],
+    bias: BlockBias,
     on_scores: Callable[[Tensor, Block], None],
-    windows: Windows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of queries, keys and values, recomputing the probabilities a few rows at a time.
 
@@ -271,12 +246,12 @@ def blockwise_backward(
     # Contiguous, so that batch and heads can be one axis without a copy in every block.
     keys, values = (for_each_query_head(tensor, heads).to(dtype).contiguous() for tensor in (key, value))
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
-    divided = blocks(query, key_length, mask, causal, SIZES[query.is_cpu].backward_rows, True, windows)
+    divided = blocks(query, key_length, bias, SIZES[query.is_cpu].backward_rows, True)
     # Blocks differ in size, and separate allocations for each would fragment the memory.
     sizes = [block.items_and_heads * (block.stop - block.start) for block in divided]
     buffers = [keys.new_empty(max(sizes, default=0) * key_length) for _ in range(2)]
     # A mask and a bias that is -inf beyond a distance may together hide all keys of a padding query: softmax gives NaN.
-    may_be_empty = mask is not None
+    may_be_empty = bias.mask is not None
     with without_autocast(query.device):
         for block in divided:
             items, some, rows = block.items, block.heads, slice(block.start, block.stop)
@@ -290,7 +265,7 @@ def blockwise_backward(
             of_block = (items.stop - items.start, some.stop - some.start)
             shape = (*query_rows.shape[:2], block.last - block.first)
             scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, of_block).add_(bias_of(block))
+            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, of_block).add_(bias.of(block))
             aten._softmax.out(scores, -1, False, out=probabilities)
             if may_be_empty:
                 probabilities.nan_to_num_(0.0)

@@ -5,26 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.attention.block_attention import autocast_inputs, block_attention
+from hf_posenc.attention.block_attention import AttentionCall, autocast_inputs, block_attention
 from hf_posenc.attention.blockwise import SIZES
 from hf_posenc.attention.forms import MOST_MATRICES, BiasForm, RowsForm, has_shared_rows, mask_of_rows, masked_rows
 
 
 def attention_by_blocks(
-    function: Callable[..., Any] | None,
-    form: BiasForm,
-    causal: bool,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: AttentionCall, form: BiasForm, causal: bool, query: Tensor, key: Tensor, *, plain: bool
 ) -> Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, None]]:
     """Attention for one block of query rows at a time, each with its rows of the bias.
 
@@ -32,15 +24,12 @@ def attention_by_blocks(
     small (`Sizes.kept_numbers`).
 
     Args:
-        function: takes `position_bias=`, as transformers' "sdpa" does, and is called for every block; `None` for plain
-            attention.
+        call: its function takes `position_bias=`, as transformers' "sdpa" does, and is called for every block.
         form: the bias.
         causal: whether query i sees no key after key i; without a mask, and with as many keys as queries.
         query: `(batch, heads, query_len, head_dim)`. Only its shape, dtype and device matter.
         key: `(batch, key_value_heads, key_len, head_dim)`, the keys that queries see. Only its shape matters.
-        mask: the mask.
-        args: further arguments of the function.
-        kwargs: its further arguments by name.
+        plain: whether to compute plain attention instead of calling the function.
 
     Returns:
         A function `(module, query, key, value)`. Its results are `(batch, query_len, heads, value_dim)`, and `None` for
@@ -48,9 +37,7 @@ def attention_by_blocks(
     """
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
-    kwargs = kwargs | {"is_causal": False}
-    scaling = kwargs.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    mask, scaling, kwargs = call.mask, call.scaling(query), call.kwargs | {"is_causal": False}
     # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
     may_be_empty = mask is not None and mask.dtype != torch.bool
     known: dict[int, Tensor] = {}
@@ -68,25 +55,25 @@ def attention_by_blocks(
         seen = stop if causal else key_length
         if stop - start < query_length or seen < key_length:
             query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
-        if function is None:
+        if plain:
             return block_attention(query, key, value, rows(start, stop, seen, query), scaling, may_be_empty)
         own = mask_of_rows(mask, causal, start, stop, seen, query.device)
         bias = form.rows(start, stop, seen).to(query.dtype)
-        output: Tensor = function(module, query, key, value, own, *args, position_bias=bias, **kwargs)[0]
+        output: Tensor = call.function(module, query, key, value, own, *call.args, position_bias=bias, **kwargs)[0]
         return output
 
     sizes = SIZES[query.is_cpu]
     # Four blocks skip most of the invisible pairs.
     most = query_length / 4 if causal and query_length >= sizes.divided_length else query_length
     bounds = [*_bounds(query_length, key_length, causal, most, sizes.bias_numbers / (batch * heads))]
-    kept = sizes.bias_numbers if function is None and not isinstance(form, RowsForm) else sizes.kept_numbers
+    kept = sizes.bias_numbers if plain and not isinstance(form, RowsForm) else sizes.kept_numbers
     run: Callable[..., Tensor] = block
     if torch.is_grad_enabled() and batch * heads * query_length * key_length > kept:
         preserve = bool(kwargs.get("dropout"))
         run = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve)
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
-        if function is None:
+        if plain:
             query, key, value = autocast_inputs(query, key, value)
         blocks = [run(start, stop, module, query, key, value) for start, stop in bounds]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1), None

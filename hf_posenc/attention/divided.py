@@ -5,15 +5,15 @@ A flash kernel also returns the logarithm of the sum of its weights, so results 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.block_attention import autocast_inputs, for_each_query_head, without_autocast
-from hf_posenc.attention.blockwise import SIZES
+from hf_posenc.attention.blockwise import SIZES, additive_mask
 from hf_posenc.attention.forms import RowsForm
-from hf_posenc.schemes.parts import HIDDEN, OtherHeads
+from hf_posenc.schemes.parts import OtherHeads
 
 aten = torch.ops.aten
 
@@ -27,10 +27,6 @@ class DividedForm(RowsForm):
     """
 
     other: OtherHeads
-
-    def of_first(self, key_length: int) -> DividedForm:
-        """Returns the same bias for the first `key_length` keys only; no query sees later ones."""
-        return replace(self, key_length=key_length)
 
     def is_fused(self, query: Tensor, value: Tensor) -> bool:
         """Whether `divided_attention` computes a call: the kernel needs values as wide as keys, and has no gradient."""
@@ -64,11 +60,11 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, other: OtherHea
             nearest = int(starts.min())
             own = query[:, :, start:stop], key[:, :, nearest:stop], value[:, :, nearest:stop]
             near = slots[nearest:stop]
-            parts = [_part(*own, _added((near >= starts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling)]
+            parts = [_part(*own, additive_mask((near >= starts) & (near <= rows.unsqueeze(-1)), query.dtype), scaling)]
             for first, last in ((0, fewest), (fewest, most)):
                 if first < last:
                     far = other_query[:, :, start:stop], other_key[:, :, first:last], value[:, :, first:last]
-                    mask = None if last == fewest else _added(slots[first:last] < counts, query.dtype)
+                    mask = None if last == fewest else additive_mask(slots[first:last] < counts, query.dtype)
                     parts.append(_part(*far, mask, scaling))
             output[:, start:stop] = _joined(parts).transpose(1, 2)
     return output
@@ -80,12 +76,6 @@ def _part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
         query, key, value, attn_mask=mask, scale=scaling
     )
     return result
-
-
-def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask, `(1, 1, rows, keys)`. It is finite: a row without visible keys has no weight instead of NaN."""
-    smallest = max(HIDDEN, torch.finfo(dtype).min)
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, smallest)[None, None]
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -202,7 +202,7 @@ class RowsForm:
 
     def of_first(self, key_length: int) -> RowsForm:
         """Returns the same bias for the first `key_length` keys only; no query sees later ones."""
-        return RowsForm(self.compute, self.query_length, key_length, self.heads)
+        return replace(self, key_length=key_length)
 
     def double(self) -> RowsForm:
         """The same bias in float64."""

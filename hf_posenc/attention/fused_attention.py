@@ -99,7 +99,7 @@ def _fused_attention(
         assert query_slots is not None
         return _folded(query, key, value, terms, query_slots, mask, scaling, causal)
     bias = BlockBias(vector, terms, query_slots, mask, query_length, causal, windows)
-    return blockwise_forward(query, key, value, mask, scaling, causal, bias.of, rows, windows)
+    return blockwise_forward(query, key, value, scaling, bias, rows)
 
 
 def folds(query: Tensor) -> bool:
@@ -175,7 +175,7 @@ def _fused_attention_backward(
             # A query's own term changes no weight, so it has no gradient.
             of_terms[block.items, block.heads, block.keys] += scores.sum(-2)
 
-    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add, windows)
+    found = blockwise_backward(gradient, query, key, value, scaling, bias, add)
     return *found, of_vector, of_terms
 
 

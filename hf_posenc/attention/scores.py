@@ -95,8 +95,7 @@ class ScoresMode(TorchFunctionMode):
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; with mapped queries and keys if it multiplies them."""
         if func in _PRODUCTS and self._is_score_product(args[0], args[1].transpose(-1, -2)):
-            self._read_factors(args[0], args[1])
-            query, key = self._map(args[0], args[1].transpose(-1, -2))
+            query, key = self._map(args[0], args[1].transpose(-1, -2), *args[:2])
             return func(query, key.transpose(-1, -2), *args[2:], **kwargs)
         if func in _ADDED_PRODUCTS:
             return self._added_product(func, args, kwargs)
@@ -123,9 +122,6 @@ class ScoresMode(TorchFunctionMode):
     def _factor_of(self, tensor: Tensor) -> Factor:
         return self._scaled[id(tensor)][1] if id(tensor) in self._scaled else 1.0
 
-    def _read_factors(self, query: Tensor, key: Tensor) -> None:
-        self.query_factor, self.key_factor = self._factor_of(query), self._factor_of(key)
-
     def _follow(self, func: Any, given: tuple[Any, ...], result: Any) -> None:
         """Records the scores after a torch function, and the factor if it is a multiplication or division."""
         if func in _MULTIPLICATIONS:
@@ -141,7 +137,9 @@ class ScoresMode(TorchFunctionMode):
             return False
         return query.dim() >= 3 and query.dim() == key.dim() and query.shape[-1] == key.shape[-1] == self.head_dim
 
-    def _map(self, query: Tensor, key: Tensor) -> TensorPair:
+    def _map(self, query: Tensor, key: Tensor, *given: Tensor) -> TensorPair:
+        """The mapped query and key. `given` are the two as the module has passed them, which may have factors."""
+        self.query_factor, self.key_factor = map(self._factor_of, given)
         self.score_shape = (query.shape[-2], key.shape[-2])
         return (query, key) if self.pair_map is None else self.pair_map(query, key)
 
@@ -151,8 +149,7 @@ class ScoresMode(TorchFunctionMode):
         query, key = given["batch1"], given["batch2"].transpose(-1, -2)
         if not self._is_score_product(query, key):
             return func(*args, **kwargs)
-        self._read_factors(query, given["batch2"])
-        query, key = self._map(query, key)
+        query, key = self._map(query, key, query, given["batch2"])
         self.factor = given.get("alpha", 1.0)
         rest = {name: value for name, value in given.items() if name not in names}
         return torch.baddbmm(given["input"], query, key.transpose(-1, -2), **rest)
@@ -167,8 +164,7 @@ class ScoresMode(TorchFunctionMode):
             query = operands[0].movedim((query_time, query_width), (-2, -1))
             key = operands[1].movedim((key_time, key_width), (-2, -1))
             if self._is_score_product(query, key):
-                self._read_factors(*operands)
-                query, key = self._map(query, key)
+                query, key = self._map(query, key, *operands)
                 operands = (
                     query.movedim((-2, -1), (query_time, query_width)),
                     key.movedim((-2, -1), (key_time, key_width)),
@@ -180,8 +176,8 @@ class ScoresMode(TorchFunctionMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         scale = given.get("scale")
         self.factor = given["query"].shape[-1] ** -0.5 if scale is None else scale
-        self._read_factors(given["query"], given["key"])
-        given["query"], given["key"] = self._map(given["query"], given["key"])
+        query, key = given["query"], given["key"]
+        given["query"], given["key"] = self._map(query, key, query, key)
         if self.bias is not None:
             query_length, key_length = self.score_shape or (0, 0)
             bias = self.bias(self.factor, self.query_factor, self.key_factor)

@@ -101,6 +101,17 @@ def integers_on(device: torch.device, *values: int) -> Tensor:
     return torch.stack([torch.full((), value, device=device) for value in values])
 
 
+def tokens_at(values: Tensor, places: Tensor) -> Tensor:
+    """The tokens of values `(batch, heads, length, width)` at some places, `(batch or 1, count)` int64, in their order.
+
+    Returns:
+        `(batch, heads, count, width)`.
+    """
+    if places.shape[0] == 1:
+        return values.index_select(2, places[0])
+    return values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[-1]))
+
+
 @dataclass(frozen=True)
 class Positions:
     """The positions of the tokens of one forward call.

@@ -31,20 +31,6 @@ EVICTING_CACHE = Environment(
     dict.fromkeys((Need.OLDEST_KEYS, Need.TOKENS_BETWEEN), "but some of them are gone"),
     "Use the model's own cache.",
 )
-CROSS_ATTENTION = Environment(
-    "Cross-attention",
-    {
-        Need.VECTORS: "which acts before the first layer",
-        **dict.fromkeys(
-            (Need.WIDE_HEADS, Need.SECOND_MAP, Need.ROTATION_BY_INPUT, Need.KEY_TERMS, Need.FEATURES, Need.SCALE),
-            "which is defined for the tokens of one sequence",
-        ),
-        **dict.fromkeys((Need.LENGTH, Need.ALL_TOKENS), "and there are two sequences"),
-        Need.COORDINATES: "and the tokens of the encoder are counted on one axis",
-    },
-    "Use a rotation by fixed frequencies (rope, p_rope, ...), a bias that is a function of distance (alibi, t5, "
-    "kerple, ...), or both.",
-)
 PACKED_ROWS = Environment(
     "A row of packed documents (its position_ids restart)",
     {Need.LENGTH: "and the row holds several sequences"},
@@ -97,6 +83,20 @@ LATENT_ATTENTION = Environment(
     },
     "Use a RoPE scaling or position_scale instead of a second rotation, and 'forget_gate' or 'rope' instead of a "
     "rotation by the input.",
+)
+CROSS_ATTENTION = Environment(
+    "Cross-attention",
+    {
+        Need.VECTORS: "which acts before the first layer",
+        **dict.fromkeys(
+            (Need.WIDE_HEADS, Need.SECOND_MAP, Need.ROTATION_BY_INPUT, Need.KEY_TERMS, Need.FEATURES, Need.SCALE),
+            "which is defined for the tokens of one sequence",
+        ),
+        **dict.fromkeys((Need.LENGTH, Need.ALL_TOKENS), "and there are two sequences"),
+        Need.COORDINATES: "and the tokens of the encoder are counted on one axis",
+    },
+    "Use a rotation by fixed frequencies (rope, p_rope, ...), a bias that is a function of distance (alibi, t5, "
+    "kerple, ...), or both.",
 )
 CHANGED_QUERIES = Environment(
     "An attention that changes its queries after rotating them (for example with a norm)",
@@ -165,26 +165,4 @@ SGLANG = Environment(
 ENGINES = (VLLM, SGLANG)
 
 #: All environments. Export formats state what they have a place for in `hf_posenc.export`.
-ENVIRONMENTS = (
-    GROWING_CACHE,
-    QUANTISED_CACHE,
-    SLIDING_CACHE,
-    EVICTING_CACHE,
-    PACKED_ROWS,
-    PAGES,
-    PAGES_IN_GRAPHS,
-    PAGES_OF_FLASH,
-    CONTEXT_PARALLELISM,
-    SHARDED_WEIGHTS,
-    ADAPTION_PROMPTS,
-    LATENT_ATTENTION,
-    CROSS_ATTENTION,
-    CHANGED_QUERIES,
-    CAPPED_LOGITS,
-    SHARED_KEYS,
-    CACHE_OF_OTHERS,
-    POOLED_PATCHES,
-    SPARSE_ATTENTION,
-    GRADUAL_SWAP,
-    *ENGINES,
-)
+ENVIRONMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Environment))

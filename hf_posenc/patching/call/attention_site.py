@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import RotaryCall
@@ -81,18 +82,13 @@ class LayerCall:
         return dataclasses.replace(self, state=part, hidden_states=hidden_states)
 
 
-@dataclass
-class KernelCall:
-    """A call of the attention function `function` of a back-end, with mapped queries and keys."""
+@dataclass(frozen=True)
+class KernelCall(AttentionCall):
+    """A call of the attention function with mapped queries and keys."""
 
-    implementation: str | None
-    function: Callable[..., Any]
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 #: In older versions, compiled code deletes the attribute although it has never set it.

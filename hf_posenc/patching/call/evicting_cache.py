@@ -27,6 +27,7 @@ from hf_posenc.patching.call.cache import CachedPositions, self_attention_cache
 from hf_posenc.patching.call.forward_state import ForwardState, padding_mask
 from hf_posenc.schemes.position_maps.attention_sinks import AttentionSinksConfig
 from hf_posenc.schemes.position_maps.pairwise import FarRotation, HiddenPairs
+from hf_posenc.schemes.positions import tokens_at
 
 #: Names of layers, in a config, that see all earlier tokens.
 _SEES_ALL = ("full_attention", "global")
@@ -162,7 +163,10 @@ class _SinkLayer(DynamicLayer):
                 "not told their positions. Use it with a patched model only (the native scheme is one: "
                 "patch_model(model, native_scheme(model))), and begin with a new cache after a call that failed."
             )
-        self.keys, self.values = (_rows(states, coming.kept) for states in (keys, values))
+        self.keys, self.values = keys, values
+        if coming.kept is not None:
+            kept = coming.kept.to(keys.device)
+            self.keys, self.values = tokens_at(keys, kept), tokens_at(values, kept)
         self.seen += key_states.shape[-2]
         self.key_positions = coming.positions
         return keys, values
@@ -291,13 +295,3 @@ def refuse_smaller_cache(state: ForwardState, bias: nn.Module | None) -> None:
                 f"the first {cache.sinks} and the last {cache.window}. Use SinkCache({seen.sinks}, {seen.window}), or "
                 f"patch the model with sinks={cache.sinks}, window={cache.window}."
             )
-
-
-def _rows(states: Tensor, kept: Tensor | None) -> Tensor:
-    """The kept tokens of keys or values, `(batch, heads, tokens, width)`."""
-    if kept is None:
-        return states
-    kept = kept.to(states.device)
-    if len(kept) == 1:
-        return states.index_select(2, kept[0])
-    return states.gather(2, kept[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[-1]))

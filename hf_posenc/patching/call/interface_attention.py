@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.backends import Attention, attend_with_bias, attention_with
+from hf_posenc.attention.block_attention import AttentionCall
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.anatomy.rotary_functions import rotary_call
@@ -240,7 +241,7 @@ class InterfaceAttention(Rebound, AttentionSite):
         call.writes_pages = paged
         if POSITION_BIAS in kwargs or kwargs.get("scaling") is None:
             attention_mask = self._complete(query, attention_mask, kwargs)
-        kernel = KernelCall(implementation, function, query, key, value, attention_mask, args, kwargs)
+        kernel = KernelCall(implementation or EAGER, function, attention_mask, args, kwargs, query, key, value)
         if split:
             return attend_split(self, call, kernel)
         if paged and self.encoding.reads_pages:
@@ -279,7 +280,9 @@ class InterfaceAttention(Rebound, AttentionSite):
         self._check(query, mask, kwargs)
         mask = self._complete(query, mask, kwargs)
         form = self.bias(call, query, key, self.default_scaling, mask=mask, folds="flash" in (implementation or ""))
-        attention = attention_with(implementation, function, form, module, query, key, mask, (), kwargs)
+        attention = attention_with(
+            AttentionCall(implementation or EAGER, function, mask, (), kwargs), form, module, query, key
+        )
         weights = self.encoding.logit_bias.parameters() if self.encoding.logit_bias is not None else ()
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         if name is not None and (not learned or gradients_may_be_shared()) and state.may_be_of_layers("attention"):
@@ -306,12 +309,12 @@ class InterfaceAttention(Rebound, AttentionSite):
     def _attend(self, call: LayerCall, kernel: KernelCall) -> Any:
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
         attend, query, key, kwargs = kernel.function, kernel.query, kernel.key, kernel.kwargs
-        flash = "flash" in (kernel.implementation or "")
+        flash = "flash" in kernel.name
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         first = self.encoding.zero_below
         zero = first > 0 and not call.state.dropped and all_positions_below(call.state, first)
         if zero and not flash and self.rotation_is_last and self.encoding.only_rotates_near:
-            self.near_backend = kernel.implementation
+            self.near_backend = kernel.name
         if self.encoding.logit_bias is not None and (flash or not zero):
             scaling = kwargs.get("scaling")
             factor = self.default_scaling if scaling is None else scaling
@@ -321,11 +324,11 @@ class InterfaceAttention(Rebound, AttentionSite):
             if not self.encoding.only_rotates_by_input:
                 factors = (factor, *self.factors_before(factor))
                 bias = self.bias(call, *heads, *factors, kernel.mask, flash, self.encoding.rotates_by_input)
-                attend = functools.partial(attend_with_bias, kernel.implementation, attend, bias)
+                attend = functools.partial(attend_with_bias, kernel.name, attend, bias)
         if self.encoding.logit_scale is not None:
             query = self.scaled(call.state, query)
         arguments = (self.module, query, key, kernel.value, kernel.mask, *kernel.args)
-        if self.encoding.widens_heads and kernel.implementation not in (None, "eager") and query.shape[2] > 1:
+        if self.encoding.widens_heads and kernel.name != EAGER and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)
 

@@ -307,11 +307,12 @@ def _placeholder(phases: Any) -> Any:
         return torch.full((), torch.nan, dtype=phases.dtype, device=phases.device).expand(phases.shape)
 
 
-_BUFFERS = ("position_ids", "token_type_ids")
 #: Sines and cosines `(length, width)`.
 _PHASES = "embed_positions"
 #: A causal mask `(1, 1, length, length)`.
 _MASK = "bias"
+#: The buffers, and their numbers of axes. Those of ids are `(1, length)`.
+_BUFFERS = {"position_ids": 2, "token_type_ids": 2, _PHASES: 2, _MASK: 4}
 #: The length of a mask grows to a multiple of this, because its size is the square.
 _MASK_STEP = 256
 #: Length of the buffers in an exported program, which cannot extend them.
@@ -381,14 +382,9 @@ def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     found = []
     # The position ids of a vision tower inside a stack of text are as many as its patches.
     for module in (stack, *(module for _, module in modules_by_stack(stack)[0].members)):
-        for name in _BUFFERS:
-            buffer = module._buffers.get(name)
-            transient = name in module._non_persistent_buffers_set
-            if isinstance(buffer, Tensor) and buffer.dim() == 2 and buffer.shape[0] == 1 and transient:
-                found.append((module, name, buffer))
-        for name, dimensions in ((_PHASES, 2), (_MASK, 4)):
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.dim() == dimensions and name in module._non_persistent_buffers_set:
+        for name, axes in _BUFFERS.items():
+            buffer = module._buffers.get(name) if name in module._non_persistent_buffers_set else None
+            if buffer is not None and buffer.dim() == axes and (buffer.shape[0] == 1 or name == _PHASES):
                 found.append((module, name, buffer))
     return found
 

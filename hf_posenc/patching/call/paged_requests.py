@@ -221,7 +221,7 @@ def attend_pages(attend: Callable[[LayerCall, KernelCall], Any], call: LayerCall
             query=cut_heads(query, requests.queries),
             key=cut_heads(key, requests.keys),
             value=cut_heads(value, requests.keys),
-            mask=requests.mask(kernel.implementation or EAGER, mask, query.dtype),
+            mask=requests.mask(kernel.name, mask, query.dtype),
             kwargs=dict(own_kwargs),
         )
         put(output, requests.queries, attend(own, own_kernel)[0])

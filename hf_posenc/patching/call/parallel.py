@@ -10,9 +10,8 @@ gradients of its own heads.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -68,6 +67,7 @@ def refuse_unsynchronised(parts: nn.Module) -> None:
 
 
 PartType = TypeVar("PartType", bound=Part)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ class _SplitPart(Part, Generic[PartType]):
         """Calls `check_cache` of the inner part."""
         self.inner.check_cache(cached_length, total_length)
 
-    @contextlib.contextmanager
-    def summed_gradients(self) -> Iterator[None]:
-        """Context manager in which the parameters of the part receive the sum of the gradients of all processes."""
+    def run(self, method: Callable[..., Value], *args: Any) -> Value:
+        """Calls a method of the inner part, whose parameters receive the sum of the gradients of all processes."""
         exchanged: list[tuple[dict[str, Any], str, Any]] = []
         try:
             if torch.is_grad_enabled():
@@ -141,7 +140,7 @@ class _SplitPart(Part, Generic[PartType]):
                         if parameter is not None and parameter.requires_grad:
                             exchanged.append((own, name, parameter))
                             own[name] = self.shard.with_summed_gradient(parameter)
-            yield
+            return method(*args)
         finally:
             for own, name, parameter in exchanged:
                 own[name] = parameter
@@ -152,13 +151,11 @@ class SplitDistanceBias(_SplitPart[DistanceBias], DistanceBias):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads of this process, *distance.shape)` in float32."""
-        with self.summed_gradients():
-            return self.shard.own(self.inner(distance), 0)
+        return self.shard.own(self.run(self.inner, distance), 0)
 
     def slopes_behind(self, device: torch.device) -> Tensor | None:
         """`(heads of this process,)` float32, or `None`, like the inner bias."""
-        with self.summed_gradients():
-            slopes = self.inner.slopes_behind(device) if self.inner.states_slopes else None
+        slopes = self.run(self.inner.slopes_behind, device) if self.inner.states_slopes else None
         return None if slopes is None else self.shard.own(slopes, 0)
 
 
@@ -167,14 +164,12 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """The features of the heads of this process, in the shapes of the inner bias."""
-        with self.summed_gradients():
-            features = self.inner.key_features(self.shard.with_summed_gradient(hidden_states))
+        features = self.run(self.inner.key_features, self.shard.with_summed_gradient(hidden_states))
         return self._by_head(features, lambda heads: self.shard.own(heads, 1))
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads of this process, query_len, key_len)` in float32."""
-        with self.summed_gradients():
-            bias: Tensor = self.inner(self._given(pairs))
+        bias: Tensor = self.run(self.inner, self._given(pairs))
         return self.shard.own(bias, 1) if self.whole_heads else bias
 
     def _given(self, pairs: AttentionPairs) -> AttentionPairs:
@@ -206,8 +201,7 @@ class SplitSeparableBias(SplitPairwiseBias, SeparableBias):
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads of this process, key_len)` in float32."""
-        with self.summed_gradients():
-            terms = cast("SeparableBias", self.inner).key_terms(self._given(pairs))
+        terms = self.run(cast("SeparableBias", self.inner).key_terms, self._given(pairs))
         return self.shard.own(terms, 1) if self.whole_heads else terms
 
 
@@ -216,8 +210,7 @@ class SplitScale(_SplitPart[LogitScale], LogitScale):
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads of this process or 1, length)` in float32."""
-        with self.summed_gradients():
-            scale: Tensor = self.inner(positions)
+        scale: Tensor = self.run(self.inner, positions)
         return scale if scale.shape[1] == 1 else self.shard.own(scale, 1)
 
 
@@ -226,27 +219,23 @@ class SplitQueryKeyMap(_SplitPart[QueryKeyMap], QueryKeyMap):
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns the phases of the map, of all heads."""
-        with self.summed_gradients():
-            return self.inner.phases(positions)
+        return self.run(self.inner.phases, positions)
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns the prepared inputs of the inner map."""
-        with self.summed_gradients():
-            return self.inner.prepared(phases, dtype)
+        return self.run(self.inner.prepared, phases, dtype)
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """Maps a query `(batch, heads of this process, length, head_dim)`."""
-        with self.summed_gradients():
-            if not self.whole_heads:
-                return self.inner.map_query(query, phases)
-            return self.shard.own(self.inner.map_query(self.shard.repeated_to_all_heads(query), phases), 1)
+        if not self.whole_heads:
+            return self.run(self.inner.map_query, query, phases)
+        return self.shard.own(self.run(self.inner.map_query, self.shard.repeated_to_all_heads(query), phases), 1)
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """Maps a key `(batch, key_value_heads of this process, length, head_dim)`."""
-        with self.summed_gradients():
-            if not self.whole_heads or self.shard.shared_keys:
-                return self.inner.map_key(key, phases)
-            return self.shard.own(self.inner.map_key(self.shard.repeated_to_all_heads(key), phases), 1)
+        if not self.whole_heads or self.shard.shared_keys:
+            return self.run(self.inner.map_key, key, phases)
+        return self.shard.own(self.run(self.inner.map_key, self.shard.repeated_to_all_heads(key), phases), 1)
 
 
 def split_part(part: Part, shard: HeadShard) -> Part:

@@ -298,8 +298,6 @@ def attend_split(site: InterfaceAttention, call: LayerCall, kernel: KernelCall) 
         if encoding.causal:
             form = without_later_keys(form, run.start, *(one.shape[2] for one in heads))
         scaled = heads[0] if encoding.logit_scale is None else site.scaled(run.state, heads[0])
-        attend = attention_without_mask(
-            kernel.function, form, site.module, scaled, heads[1], kernel.args, kernel.kwargs
-        )
+        attend = attention_without_mask(kernel, form, site.module, scaled, heads[1])
         outputs.append(attend(site.module, scaled, heads[1], value[:, :, :seen])[0])
     return torch.cat(outputs, 1), None

@@ -32,7 +32,7 @@ from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.forwards import WithoutTable, ZeroOutput, unrotated
 from hf_posenc.patching.place.encoding import LayerEncoding, PositionEncoding, StackEncoding
 from hf_posenc.patching.place.record import Journal, SchemeRecord
-from hf_posenc.patching.place.stack_record import StackRecord
+from hf_posenc.patching.place.stack_record import KINDS_IN_LAYERS, StackRecord
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.refusals import ADAPTION_PROMPTS, SHARDED_WEIGHTS
 
@@ -249,8 +249,7 @@ def _install_attention(
 
 
 def _placed(layer: LayerEncoding, path: str) -> list[str]:
-    names = ("query_key_map", "logit_bias", "logit_scale")
-    return [f"{name}: {path}" for name in names if getattr(layer, name) is not None]
+    return [f"{kind}: {path}" for kind in KINDS_IN_LAYERS if getattr(layer, kind) is not None]
 
 
 class PartParameters:
@@ -387,9 +386,7 @@ def _split(encoding: LayerEncoding, shard: HeadShard, known: dict[int, Part]) ->
 
     return dataclasses.replace(
         encoding,
-        query_key_map=own(encoding.query_key_map),
-        logit_bias=own(encoding.logit_bias),
-        logit_scale=own(encoding.logit_scale),
+        **{kind: own(getattr(encoding, kind)) for kind in KINDS_IN_LAYERS},
         num_heads=encoding.num_heads // shard.size,
         shard=shard,
         num_key_value_heads=1 if shard.shared_keys else encoding.num_key_value_heads // shard.size,

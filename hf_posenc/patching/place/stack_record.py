@@ -240,7 +240,7 @@ class StackRecord:
         """Describes why the layers would get other parts of the scheme in a new process; empty if they would not."""
         places = self.encoding.layers, [*self.encoding.cross.values()]
         pairs = [(layer, layers[0]) for layers in places for layer in layers]
-        if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in _KINDS_IN_LAYERS):
+        if all(getattr(layer, kind) is getattr(first, kind) for layer, first in pairs for kind in KINDS_IN_LAYERS):
             return ""
         same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
         in_use = [*self._attentions_in_use(), *self._attentions_in_use(partial(is_attention_site, kind=CrossAttention))]
@@ -270,9 +270,7 @@ class StackRecord:
         within = zip((attention.module for attention in stack.attentions), encoding.layers, strict=True)
         for module, layer in (*within, *across):
             known = before.get(id(module))
-            pairs += (
-                [] if known is None else [(getattr(known, kind), getattr(layer, kind)) for kind in _KINDS_IN_LAYERS]
-            )
+            pairs += [] if known is None else [(getattr(known, kind), getattr(layer, kind)) for kind in KINDS_IN_LAYERS]
         for source, target in pairs:
             for name, parameter in [] if source is None else source.named_parameters():
                 own = target.get_parameter(name)
@@ -427,7 +425,7 @@ def _along(path: str, module: Any) -> Iterator[tuple[nn.Module, str, nn.Module]]
 
 
 #: The attributes of a `LayerEncoding` that hold parts.
-_KINDS_IN_LAYERS = ("query_key_map", "logit_bias", "logit_scale")
+KINDS_IN_LAYERS = ("query_key_map", "logit_bias", "logit_scale")
 _numbers = itertools.count()
 _records: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

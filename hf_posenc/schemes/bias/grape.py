@@ -14,17 +14,12 @@ from hf_posenc.schemes.positions import AttentionPairs, softplus
 from hf_posenc.schemes.scheme import BuildContext, SchemeConfig, option, register_scheme
 from hf_posenc.schemes.validation import SMALLEST_FACTOR
 
-#: The parameters of the gates.
-_DIRECTIONS = {"key": "direction", "query": "query_direction"}
-
 
 class GrapeBias(PairwiseBias):
     """ALiBi with a slope that depends on the key, on the query, or on both."""
 
     reads_later_keys = False
     reads_heads = True
-    direction: nn.Parameter | None
-    query_direction: nn.Parameter | None
 
     def __init__(self, config: GrapeConfig, context: BuildContext) -> None:
         super().__init__()
@@ -33,19 +28,16 @@ class GrapeBias(PairwiseBias):
         self.normalize = config.normalize
         self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
         self.rate = nn.Parameter(torch.empty(num_heads))
-        for side in ("key", "query"):
-            gated = config.gates in (side, "both")
-            self.register_parameter(
-                _DIRECTIONS[side], nn.Parameter(torch.empty(num_heads, context.head_dim)) if gated else None
-            )
+        shape = (num_heads, context.head_dim)
+        self.direction = nn.Parameter(torch.empty(shape)) if config.gates != "query" else None
+        self.query_direction = nn.Parameter(torch.empty(shape)) if config.gates != "key" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets all rates to the initial rate and draws every direction from N(0, head_dim ** -0.5)."""
         # The inverse of softplus.
         nn.init.constant_(self.rate, math.log(math.expm1(self.initial_rate)))
-        for name in _DIRECTIONS.values():
-            direction = getattr(self, name)
+        for direction in (self.direction, self.query_direction):
             if direction is not None:
                 nn.init.normal_(direction, std=direction.shape[-1] ** -0.5)
 

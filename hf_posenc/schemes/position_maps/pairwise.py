@@ -169,11 +169,13 @@ class FarPositionsConfig(PositionMapConfig):
     gives_real_positions: ClassVar[bool] = False
     #: Whether queries do not see the keys between far and near ones.
     hides: ClassVar[bool] = False
+    #: The distance from which on pairs are far, in configs with such an option.
+    window: int
 
     @property
     def first_query(self) -> int:
-        """The first position whose query has far keys."""
-        raise NotImplementedError
+        """The first position whose query has far keys. By default, it has a key that is a window away."""
+        return self.window
 
     def query(self, ids: Tensor) -> Tensor:
         """Returns the positions of queries for far keys, in the shape of `ids`."""

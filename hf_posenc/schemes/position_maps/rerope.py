@@ -42,11 +42,6 @@ class ReRopeConfig(FarPositionsConfig):
         """Whether positions are divided by a factor."""
         return self.factor not in (None, 1)
 
-    @property
-    def first_query(self) -> int:
-        """The first query with a key that is a window away."""
-        return self.window
-
     def query(self, ids: Tensor) -> Tensor:
         """Returns `window + (i - window) / factor`, or `window`."""
         if self.factor is None:

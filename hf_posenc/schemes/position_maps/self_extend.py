@@ -37,11 +37,6 @@ class SelfExtendConfig(FarPositionsConfig):
     group: int = option(8, minimum=1)
     window: int = option(1024, minimum=1)
 
-    @property
-    def first_query(self) -> int:
-        """The first query with a key that is a window away."""
-        return self.window
-
     def query(self, ids: Tensor) -> Tensor:
         """Returns `floor(i / group) + window - floor(window / group)`."""
         return self.key(ids) + (self.window - self.window // self.group)

@@ -116,6 +116,8 @@ def rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation |
 class ContextualPlaces(ContextualRotation):
     """A rotation by a place per token and key head: a real number that stands for its position.
 
+    A token has one feature, from which its place and those of later tokens follow.
+
     Args:
         rotation: the frequencies and the pairing of dimensions.
         context: the place in the model.
@@ -128,24 +130,12 @@ class ContextualPlaces(ContextualRotation):
         super().__init__(rotation.rotary_dim, rotation.layout, context)
         self.rotation = by_frequencies_alone(rotation, type(self).__name__)
 
-    def contributions(self, hidden_states: Tensor) -> Tensor:
-        """The contribution of each token to the places.
-
-        Args:
-            hidden_states: `(batch, length, hidden)` float32, the layer's input.
-
-        Returns:
-            `(batch, length, key_value_heads or 1)` float32.
-        """
-        raise NotImplementedError
-
     def places(self, contributions: Tensor, keys: Positions) -> Tensor:
-        """The places of all keys, `(batch, key_value_heads, key_len)` float32, from contributions of that shape."""
-        raise NotImplementedError
+        """The places of all keys, `(batch, key_value_heads, key_len)` float32, from the feature of each token.
 
-    def own_features(self, hidden_states: Tensor) -> Tensor:
-        """Returns what each token contributes, `(batch, key_value_heads or 1, length, 1)` float32."""
-        return self.contributions(hidden_states).transpose(1, 2).unsqueeze(-1)
+        By default the feature is the place.
+        """
+        return contributions
 
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the places times the frequencies, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""

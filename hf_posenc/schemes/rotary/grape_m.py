@@ -37,10 +37,10 @@ class GrapeMRotation(ContextualPlaces):
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, self.initial_bias)
 
-    def contributions(self, hidden_states: Tensor) -> Tensor:
-        """Returns the increments of the tokens, `(batch, length, key_value_heads or 1)` float32."""
+    def own_features(self, hidden_states: Tensor) -> Tensor:
+        """Returns the increments of the tokens, `(batch, key_value_heads or 1, length, 1)` float32."""
         logits = nn.functional.linear(hidden_states, self.weight.float(), self.bias.float())
-        return (logits / self.gate_scale).sigmoid()
+        return (logits / self.gate_scale).sigmoid().transpose(1, 2).unsqueeze(-1)
 
     def places(self, contributions: Tensor, keys: Positions) -> Tensor:
         """Returns the sums of the increments of earlier tokens."""

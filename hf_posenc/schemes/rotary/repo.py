@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
@@ -30,17 +29,11 @@ class RepoRotation(NormalWeights, ContextualPlaces):
         self.places_of_heads = nn.Parameter(torch.empty(context.key_heads, width))
         self.reset_parameters()
 
-    def contributions(self, hidden_states: Tensor) -> Tensor:
-        """Returns the places of the tokens, `(batch, length, key_value_heads)` float32."""
-        linear = nn.functional.linear
-        gated = nn.functional.silu(linear(hidden_states, self.gate.float())) * linear(
-            hidden_states, self.content.float()
-        )
-        return linear(gated, self.places_of_heads.float())
-
-    def places(self, contributions: Tensor, keys: Positions) -> Tensor:
-        """Returns the contributions: a token's place does not depend on other tokens."""
-        return contributions
+    def own_features(self, hidden_states: Tensor) -> Tensor:
+        """Returns the places of the tokens, `(batch, key_value_heads, length, 1)` float32."""
+        gate = nn.functional.silu(nn.functional.linear(hidden_states, self.gate.float()))
+        gated = gate * nn.functional.linear(hidden_states, self.content.float())
+        return nn.functional.linear(gated, self.places_of_heads.float()).transpose(1, 2).unsqueeze(-1)
 
 
 @register_scheme

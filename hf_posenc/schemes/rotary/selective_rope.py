@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.parts import DeviceConstant
-from hf_posenc.schemes.positions import Positions, traced
+from hf_posenc.schemes.positions import Positions, tokens_at, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryConfig
 from hf_posenc.schemes.scheme import BuildContext, option, register_scheme
@@ -75,7 +75,7 @@ class SelectiveRotation(ContextualRotation):
         # Tokens on both sides of padding are neighbours, so padding is moved after them, and back. Layers share it.
         compute = functools.partial(_without_padding, keys, steps)
         order, back, neighbours = keys.remembered(f"order and neighbours {steps}", compute, keys.ids)
-        return _along_tokens(self._sums(_along_tokens(features, order), neighbours), back)
+        return tokens_at(self._sums(tokens_at(features, order), neighbours), back)
 
     def _sums(self, features: Tensor, neighbours: tuple[Tensor | None, ...]) -> Tensor:
         """`angles` for tokens without padding between them, and the `_neighbours` of these."""
@@ -90,14 +90,6 @@ class SelectiveRotation(ContextualRotation):
         if self.gate_weight is not None:
             combined = combined * features[..., count:]
         return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
-
-
-def _along_tokens(values: Tensor, order: Tensor) -> Tensor:
-    """Values `(batch, key_value_heads, key_len, numbers)` in another order of tokens, `(batch or 1, key_len)`."""
-    if order.shape[0] == 1:
-        return values.index_select(2, order[0])
-    index = order.unsqueeze(1).unsqueeze(-1)
-    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[-1]))
 
 
 def _without_padding(keys: Positions, steps: int) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:

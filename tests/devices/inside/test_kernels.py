@@ -61,9 +61,8 @@ def test_layers_share_what_the_kernel_gets(case: str, monkeypatch: pytest.Monkey
     heads = torch.ones(1, 2, 6, 8, dtype=torch.float32 if case == "autocast" else torch.float16)
     with torch.autocast(spreading.device, torch.float16, enabled=case == "autocast"):
         module = nn.Module()
-        attend = attention_with(
-            "sdpa", sdpa_attention_forward, form, module, heads, heads, mask, (), {"is_causal": True}
-        )
+        call = block_attention.AttentionCall("sdpa", sdpa_attention_forward, mask, (), {"is_causal": True})
+        attend = attention_with(call, form, module, heads, heads)
         for _ in range(3):
             attend(module, heads, heads, heads)
     assert len({one.data_ptr() for one in given}) == 1
