@@ -29,7 +29,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "options that are no JSON": ({"scheme": "rope", "scheme_options": '{"a": '}, "neither JSON nor YAML"),
     "options without a scheme": ({"scheme_options": '{"theta": 1}'}, "--scheme_options is given without --scheme"),
     "a blend in one layer": (
-        {"scheme": "alibi", "scheme_layers": "0", "gradual_steps": 2}, "--gradual_steps has no effect beside",
+        {"scheme": "alibi", "scheme_layers": "0", "gradual_steps": 2, "model_type": None, "config_overrides": None}
+        | {"model_name_or_path": "x"},
+        "--gradual_steps has no effect beside --scheme_layers",
     ),
     "a layer that is not there": ({"scheme": "alibi", "scheme_layers": "0,7"}, "contains [7]"),
     "corpus too small": ({"block_size": 60_000, "scheme": "alibi"}, "one row needs 60000"),
