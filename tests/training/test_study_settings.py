@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -269,7 +271,7 @@ def test_every_seed_is_asked_other_questions_and_every_scheme_the_same(monkeypat
         algorithms, "exact_match", lambda *_, seed, **__: asked.append(seed) or GeneralizationResult(())
     )
     for cell in study_cells(settings(tasks="copy", schemes="rope,alibi", seeds="0,1")):
-        cell.task.read(cell, None, None, None)
+        cell.task.read(cell, None, mock.MagicMock())
     # 0 is the seed of the validation examples, which the learning rate is chosen by.
     assert asked == [1, 1, 2, 2]
 

@@ -12,7 +12,7 @@ from hf_posenc import PositionEncodingError, UnsupportedError
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.recipes.position_views import PositionViews, mask_of_documents, spread_distance
 from training.arguments import DataArguments
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 
 #: Allowed differences between a packed row and its separate documents, as a share of the difference without blocking.
 #: They are rounding errors of sums in another order, in float32 and in half precision.
@@ -88,7 +88,8 @@ def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: in
 
 def _check_skips(model: Any, batches: Batches, block_size: int, length: int, vocabulary: int) -> None:
     """Raises for a model that ignores its positions, or has too few of them, and runs a row up to the last one."""
-    try:
+    what = f"--pose_length {length} cannot be used with this {type(model).__name__}"
+    with settings_errors(what, PositionEncodingError, IndexError, RuntimeError):
         views = PositionViews(model)
         limit = views.limit()
         if limit is not None and limit < length:
@@ -100,10 +101,6 @@ def _check_skips(model: Any, batches: Batches, block_size: int, length: int, voc
         with evaluation_mode(model):
             last = _logits(model, tokens, **batches.arguments(places, places + (length - block_size) * (places > 0)))
         views.of({"input_ids": tokens, "labels": tokens} | batches.arguments(places), last)
-    except (PositionEncodingError, IndexError, RuntimeError) as error:
-        raise SettingsError(
-            f"--pose_length {length} cannot be used with this {type(model).__name__}: {error}"
-        ) from error
 
 
 def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) -> Blocking:

@@ -53,6 +53,7 @@ class Augmentation:
         return cut.flip(-1) if self.flip and drawn.random() < 0.5 else cut
 
 
+@dataclass(eq=False)
 class PictureRows(RowsByEpoch):
     """Pictures at one resolution: `pixel_values` `(channels, resolution, resolution)` and `labels`, a number.
 
@@ -64,16 +65,11 @@ class PictureRows(RowsByEpoch):
         augmentation: random changes; `None` for none.
     """
 
-    def __init__(
-        self,
-        pictures: Pictures,
-        resolution: int,
-        channels: int,
-        normalization: Normalization,
-        augmentation: Augmentation | None = None,
-    ) -> None:
-        self.pictures, self.resolution, self.channels = pictures, resolution, channels
-        self.normalization, self.augmentation = normalization, augmentation
+    pictures: Pictures
+    resolution: int
+    channels: int
+    normalization: Normalization
+    augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
         return len(self.pictures)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from training.errors import SettingsError
+from training.errors import settings_errors
 from training.study.settings import StudySettings
 
 #: Metrics that are evaluated during training, and their names in results.
@@ -78,12 +78,10 @@ def recorded_curve(state: TrainerState) -> dict[str, Any]:
 def check_trackers(study: StudySettings) -> None:
     """Raises `SettingsError` for an unknown or missing tracker, before the training."""
     names = study.report_to
-    try:
+    with settings_errors("--report_to", ValueError, ImportError, RuntimeError):
         # A single name may be "all" or "none".
         for callback in get_reporting_integration_callbacks(names[0] if len(names) == 1 else names):
             callback()
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise SettingsError(f"--report_to: {error}") from error
 
 
 def finish_trackers(arguments: TrainingArguments) -> None:

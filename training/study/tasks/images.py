@@ -78,9 +78,7 @@ class ImagesTask(StudyTask):
         batch = data.collate([data.train[0]])
         model(**{name: value for name, value in batch.items() if name != "labels"})
 
-    def read(
-        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
-    ) -> dict[str, Any]:
+    def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         assert data.pictures is not None
         rows = accuracy_by_resolution(model, data.pictures, self.lengths)
         return {

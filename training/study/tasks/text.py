@@ -95,9 +95,7 @@ class LanguageTask(TextTask):
             windows={name: torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels")},
         )
 
-    def read(
-        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
-    ) -> dict[str, Any]:
+    def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         assert data.windows is not None
         length, lengths = self.settings.train_length, self.lengths
         measured = loss_by_length(
