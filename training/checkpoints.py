@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import hashlib
 import json
 import logging
@@ -122,14 +121,7 @@ def checkpoint_settings(arguments: TrainingArguments, **others: Any) -> dict[str
     asked = "fp16" if arguments.fp16 else "bf16" if arguments.bf16 else "no"
     if arguments.mixed_precision != asked:  # set by `accelerate launch`
         settings["mixed_precision"] = arguments.mixed_precision
-    for name, value in others.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            settings |= dataclasses.asdict(value)
-        elif isinstance(value, Mapping):
-            settings |= {f"{name}.{key}": entry for key, entry in value.items()}
-        else:
-            settings[name] = value
-    return json.loads(json.dumps(settings, default=str))
+    return json.loads(json.dumps(settings | others, default=str))
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

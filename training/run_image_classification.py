@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def train(
     # Trainer: a run only resumes if the settings that determine its curve are the same.
     decisive: dict[str, Any] = {
         "objective": "image_classification", "train_pictures": train_rows.digest(), "resolution": resolution,
-        "random_crop": images.random_crop, "random_flip": images.random_flip, "scheme": scheme,
+        "random_crop": images.random_crop, "random_flip": images.random_flip, **asdict(scheme),
     }  # fmt: skip
     if arguments.load_best_model_at_end:
         decisive["validation_pictures"] = eval_rows.digest()

@@ -115,7 +115,8 @@ class HealingArguments:
 
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same in a resumed run."""
-        return {"healing": asdict(self)} if self.swaps or self.teaches else {}
+        given = asdict(self) if self.swaps or self.teaches else {}
+        return {f"healing.{name}": value for name, value in given.items()}
 
     def callbacks(self) -> list[GradualSwapCallback]:
         """Returns the Trainer callbacks that increase the share of the new scheme."""
@@ -123,12 +124,12 @@ class HealingArguments:
 
     def loss_hooks(self, model: Any, teacher: Any, causal: bool) -> list[LossHook]:
         """Returns the loss hooks for the predictions of a teacher, and for those from perturbed positions."""
-        weight, shift = self.self_distill_weight, self.self_distill_shift
         hooks: list[LossHook] = []
         if teacher is not None:
-            softened = {"temperature": self.distill_temperature, "weight": self.distill_weight}
-            hooks.append(Distillation(teacher, causal=causal, **softened))
+            temperature, weight = self.distill_temperature, self.distill_weight
+            hooks.append(Distillation(teacher, causal=causal, temperature=temperature, weight=weight))
         if self.self_distill:
+            weight, shift = self.self_distill_weight, self.self_distill_shift
             hooks.append(PerturbedSelfDistillation(model, weight=weight, shift=shift))
         return hooks
 

@@ -13,12 +13,11 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import ViTImageProcessorPil
+from transformers.image_utils import PILImageResampling
 
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
 from training.data.order import EpochRow, RowsByEpoch
 
-#: Pillow's number for it.
-_BICUBIC = 3
 #: Number of pictures in a digest.
 _DIGEST_PICTURES = 64
 #: The sides of a crop differ by at most this factor.
@@ -113,5 +112,8 @@ def image_processor(resolution: int, normalization: Normalization, channels: int
         list(values) * (channels if len(values) == 1 else 1) for values in (normalization.mean, normalization.std)
     )
     return ViTImageProcessorPil(
-        size={"height": resolution, "width": resolution}, resample=_BICUBIC, image_mean=mean, image_std=std
+        size={"height": resolution, "width": resolution},
+        resample=PILImageResampling.BICUBIC,
+        image_mean=mean,
+        image_std=std,
     )

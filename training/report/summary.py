@@ -176,10 +176,7 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
     """Says which schemes distinguish the two dogs. A causal mask alone does, so attention without a mask is used."""
     causal = task.causal_reader
     quantity, limit = ("dog_probe", PROBE_TOLERANCE) if causal else ("dog_distance", ROUNDING)
-    last: dict[str, float] = {}
-    for record in result.of(quantity=quantity):
-        if record.value is not None:
-            last[record.subject] = record.value
+    last = {record.subject: record.value for record in result.of(quantity=quantity) if record.value is not None}
     if not last:
         return
     same = [label for label, value in last.items() if value <= limit]

@@ -61,16 +61,16 @@ def recorded_seconds(state: TrainerState) -> dict[str, float]:
 def recorded_curve(state: TrainerState) -> dict[str, Any]:
     """Returns the curve of a finished training and the time it took, JSON-ready.
 
-    The training loss is the mean since the previous point; `None` before the first step.
+    The training loss is the mean since the previous point; `None` before the first step, and empty without any steps.
     """
     points: dict[int, dict[str, Any]] = {}
     for entry in state.log_history:
         points.setdefault(entry["step"], {}).update(entry)
     evaluated = {step: point for step, point in sorted(points.items()) if EVALUATED.keys() & point.keys()}
-    curve: dict[str, list[Any]] = {"step": list(evaluated)}
+    curve: dict[str, list[Any]] = {"step": list(evaluated), "train_loss": []}
     for name, title in {"loss": "train_loss", **EVALUATED}.items():
         values = [point.get(name) for point in evaluated.values()]
-        if name == "loss" or any(value is not None for value in values):
+        if any(value is not None for value in values):
             curve[title] = [None if value is None else round(float(value), 4) for value in values]
     return {"curve": curve} | {key: round(value, 3) for key, value in recorded_seconds(state).items()}
 

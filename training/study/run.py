@@ -98,10 +98,8 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
 
 def _train(cell: Cell, trainer: SchemeTrainer) -> dict[str, Any]:
     if not cell.settings.max_steps:
-        measured = trainer.evaluate()
-        name = next(name for name in ("eval_loss", "eval_similarity") if name in measured)
-        point = {f"validation_{name.removeprefix('eval_')}": [round(measured[name], 4)]}
-        return {"curve": {"step": [0], "train_loss": [], **point}, "seconds": 0.0, "cpu_seconds": 0.0}
+        trainer.evaluate()
+        return recorded_curve(trainer.state)
     checkpoint = latest_complete_checkpoint(cell.folder, trainer.args.world_size)
     # A resumed run has its first point from the checkpoint.
     trainer.args.eval_on_start = cell.goes_on and checkpoint is None

@@ -89,7 +89,7 @@ class LanguageTask(TextTask):
         chosen = [longest[index * len(longest) // count] for index in range(count)]
         return CellData(
             train=rows(0, settings.train_length),
-            collate=Batches(None),
+            collate=Batches(documents=False),
             validation=rows(1, task.train_length),
             positions=max(self.lengths[-1], settings.train_length),
             windows={name: torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels")},
