@@ -176,14 +176,12 @@ def apply_scheme(
 
 def check_scheme(arguments: SchemeArguments) -> None:
     """Raises for an unknown scheme or option, before text is read and a model is built, which may take long."""
-    for option in ("scheme", "elsewhere"):
+    of_scheme = {name: value for name, value in _scheme_options(arguments).items() if name != "part"}
+    for option, options in (("scheme", of_scheme), ("elsewhere", {})):
         text = getattr(arguments, option)
-        if text is None:
-            continue
-        options = _scheme_options(arguments) if option == "scheme" else {}
-        options.pop("part", None)
-        with settings_errors(f"--{option} {text}", *_SCHEME_ERRORS):
-            as_scheme(_scheme(text, option), **options)
+        if text is not None:
+            with settings_errors(f"--{option} {text}", *_SCHEME_ERRORS):
+                as_scheme(_scheme(text, option), **options)
 
 
 def _scheme_options(arguments: SchemeArguments) -> dict[str, Any]:

@@ -13,9 +13,7 @@ from training.errors import settings_errors
 from training.study.settings import StudySettings
 
 #: Metrics that are evaluated during training, and their names in results.
-EVALUATED = {
-    "eval_loss": "validation_loss", "eval_similarity": "validation_similarity", "eval_accuracy": "validation_accuracy",
-}  # fmt: skip
+EVALUATED = {f"eval_{name}": f"validation_{name}" for name in ("loss", "similarity", "accuracy")}
 #: Called after every step with the number of completed steps.
 OnStep = Callable[[int], None]
 

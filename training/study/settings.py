@@ -408,24 +408,23 @@ def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
         for source in (file, file | given)
     )
     schemes, tasks = set(known.schemes) - set(wanted.schemes), set(known.tasks) - set(wanted.tasks)
-    settings, left, task_options = file | given, list(wanted.tasks), {}
-    for name, options in (settings.get("task_options") or {}).items():
-        if name in tasks:
-            continue
-        task_options[name] = dict(options)
+    settings = file | given
+    task_options = _without(settings.get("task_options") or {}, tasks)
+    for name in task_options:
+        options = task_options[name] = dict(task_options[name])
         if "schemes" in options:
             names = validated(TaskOptions, {"schemes": options["schemes"]}, f"Task {name!r}").schemes
-            task_options[name]["schemes"] = [kept for kept in names or () if kept not in schemes]
-            if not task_options[name]["schemes"]:
-                # The task has none of the chosen schemes.
-                del task_options[name]
-                left = [kept for kept in left if kept != name]
-                continue
+            options["schemes"] = [label for label in names or () if label not in schemes]
+            if not options["schemes"]:
+                tasks.add(name)  # it has none of the chosen schemes
         if "scheme_options" in options:
-            task_options[name]["scheme_options"] = _without(options["scheme_options"], schemes)
-    scheme_options = _without(settings.get("scheme_options") or {}, schemes)
-    return {"tasks": left, "scheme_options": scheme_options, "task_options": task_options}
+            options["scheme_options"] = _without(options["scheme_options"], schemes)
+    return {
+        "tasks": [name for name in wanted.tasks if name not in tasks],
+        "scheme_options": _without(settings.get("scheme_options") or {}, schemes),
+        "task_options": _without(task_options, tasks),
+    }
 
 
-def _without(options: dict[str, Any], labels: set[str]) -> dict[str, Any]:
-    return {label: asked for label, asked in options.items() if label not in labels}
+def _without(options: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: asked for name, asked in options.items() if name not in names}

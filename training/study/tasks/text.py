@@ -126,8 +126,7 @@ class LanguageTask(TextTask):
         return min(_TAIL, min(self.settings.train_length, self.lengths[0]) // 2)
 
     def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        if corpus is None:
-            return {}
+        assert corpus is not None
         windows = validation_windows(corpus.validation.tokens, self.settings)
         frequencies = unigram_cross_entropy(corpus.train.tokens, windows[:, 1:].numpy(), len(tokenizer))
         return {
