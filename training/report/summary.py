@@ -77,15 +77,11 @@ def _task(study: Study, result: Result) -> Iterator[str]:
         yield from _best(values, quantity, short, place)
     if quantity == "loss":
         frequencies = task.unigram_cross_entropy or math.inf
-        above = {
-            label: fmean(reading[short].values()) - frequencies
-            for label, reading in values.items()
-            if reading.get(short)
-        }
-        failed = [label for label, value in above.items() if value > _HARDLY]
-        ignorant = [label for label, value in above.items() if abs(value) <= _HARDLY]
+        means = {label: fmean(reading[short].values()) for label, reading in values.items() if short in reading}
+        failed = [label for label, mean in means.items() if mean - frequencies > _HARDLY]
+        ignorant = [label for label, mean in means.items() if abs(mean - frequencies) <= _HARDLY]
         level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f}"
-        losses = {label: f" ({fmean(values[label][short].values()):.3f})" for label in above}
+        losses = {label: f" ({mean:.3f})" for label, mean in means.items()}
         if ignorant:
             yield f"{_quoted(ignorant, losses)} learned little more than {level}."
         if failed:

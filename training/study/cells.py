@@ -189,9 +189,9 @@ def study_cells(study: StudySettings) -> list[Cell]:
         options = study.task_options.get(name, TaskOptions())
         task = _task(study, name, options)
         for label in study.labels_of(name):
-            for seed in study.seeds if options.seeds is None else options.seeds:
+            for seed in options.seeds or study.seeds:
                 add(task, label, seed)
-    if not study.for_rates:  # the study that it is for was checked, and has other tasks, too
+    if not study._for_rates:  # the study that it is for was checked, and has other tasks, too
         _refuse_unused(study, list(cells.values()))
     return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
 

@@ -87,7 +87,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         trained = trained.merge_and_unload()
     result = {**head, "status": FINISHED, **training, "model": None}
     dog = task.dogs(cell, trained, tokenizer)
-    figures = task.read(cell, trained, data, whole=not cell.study.for_rates)
+    figures = task.read(cell, trained, data, whole=not cell.study._for_rates)
     result |= {task.figures: figures, "dog": dog}
     if cell.study.save_models or cell.is_start:
         result["model"] = str(cell.model_folder.relative_to(cell.study_folder))

@@ -285,7 +285,7 @@ class StudySettings(TrainingSettings):
     """Trackers that receive the curve of each training: tensorboard, trackio, wandb. Default: none."""
     output_dir: str = Field("outputs/compare", description="Folder for results and checkpoints.")
     save_models: bool = Field(False, description="Keep each trained model and its card in the folder models.")
-    #: Whether only the validation losses are needed, to choose learning rates.
+    #: Whether it only trains to choose learning rates, and for text only evaluates losses by length.
     _for_rates: bool = PrivateAttr(False)
     #: The settings that flags give beside a file, and whether they choose a part of it. The rest is for other parts.
     _flags: frozenset[str] = PrivateAttr(frozenset())
@@ -324,11 +324,6 @@ class StudySettings(TrainingSettings):
                 raise ValueError(f"{where} names {unknown[0]!r}; the study has {', '.join(known)}.")
         return self
 
-    @property
-    def for_rates(self) -> bool:
-        """Whether it only trains to choose learning rates, and for text only evaluates losses by length."""
-        return self._for_rates
-
     def options_of(self, label: str, task: str | None = None) -> SchemeOptions:
         """Returns the options of a label, from the study and one of its tasks."""
         options = self.scheme_options.get(label, SchemeOptions())
@@ -337,8 +332,7 @@ class StudySettings(TrainingSettings):
 
     def labels_of(self, task: str) -> list[str]:
         """Returns the labels for a task."""
-        schemes = self.task_options.get(task, TaskOptions()).schemes
-        return self.schemes if schemes is None else schemes
+        return self.task_options.get(task, TaskOptions()).schemes or self.schemes
 
     @property
     def all_seeds(self) -> set[int]:
