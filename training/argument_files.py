@@ -77,8 +77,6 @@ def parse_arguments(
         raise SettingsError(f"{unknown[0]!r} is not an option. A settings file (.yaml, .json) must come first.")
     try:
         return tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
-    except SettingsError:
-        raise
     except (ValueError, TypeError, ImportError) as error:  # TrainingArguments checks itself
         raise SettingsError(str(error)) from error
 

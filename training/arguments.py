@@ -176,7 +176,7 @@ class DatasetArguments:
         if self.validation_split == self.dataset_split:
             raise SettingsError(f"--validation_split and --dataset_split are both {self.dataset_split!r}.")
         require_at_least(self, max_train_samples=1, max_eval_samples=1)
-        require_between(self, validation_split_percentage=100)
+        require("between 0 and 100", self, validation_split_percentage=0 < self.validation_split_percentage < 100)
 
 
 @dataclass
@@ -220,7 +220,7 @@ class DataArguments(DatasetArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(self, block_size=2, preprocessing_num_workers=1, pose_chunks=2)
-        require_between(self, mlm_probability=1)
+        require("between 0 and 1", self, mlm_probability=0 < self.mlm_probability < 1)
         if self.pose_length is not None and self.pose_length <= self.block_size:
             raise SettingsError(
                 f"--pose_length is {self.pose_length}, but a row already fills {self.block_size} positions "
@@ -258,19 +258,18 @@ class RunArguments:
     )
 
 
+def require(what: str, arguments: Any, **fitting: bool) -> None:
+    """Raises `SettingsError` for the first option whose value does not fit: "it must be" `what`."""
+    for name, fits in fitting.items():
+        if not fits:
+            raise SettingsError(f"--{name} is {getattr(arguments, name)}; it must be {what}.")
+
+
 def require_at_least(arguments: Any, **least: int) -> None:
     """Raises `SettingsError` for the first option below its minimum. `None` is allowed."""
     for name, limit in least.items():
         value = getattr(arguments, name)
-        if value is not None and value < limit:
-            raise SettingsError(f"--{name} is {value}; it must be at least {limit}.")
-
-
-def require_between(arguments: Any, **below: int) -> None:
-    """Raises `SettingsError` for the first option that is not between 0 and its limit."""
-    for name, limit in below.items():
-        if not 0 < getattr(arguments, name) < limit:
-            raise SettingsError(f"--{name} is {getattr(arguments, name)}; it must be between 0 and {limit}.")
+        require(f"at least {limit}", arguments, **{name: value is None or value >= limit})
 
 
 def check_trainer_arguments(arguments: TrainingArguments, *, lora: bool = False) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import hashlib
 import json
 import logging
@@ -18,7 +17,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, walk
 from training.errors import SettingsError
 from training.files import read_json, write_json
 
@@ -122,14 +121,7 @@ def checkpoint_settings(arguments: TrainingArguments, **others: Any) -> dict[str
     asked = "fp16" if arguments.fp16 else "bf16" if arguments.bf16 else "no"
     if arguments.mixed_precision != asked:  # set by `accelerate launch`
         settings["mixed_precision"] = arguments.mixed_precision
-    for name, value in others.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            settings |= dataclasses.asdict(value)
-        elif isinstance(value, Mapping):
-            settings |= {f"{name}.{key}": entry for key, entry in value.items()}
-        else:
-            settings[name] = value
-    return json.loads(json.dumps(settings, default=str))
+    return json.loads(json.dumps(settings | others, default=str))
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -170,24 +162,18 @@ def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def scheme_code(config: SchemeConfig | None) -> str | None:
-    """Returns a digest of the modules that define a scheme and the schemes inside it.
+def scheme_code(config: SchemeConfig | None) -> dict[str, str]:
+    """Returns a setting: a digest of the modules that define a scheme and the schemes inside it.
 
     Comments and formatting do not change the digest. It covers the modules of the configs, but not the modules that
     they import.
 
     Returns:
-        16 hexadecimal digits, or `None` if the modules are all part of hf_posenc or have no source file.
+        16 hexadecimal digits by their name; nothing if the modules are all part of hf_posenc or have no source file.
     """
-    files = {getattr(sys.modules[module], "__file__", None) for module in _modules(config)}
+    modules = {type(inside).__module__ for inside in ([] if config is None else walk(config))}
+    own = [module for module in modules if module.partition(".")[0] != "hf_posenc"]
+    files = {getattr(sys.modules[module], "__file__", None) for module in own}
     sources = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
     code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in sources]
-    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if code else None
-
-
-def _modules(config: SchemeConfig | None) -> set[str]:
-    if config is None:
-        return set()
-    inside = {module for child in config.children().values() for module in _modules(child)}
-    defined_in = type(config).__module__
-    return inside if defined_in.partition(".")[0] == "hf_posenc" else inside | {defined_in}
+    return {"code of the scheme": hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]} if code else {}

@@ -52,11 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0; 1 if a training failed or none finished; 2 for invalid settings."""
     words = sys.argv[1:] if arguments is None else arguments
     results: dict[str, Any] = {}
-
-    def run() -> None:
-        results.update(compare(parse_study(words, __doc__ or ""), words))
-
-    status = exit_status("compare", run)
+    status = exit_status("compare", lambda: results.update(compare(parse_study(words, __doc__ or ""), words)))
     ended = {run["status"] for run in results.get("runs", ())}
     return status or int(FAILED in ended or FINISHED not in ended)
 

@@ -66,7 +66,7 @@ def evaluation_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Computes the loss in nats per target from the `row_sums` of all rows, and its perplexity or the accuracy."""
     sums: Any = prediction.predictions
     total, count, *right = np.asarray(sums, dtype=np.float64).sum(axis=0)
-    loss = float(total / count) if count else float("nan")
-    if right:
-        return {"loss": loss, "accuracy": float(right[0] / count) if count else float("nan")}
+    loss, *accuracy = (float(part / count) if count else math.nan for part in (total, *right))
+    if accuracy:
+        return {"loss": loss, "accuracy": accuracy[0]}
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)) if math.isfinite(loss) else loss}

@@ -103,8 +103,7 @@ def start(
     """
     settings = checkpoint_settings(arguments, initial_weights=weights_digest(model), **decisive)
     encoding = getattr(model, "position_encoding", None)
-    if code := scheme_code(None if encoding is None else encoding.config):
-        settings["code of the scheme"] = code
+    settings |= scheme_code(None if encoding is None else encoding.config)
     state, folder = PartialState(), Path(str(arguments.output_dir))
     if run.overwrite_output_dir:
         if state.is_main_process and (folder / SETTINGS_FILE).exists():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,9 @@ def train(
     decisive: dict[str, Any] = {
         "objective": "causal" if causal else "masked", "train_text": train_rows.stream.digest(),
         "block_size": data.block_size, "packing": data.packing,
-        "mlm_probability": None if causal else data.mlm_probability, "scheme": scheme, "lora": lora,
+        "mlm_probability": None if causal else data.mlm_probability, **asdict(scheme), **asdict(lora),
+        **healing.settings(),
     }  # fmt: skip
-    decisive |= healing.settings()
     if data.pose_length is not None:
         decisive |= {"pose_length": data.pose_length, "pose_chunks": data.pose_chunks}
     if arguments.load_best_model_at_end:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,17 @@ from hf_posenc.metrics.images.patches import PatchSize
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions, resolution_result
 from training.argument_files import parse_arguments
-from training.arguments import DatasetArguments, RunArguments, SchemeArguments, WeightsArguments, require_at_least
+from training.arguments import (
+    DatasetArguments,
+    RunArguments,
+    SchemeArguments,
+    WeightsArguments,
+    require,
+    require_at_least,
+)
 from training.data.loading import first_rows, split_rows
 from training.data.pictures import Augmentation, PictureBatches, PictureRows, image_processor
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.one_run import exit_status, finish, set_up, start, train_and_evaluate, trains
 from training.starting_model import apply_scheme, stock_model
 from training.trainer import data_seed, training_steps
@@ -105,8 +112,7 @@ class ImageArguments(DatasetArguments):
         require_at_least(self, train_resolution=1)
         if self.eval_resolutions and min(self.eval_resolutions) < 1:
             raise SettingsError(f"--eval_resolutions contains {min(self.eval_resolutions)}; it must be at least 1.")
-        if not 0 < self.random_crop <= 1:
-            raise SettingsError(f"--random_crop is {self.random_crop}; it must be more than 0 and at most 1.")
+        require("more than 0 and at most 1", self, random_crop=0 < self.random_crop <= 1)
 
 
 #: All options, in the order of the arguments of `train`.
@@ -143,10 +149,8 @@ def train(
     model = _stock_model(model_options, images, train_part, arguments.seed)
     size, resolution = PatchSize.of(model), _resolution(images, model)
     resolutions = images.eval_resolutions or [resolution]
-    try:
+    with settings_errors("--train_resolution, --eval_resolutions", MeasurementError):
         check_resolutions(size, [resolution, *resolutions])
-    except MeasurementError as error:
-        raise SettingsError(f"--train_resolution, --eval_resolutions: {error}") from error
 
     # Patch: the scheme replaces the native one.
     apply_scheme(model, scheme)
@@ -162,7 +166,7 @@ def train(
     # Trainer: a run only resumes if the settings that determine its curve are the same.
     decisive: dict[str, Any] = {
         "objective": "image_classification", "train_pictures": train_rows.digest(), "resolution": resolution,
-        "random_crop": images.random_crop, "random_flip": images.random_flip, "scheme": scheme,
+        "random_crop": images.random_crop, "random_flip": images.random_flip, **asdict(scheme),
     }  # fmt: skip
     if arguments.load_best_model_at_end:
         decisive["validation_pictures"] = eval_rows.digest()

@@ -35,7 +35,7 @@ from hf_posenc.metrics.language_modeling.token_losses import token_losses, token
 from hf_posenc.patching.place.lengths import update_tokenizer_length
 from hf_posenc.recipes import SpectrumCandidate, SpectrumSearch, search_spectrum
 from hf_posenc.report.tables import format_table
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.one_run import exit_status
 
 
@@ -54,10 +54,8 @@ def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
         raise SettingsError(f"--length is {length}; it must be at least 2.")
     windows, longest = [], 0
     for path in paths:
-        try:
+        with settings_errors(f"{path} cannot be read as text", OSError, UnicodeDecodeError):
             stream = token_stream(tokenizer, [path.read_text(encoding="utf-8")])
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{path} cannot be read as text: {error}") from error
         longest = max(longest, len(stream))
         windows += list(stream[: len(stream) // length * length].view(-1, length))
     if not windows:
@@ -138,10 +136,8 @@ def _run(options: argparse.Namespace) -> None:
             raise SettingsError("--text and --held_out share a text, but the table must not use texts of the search.")
         # Loaded in its dtype: a cast would round the frequencies.
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
-        try:
+        with settings_errors(f"--device {options.device}", RuntimeError, AssertionError):
             model.to(options.device)
-        except (RuntimeError, AssertionError) as error:
-            raise SettingsError(f"--device {options.device}: {error}") from error
         stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         trained = options.trained_length or stated
         with tqdm(total=options.evaluations, unit="candidate") as progress:

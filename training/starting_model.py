@@ -30,11 +30,14 @@ from hf_posenc.schemes.written import parse_options
 from training.argument_files import parse_structured
 from training.arguments import LoraArguments, ModelArguments, SchemeArguments, WeightsArguments
 from training.data.text import PackedRows
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.swapping import HealingArguments, sample_rows
 
 #: The `--tokenizer_name` of ByT5's bytes.
 BYTES = "bytes"
+
+#: Errors of a scheme, its options or its layers.
+_SCHEME_ERRORS = (PositionEncodingError, UsageError, ValueError, TypeError)
 
 #: Fields of a config about its origin.
 _INCIDENTAL = ("_name_or_path", "transformers_version")
@@ -158,7 +161,7 @@ def apply_scheme(
     """Patches the model with the requested scheme. Without one, the model stays as it is."""
     if arguments.scheme is None:
         return
-    try:
+    with settings_errors(f"--scheme {arguments.scheme}", *_SCHEME_ERRORS):
         scheme, options = _scheme(arguments.scheme, "scheme"), _scheme_options(arguments)
         if arguments.scheme_layers is not None:
             options["layers"] = parse_layers(arguments.scheme_layers)
@@ -169,22 +172,16 @@ def apply_scheme(
             healing.swap(model, scheme, sample, options)
         else:
             patch_model(model, scheme, **options)
-    except (PositionEncodingError, UsageError, ValueError, TypeError) as error:
-        raise SettingsError(f"--scheme {arguments.scheme}: {error}") from error
 
 
 def check_scheme(arguments: SchemeArguments) -> None:
     """Raises for an unknown scheme or option, before text is read and a model is built, which may take long."""
-    for option in ("scheme", "elsewhere"):
+    of_scheme = {name: value for name, value in _scheme_options(arguments).items() if name != "part"}
+    for option, options in (("scheme", of_scheme), ("elsewhere", {})):
         text = getattr(arguments, option)
-        if text is None:
-            continue
-        options = _scheme_options(arguments) if option == "scheme" else {}
-        options.pop("part", None)
-        try:
-            as_scheme(_scheme(text, option), **options)
-        except (PositionEncodingError, UsageError, ValueError, TypeError) as error:
-            raise SettingsError(f"--{option} {text}: {error}") from error
+        if text is not None:
+            with settings_errors(f"--{option} {text}", *_SCHEME_ERRORS):
+                as_scheme(_scheme(text, option), **options)
 
 
 def _scheme_options(arguments: SchemeArguments) -> dict[str, Any]:
@@ -201,7 +198,7 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
     names, patched = arguments.lora_target_modules, getattr(model, "position_encoding", None) is not None
-    try:
+    with settings_errors(f"--lora_target_modules {names}, --lora_r {arguments.lora_r}", ValueError):
         config = LoraConfig(
             task_type=TaskType.CAUSAL_LM if causal else None,
             r=arguments.lora_r,
@@ -214,8 +211,6 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
             # PEFT reads an attribute that transformers has renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return recipes.add_lora(model, config) if patched else get_peft_model(model, config)
-    except ValueError as error:
-        raise SettingsError(f"--lora_target_modules {names}, --lora_r {arguments.lora_r}: {error}") from error
 
 
 def weights_digest(model: Any) -> str:

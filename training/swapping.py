@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDi
 from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS
 from hf_posenc.recipes.skipped_positions import SHIFTS
 from hf_posenc.recipes.swap import INITIALIZATIONS
-from training.arguments import check_effects
-from training.errors import SettingsError
+from training.arguments import check_effects, require, require_at_least
+from training.errors import SettingsError, settings_errors
 from training.trainer import LossHook
 
 #: Number of rows of training text for fitting initial parameters.
@@ -61,21 +61,14 @@ class HealingArguments:
     )
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("initialization", INITIALIZATIONS), ("table_extension", (None, *TABLE_EXTENSIONS)),
-            ("self_distill_shift", SHIFTS),
-        ):  # fmt: skip
-            if getattr(self, name) not in choices:
-                known = ", ".join(str(choice) for choice in choices if choice)
-                raise SettingsError(f"--{name} is {getattr(self, name)!r}; choose from {known}.")
-        for name, fits, expected in (
-            ("gradual_steps", self.gradual_steps >= 0, "0 or more"),
-            ("distill_temperature", self.distill_temperature > 0, "more than 0"),
-            ("distill_weight", 0 < self.distill_weight <= 1, "more than 0 and at most 1"),
-            ("self_distill_weight", 0 < self.self_distill_weight < math.inf, "a number above 0"),
-        ):
-            if not fits:
-                raise SettingsError(f"--{name} is {getattr(self, name)}; expected {expected}.")
+        for option in fields(self):
+            choices, value = option.metadata.get("choices"), getattr(self, option.name)
+            if choices and value not in (option.default, *choices):
+                raise SettingsError(f"--{option.name} is {value!r}; choose from {', '.join(choices)}.")
+        require_at_least(self, gradual_steps=0)
+        require("more than 0", self, distill_temperature=self.distill_temperature > 0)
+        require("more than 0 and at most 1", self, distill_weight=0 < self.distill_weight <= 1)
+        require("a number above 0", self, self_distill_weight=0 < self.self_distill_weight < math.inf)
         check_effects(self)
 
     @property
@@ -91,11 +84,9 @@ class HealingArguments:
     def check_run(self, arguments: TrainingArguments, steps: int, lora: bool) -> None:
         """Like `check_training`, for a run with these arguments of the Trainer."""
         self.check_training(steps, lora)
-        try:
+        with settings_errors(f"--gradual_steps {self.gradual_steps}", ValueError):
             for callback in self.callbacks():
                 callback.check_training(arguments, steps)
-        except ValueError as error:
-            raise SettingsError(f"--gradual_steps {self.gradual_steps}: {error}") from error
 
     def check_training(self, steps: int, lora: bool) -> None:
         """Raises `SettingsError` if the training ends before the old scheme is gone, or cannot follow the change."""
@@ -124,7 +115,8 @@ class HealingArguments:
 
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same in a resumed run."""
-        return {"healing": asdict(self)} if self.swaps or self.teaches else {}
+        given = asdict(self) if self.swaps or self.teaches else {}
+        return {f"healing.{name}": value for name, value in given.items()}
 
     def callbacks(self) -> list[GradualSwapCallback]:
         """Returns the Trainer callbacks that increase the share of the new scheme."""
@@ -132,12 +124,12 @@ class HealingArguments:
 
     def loss_hooks(self, model: Any, teacher: Any, causal: bool) -> list[LossHook]:
         """Returns the loss hooks for the predictions of a teacher, and for those from perturbed positions."""
-        weight, shift = self.self_distill_weight, self.self_distill_shift
         hooks: list[LossHook] = []
         if teacher is not None:
-            softened = {"temperature": self.distill_temperature, "weight": self.distill_weight}
-            hooks.append(Distillation(teacher, causal=causal, **softened))
+            temperature, weight = self.distill_temperature, self.distill_weight
+            hooks.append(Distillation(teacher, causal=causal, temperature=temperature, weight=weight))
         if self.self_distill:
+            weight, shift = self.self_distill_weight, self.self_distill_shift
             hooks.append(PerturbedSelfDistillation(model, weight=weight, shift=shift))
         return hooks
 

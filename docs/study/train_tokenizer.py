@@ -16,7 +16,7 @@ if __package__ in (None, ""):
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from training.data.loading import load_named_dataset, require_column
+from training.data.loading import load_named_dataset
 from training.one_run import exit_status
 
 _END, _PADDING = "<|endoftext|>", "<|padding|>"
@@ -41,8 +41,7 @@ def train_tokenizer(
     Raises:
         SettingsError: if the text cannot be read.
     """
-    dataset, source = load_named_dataset(dataset_name, config_name, split)
-    require_column(dataset, text_column, source)
+    dataset, _ = load_named_dataset(dataset_name, config_name, split, column=text_column)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

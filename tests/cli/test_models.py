@@ -127,7 +127,6 @@ class TestPatch:
             ("--option", "table_extension=repeat"): "--table-extension repeat for `hf-posenc patch`",
             ("--table-extension", "twice"): "expected one of 'linear', 'long_clip', 'spline', 'repeat', 'last'",
             ("--table-extension", "last", "--layers", "0"): "Omit --layers",
-            ("--table-extension", "last", "--elsewhere", "none"): "Pass `layers` as well",
             ("--table-extension", "last", "--cross-attention", "alibi"): "has no cross-attention",
         }
         for more, message in refusals.items():

@@ -346,11 +346,6 @@ def test_a_scheme_is_drawn_at_the_first_place_it_fits():
     assert subject_of(RopeConfig()).place_note == ""
 
 
-def test_a_scheme_that_fits_nowhere_is_refused_with_its_own_reason():
-    with pytest.raises(ValueError, match="rotate 256 of 64"):
-        subject_of(RopeConfig(rotary_dim=256))
-
-
 def test_files_are_small_images_and_text(tmp_path):
     (png, svg) = plot_scheme(RopeConfig(), tmp_path, kinds=["heat_map"])
     with Image.open(png) as image:

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from tests.training.run_cases import run, study_words, words, write_texts
 from training.report import outputs
+from training.study.corpus import study_tokenizer
+from training.study.settings import StudySettings
 
 SENTENCES = (
     "The ship left the harbour before dawn, and nobody on the quay saw it go. ",
@@ -39,6 +42,12 @@ def alibi(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "alibi"
     assert run(words(texts, output, scheme="alibi", eval_strategy="steps", eval_steps=6)) == 0
     return output
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The bytes of ByT5, with a mask token."""
+    return study_tokenizer(StudySettings())
 
 
 @pytest.fixture

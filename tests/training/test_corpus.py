@@ -1,20 +1,13 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pandas
 import pytest
 
 from training import compare
 from training.errors import SettingsError
-from training.study.corpus import load_corpus, study_tokenizer, unigram_cross_entropy
+from training.study.corpus import load_corpus, unigram_cross_entropy
 from training.study.settings import StudySettings
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return study_tokenizer(StudySettings())
 
 
 def settings(source, **changes) -> StudySettings:
@@ -41,13 +34,6 @@ def test_a_table_of_texts(tmp_path, tokenizer):
     pandas.DataFrame({"body": texts}).to_csv(tmp_path / "data.csv", index=False)
     corpus = load_corpus(settings(tmp_path / "data.csv", text_column="body"), tokenizer, 16, 64)
     assert len(corpus.train) + len(corpus.validation) == sum(len(text) + 1 for text in texts)
-
-
-def test_unknown_column_names_the_columns(tmp_path, tokenizer):
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"body": "words " * 50, "year": 1900}) for _ in range(3)))
-    with pytest.raises(SettingsError, match=r"no column 'text'. Its columns: body, year"):
-        load_corpus(settings(path), tokenizer, 16, 64)
 
 
 def test_too_small_corpus_says_how_many_tokens_there_are(tmp_path, tokenizer, capsys):

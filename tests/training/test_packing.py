@@ -14,7 +14,7 @@ from hf_posenc import patch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import patched
 from tests.models import tiny
-from training.data.blocking import Batches, Blocking, check_reads, find_blocking
+from training.data.blocking import Batches, check_reads, find_batches
 from training.data.order import EpochOrder
 from training.data.text import PackedRows, RowMasking, TokenStream, tokenize
 from training.errors import SettingsError
@@ -161,9 +161,9 @@ def test_the_loss_of_packed_documents_is_that_of_separate_ones(causal: bool, sch
     # Every scheme runs both ways of attention, in one of the two models each.
     model = model_of(causal, scheme, "sdpa" if causal == bool(SCHEMES.index(scheme) % 2) else "eager")
     block_size = 11
-    blocking = find_blocking(model, block_size, causal, VOCABULARY)
+    batches = find_batches(model, block_size, causal, VOCABULARY)
     packed = PackedRows(stream(), block_size, "documents", masking=None)
-    batch = Batches(blocking)([packed[0], packed[1]])
+    batch = batches([packed[0], packed[1]])
     if not causal:  # every token a target, for a test of all of them
         batch["labels"] = batch["input_ids"].clone()
     labels = batch.pop("labels")
@@ -187,16 +187,16 @@ def test_the_loss_of_packed_documents_is_that_of_separate_ones(causal: bool, sch
 @pytest.mark.parametrize(
     ("architecture", "expected"),
     [
-        ("llama_gqa", Blocking()),
-        ("mistral_sliding", Blocking()),
-        ("opt", Blocking(mask=True)),
-        ("bert", Blocking(mask=True, causal=False)),
-        ("roberta", Blocking(mask=True, first_position=2, causal=False)),
+        ("llama_gqa", Batches()),
+        ("mistral_sliding", Batches()),
+        ("opt", Batches(mask=True)),
+        ("bert", Batches(mask=True, causal=False)),
+        ("roberta", Batches(mask=True, first_position=2, causal=False)),
     ],
 )
-def test_each_architecture_is_told_in_its_own_way(architecture: str, expected: Blocking) -> None:
+def test_each_architecture_is_told_in_its_own_way(architecture: str, expected: Batches) -> None:
     model = patched(architecture, None).train()
-    assert find_blocking(model, 24, ARCHITECTURES[architecture].causal, 50) == expected
+    assert find_batches(model, 24, ARCHITECTURES[architecture].causal, 50) == expected
     assert model.training
 
 
@@ -204,14 +204,14 @@ def test_each_architecture_is_told_in_its_own_way(architecture: str, expected: B
 def test_where_documents_cannot_be_kept_apart_the_run_is_refused(architecture: str) -> None:
     model = patched(architecture, None)
     with pytest.raises(SettingsError, match=r"cannot separate documents.*--packing concatenate"):
-        find_blocking(model, 24, ARCHITECTURES[architecture].causal, 50)
+        find_batches(model, 24, ARCHITECTURES[architecture].causal, 50)
 
 
 def test_a_scheme_that_needs_one_document_per_row_is_refused() -> None:
     with pytest.warns(UserWarning, match="length of the sequence"):
         model = model_of(True, {"scheme": "normalized_integer", "direction": "random"})
     with pytest.raises(SettingsError, match=r"position_ids restart.*--packing concatenate"):
-        find_blocking(model, 12, True, VOCABULARY)
+        find_batches(model, 12, True, VOCABULARY)
 
 
 def test_attention_without_effect_cannot_be_checked() -> None:
@@ -219,7 +219,7 @@ def test_attention_without_effect_cannot_be_checked() -> None:
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     with pytest.raises(SettingsError, match="no effect yet"):
-        find_blocking(model, 12, True, VOCABULARY)
+        find_batches(model, 12, True, VOCABULARY)
 
 
 def test_rows_that_a_model_cannot_read_or_learn_from_are_refused() -> None:

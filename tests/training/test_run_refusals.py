@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.models import tiny
 from tests.training.run_cases import SIZES, run, trained_on, words, write_texts
-from training.arguments import SchemeArguments
-from training.errors import SettingsError
-from training.starting_model import apply_scheme
-from training.swapping import HealingArguments
 
 FROM_SCRATCH = {
     "model_name_or_path": None, "model_type": "bert", "config_overrides": json.dumps(SIZES), "tokenizer_name": "bytes",
@@ -183,9 +178,3 @@ def test_a_folder_with_other_files_is_left_alone(texts: Path, tmp_path: Path, ca
         assert run(words(texts, tmp_path, **more)) == 2
         assert "notes.md" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
-
-
-def test_a_swap_refuses_what_a_patch_refuses() -> None:
-    scheme, healing = SchemeArguments(scheme="alibi", elsewhere="none"), HealingArguments(gradual_steps=2)
-    with pytest.raises(SettingsError, match="Pass `layers` as well"):
-        apply_scheme(tiny("LlamaForCausalLM"), scheme, healing)

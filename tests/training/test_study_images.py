@@ -98,10 +98,8 @@ def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patch_size": 5}, "Pictures of 32 pixels are not a whole number of patches of 5"),
+        ({"patch_size": 5}, "A picture of 32 pixels is not a whole number of patches of 5"),
         ({"model_name_or_path": "some/model"}, "run_image_classification.py"),
-        ({"task_options": {"images": {"train_length": 8}}}, "has train_length, which its trainings do not use"),
-        ({"task_options": {"images": {"model_type": "vitt"}}}, "Did you mean 'vit'"),
         (
             {"schemes": "a,b", "scheme_options": {"a": {"scheme": "none"},
                                                   "b": {"scheme": "alibi", "from": "a", "swap": {"distill": True}}}},

@@ -5,16 +5,10 @@ import pytest
 import torch
 
 from training.objectives import IGNORED
-from training.study.corpus import study_tokenizer
-from training.study.settings import StudySettings, TrainingSettings
+from training.study.settings import TrainingSettings
 from training.study.tasks.text import TrainingWindows, WindowCollator, validation_batch, validation_windows
 
 STREAM = np.random.default_rng(0).integers(3, 259, size=1000).astype(np.int32)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return study_tokenizer(StudySettings())
 
 
 @pytest.fixture(scope="module")

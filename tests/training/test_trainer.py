@@ -216,7 +216,7 @@ def test_an_earlier_attempt_at_a_checkpoint_leaves_nothing(tmp_path: Path) -> No
 
 def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
     def settings(data: str = "a", **options: Any) -> dict[str, Any]:
-        return checkpoint_settings(trainer(tmp_path / "unused", **options).args, data=data, scheme={"theta": 1.0})
+        return checkpoint_settings(trainer(tmp_path / "unused", **options).args, data=data, theta=1.0)
 
     first = settings()
     free = settings(
@@ -234,7 +234,7 @@ def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
     assert check_run(folder, free) is True
     with pytest.raises(SettingsError, match=r"max_steps was 8 and is now 9; .*seed was 42 and is now 3.*--output_dir"):
         check_run(folder, settings(seed=3, max_steps=9))
-    assert json.loads((folder / "run_settings.json").read_text())["scheme.theta"] == 1.0
+    assert json.loads((folder / "run_settings.json").read_text())["theta"] == 1.0
 
 
 def test_the_precision_of_accelerate_launch_is_a_setting(tmp_path: Path, monkeypatch: Any) -> None:

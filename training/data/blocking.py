@@ -1,8 +1,8 @@
-"""Arguments that separate the documents in a row. They are found by running the model, not from its name."""
+"""Batches of rows. Arguments that separate the documents in a row are found by running the model, not from its name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from hf_posenc import PositionEncodingError, UnsupportedError
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.recipes.position_views import PositionViews, mask_of_documents, spread_distance
 from training.arguments import DataArguments
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 
 #: Allowed differences between a packed row and its separate documents, as a share of the difference without blocking.
 #: They are rounding errors of sums in another order, in float32 and in half precision.
@@ -20,8 +20,8 @@ _EXACT, _ROUNDED = 1e-2, 2e-1
 
 
 @dataclass(frozen=True)
-class Blocking:
-    """The arguments that separate the documents in a row.
+class Batches:
+    """Collates `PackedRows`, with the arguments that separate the documents in a row.
 
     Args:
         position_ids: whether positions restart in every document. Decoders of transformers use them to find the
@@ -30,6 +30,8 @@ class Blocking:
         first_position: the position of a document's first token (RoBERTa: one after its padding token's id).
         causal: whether the mask also hides later tokens.
         dtype: dtype of the mask.
+        documents: whether a row has separate documents. If it is one text, only positions that differ from the places
+            need arguments.
     """
 
     position_ids: bool = True
@@ -37,6 +39,13 @@ class Blocking:
     first_position: int = 0
     causal: bool = True
     dtype: torch.dtype = torch.float32
+    documents: bool = field(default=True, repr=False)
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns `input_ids` and `labels`, `(batch, block_size)`, and `arguments`."""
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        places, positions = batch.pop("places"), batch.pop("positions", None)
+        return batch | self.arguments(places, positions)
 
     def arguments(self, places: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
         """Returns `position_ids`, `(batch, length)`, and a mask, `(batch, 1, length, length)`, as far as they are used.
@@ -46,6 +55,10 @@ class Blocking:
             positions: positions of the same shape that differ from the places. There is always a mask for them,
                 because a decoder would take each skip for the start of another document.
         """
+        if not self.documents:
+            return (
+                {} if positions is None else {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
+            )
         read = places if positions is None else positions
         arguments = {"position_ids": read + self.first_position} if self.position_ids else {}
         if self.mask or positions is not None:
@@ -53,34 +66,11 @@ class Blocking:
         return arguments
 
 
-class Batches:
-    """Collates `PackedRows`.
-
-    Args:
-        blocking: the arguments that separate documents; `None` if a row is one text.
-    """
-
-    def __init__(self, blocking: Blocking | None) -> None:
-        self.blocking = blocking
-
-    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns `input_ids` and `labels`, `(batch, block_size)`, and the arguments of the blocking."""
-        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        places, positions = batch.pop("places"), batch.pop("positions", None)
-        return batch | self.arguments(places, positions)
-
-    def arguments(self, places: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the arguments for documents, and for `positions` besides the places, each `(batch, block_size)`."""
-        if self.blocking is not None:
-            return self.blocking.arguments(places, positions)
-        return {} if positions is None else {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
-
-
 def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: int) -> Batches:
     """Returns the collator of packed rows for a model, after testing it on the model."""
     check_reads(model, data.block_size, causal, vocabulary)
     documents = data.packing == "documents"
-    batches = Batches(find_blocking(model, data.block_size, causal, vocabulary) if documents else None)
+    batches = find_batches(model, data.block_size, causal, vocabulary) if documents else Batches(documents=False)
     if data.pose_length is not None:
         _check_skips(model, batches, data.block_size, data.pose_length, vocabulary)
     return batches
@@ -88,7 +78,8 @@ def packed_batches(model: Any, data: DataArguments, causal: bool, vocabulary: in
 
 def _check_skips(model: Any, batches: Batches, block_size: int, length: int, vocabulary: int) -> None:
     """Raises for a model that ignores its positions, or has too few of them, and runs a row up to the last one."""
-    try:
+    what = f"--pose_length {length} cannot be used with this {type(model).__name__}"
+    with settings_errors(what, PositionEncodingError, IndexError, RuntimeError):
         views = PositionViews(model)
         limit = views.limit()
         if limit is not None and limit < length:
@@ -100,13 +91,9 @@ def _check_skips(model: Any, batches: Batches, block_size: int, length: int, voc
         with evaluation_mode(model):
             last = _logits(model, tokens, **batches.arguments(places, places + (length - block_size) * (places > 0)))
         views.of({"input_ids": tokens, "labels": tokens} | batches.arguments(places), last)
-    except (PositionEncodingError, IndexError, RuntimeError) as error:
-        raise SettingsError(
-            f"--pose_length {length} cannot be used with this {type(model).__name__}: {error}"
-        ) from error
 
 
-def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) -> Blocking:
+def find_batches(model: Any, block_size: int, causal: bool, vocabulary: int) -> Batches:
     """Finds the arguments with which this model, with its scheme and its attention, separates documents, so that a
     packed row gives the same logits as its separate documents.
 
@@ -132,9 +119,9 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
         for first in [0] if padding is None else [0, padding + 1]:
             for positions, mask in ((True, False), (True, True), (False, True)):
                 if (mask or causal) and (positions or not first):
-                    blocking = Blocking(positions, mask, first, causal, model.dtype)
+                    batches = Batches(positions, mask, first, causal, model.dtype)
                     try:
-                        distance = spread_distance(_logits(model, tokens, **blocking.arguments(places)), alone)
+                        distance = spread_distance(_logits(model, tokens, **batches.arguments(places)), alone)
                         outcome = f"off by {distance:.1e}; without blocking, off by {unblocked:.1e}"
                     except PositionEncodingError as error:
                         raise SettingsError(
@@ -143,8 +130,8 @@ def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) ->
                     except (TypeError, ValueError, RuntimeError, IndexError) as error:
                         distance, outcome = float("inf"), f"{type(error).__name__}: {error}"
                     if distance <= tolerance:
-                        return blocking
-                    tried.append(f"{blocking}: {outcome}")
+                        return batches
+                    tried.append(f"{batches}: {outcome}")
         raise SettingsError(
             f"{type(model).__name__} cannot separate documents in one row ({'; '.join(tried)}). Use --packing "
             "concatenate, where attention and positions continue through the row."

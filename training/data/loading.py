@@ -27,6 +27,7 @@ def load_named_dataset(
     config_name: str | None = None,
     split: str = "train",
     *,
+    column: str = "text",
     sample_by: str = "document",
     first: int | None = None,
 ) -> tuple[Any, str]:
@@ -34,22 +35,25 @@ def load_named_dataset(
 
     Returns:
         The dataset, and its name for messages.
+
+    Raises:
+        SettingsError: if it cannot be loaded, or has no such column of text.
     """
     from datasets import Dataset, exceptions, load_dataset
 
     path = packaged_folder() if name is None else Path(name)
+    source = f"Python package {DEFAULT_PACKAGE}" if name is None else name
     try:
         if path.exists():
             if config_name is not None:
                 raise SettingsError(f"--dataset_config_name is for a dataset on the hub, but {path.name} is local.")
-            dataset = _load_local(path, split, sample_by)
-            source = f"Python package {DEFAULT_PACKAGE}" if name is None else path.name
-            return first_rows(dataset, first), source
-        assert name is not None
-        if first is not None:
-            stream = load_dataset(name, config_name, split=split, streaming=True)
-            return Dataset.from_list(list(stream.take(first)), features=stream.features), name
-        return load_dataset(name, config_name, split=split), name
+            dataset = first_rows(_load_local(path, split, sample_by), first)
+            source = path.name if name is not None else source
+        elif first is not None:
+            stream = load_dataset(source, config_name, split=split, streaming=True)
+            dataset = Dataset.from_list(list(stream.take(first)), features=stream.features)
+        else:
+            dataset = load_dataset(source, config_name, split=split)
     except SettingsError:
         raise
     except (OSError, ValueError, exceptions.DatasetsError) as error:
@@ -59,16 +63,13 @@ def load_named_dataset(
             f"Cannot load the dataset {name!r}: {error}{cause}. Check --dataset_name (a local file or folder, or a hub "
             "name), --dataset_config_name and --dataset_split."
         ) from error
-
-
-def require_column(dataset: Any, column: str, source: str) -> None:
-    """Raises `SettingsError`, with the existing columns, if a dataset lacks a column."""
     if column not in dataset.column_names:
         close = close_names(column, dataset.column_names)
         raise SettingsError(
             f"The dataset {source!r} has no column {column!r}. Its columns: {', '.join(dataset.column_names)}. "
             + (f"Did you mean --text_column {close[0]}?" if close else "Name one with --text_column.")
         )
+    return dataset, source
 
 
 def split_rows(rows: Any, sizes: Sequence[int], seed: int) -> list[Any]:

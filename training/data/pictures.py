@@ -13,12 +13,11 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import ViTImageProcessorPil
+from transformers.image_utils import PILImageResampling
 
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, resized
 from training.data.order import EpochRow, RowsByEpoch
 
-#: Pillow's number for it.
-_BICUBIC = 3
 #: Number of pictures in a digest.
 _DIGEST_PICTURES = 64
 #: The sides of a crop differ by at most this factor.
@@ -53,6 +52,7 @@ class Augmentation:
         return cut.flip(-1) if self.flip and drawn.random() < 0.5 else cut
 
 
+@dataclass(eq=False)
 class PictureRows(RowsByEpoch):
     """Pictures at one resolution: `pixel_values` `(channels, resolution, resolution)` and `labels`, a number.
 
@@ -64,16 +64,11 @@ class PictureRows(RowsByEpoch):
         augmentation: random changes; `None` for none.
     """
 
-    def __init__(
-        self,
-        pictures: Pictures,
-        resolution: int,
-        channels: int,
-        normalization: Normalization,
-        augmentation: Augmentation | None = None,
-    ) -> None:
-        self.pictures, self.resolution, self.channels = pictures, resolution, channels
-        self.normalization, self.augmentation = normalization, augmentation
+    pictures: Pictures
+    resolution: int
+    channels: int
+    normalization: Normalization
+    augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -117,5 +112,8 @@ def image_processor(resolution: int, normalization: Normalization, channels: int
         list(values) * (channels if len(values) == 1 else 1) for values in (normalization.mean, normalization.std)
     )
     return ViTImageProcessorPil(
-        size={"height": resolution, "width": resolution}, resample=_BICUBIC, image_mean=mean, image_std=std
+        size={"height": resolution, "width": resolution},
+        resample=PILImageResampling.BICUBIC,
+        image_mean=mean,
+        image_std=std,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from hf_posenc.recipes import pose_positions
 from training.arguments import DataArguments
-from training.data.loading import first_rows, has_text_files, load_named_dataset, require_column, split_rows
+from training.data.loading import first_rows, has_text_files, load_named_dataset, split_rows
 from training.data.order import EpochRow, RowsByEpoch
 from training.errors import SettingsError
 from training.objectives import IGNORED
@@ -160,6 +161,7 @@ def _seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+@dataclass(eq=False)
 class PackedRows(RowsByEpoch):
     """The stream, cut every `block_size` tokens. No token is padding, and the rest at the end is dropped.
 
@@ -169,22 +171,19 @@ class PackedRows(RowsByEpoch):
     `positions` that the model gets instead of the places.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        block_size: int,
-        packing: str,
-        masking: RowMasking | None,
-        name: str = "text",
-        skips: RowSkips | None = None,
-    ) -> None:
-        if len(stream) < block_size:
+    stream: TokenStream
+    block_size: int
+    packing: str
+    masking: RowMasking | None
+    name: str = "text"
+    skips: RowSkips | None = None
+
+    def __post_init__(self) -> None:
+        if len(self) == 0:
             raise SettingsError(
-                f"The {name} has {len(stream)} tokens in {stream.documents} document(s), but one row needs "
-                f"{block_size}. Use more text or a shorter --block_size."
+                f"The {self.name} has {len(self.stream)} tokens in {self.stream.documents} document(s), but one row "
+                f"needs {self.block_size}. Use more text or a shorter --block_size."
             )
-        self.stream, self.block_size, self.masking, self.skips = stream, block_size, masking, skips
-        self.restarts = packing == DOCUMENTS
 
     def __len__(self) -> int:
         return len(self.stream) // self.block_size
@@ -194,7 +193,7 @@ class PackedRows(RowsByEpoch):
         start = row * self.block_size
         read, counted = self.stream.read(start, start + self.block_size)
         tokens = torch.from_numpy(read)
-        places = torch.from_numpy(counted) if self.restarts else torch.arange(self.block_size)
+        places = torch.from_numpy(counted) if self.packing == DOCUMENTS else torch.arange(self.block_size)
         if self.masking is None:
             inputs, labels = tokens, tokens.masked_fill(places == 0, IGNORED)
         else:
@@ -244,6 +243,5 @@ def _load(data: DataArguments, name: str | None, split: str, most: int | None) -
     if data.sample_by != "document" and not has_text_files(name):
         raise SettingsError(f"--sample_by {data.sample_by} is for text files, but {name} has none. Omit it.")
     first = most if data.streaming else None
-    dataset, source = load_named_dataset(name, config_name, split, sample_by=data.sample_by, first=first)
-    require_column(dataset, data.text_column, source)
-    return dataset, source
+    column = data.text_column
+    return load_named_dataset(name, config_name, split, column=column, sample_by=data.sample_by, first=first)

@@ -14,7 +14,7 @@ from scipy.stats import t as student_t
 from hf_posenc.metrics.dog import PROBE_TOLERANCE
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.schemes.registry import scheme_from_dict
-from training.report.results import MAIN, Run, Study, Task
+from training.report.results import BY_LENGTH, MAIN, Run, Study, Task
 
 CONFIDENCE = 0.95
 #: A distance of the two dogs up to this is a rounding error of float32.
@@ -114,7 +114,7 @@ def _numbers(run: Run, task: Task, clock: str) -> Iterator[tuple[str, str, Any, 
         yield "swapped", "", 0, points[0] if steps[0] == 0 else None
         yield "healed", "", 0, points[-1]
     for prefix, reading in (("", run.reading), ("before_", run.before or {})):
-        for quantity in ("loss", "tail_loss", "similarity", "accuracy", "token_accuracy"):
+        for quantity in BY_LENGTH:
             for length, value in zip(reading["lengths"], reading[quantity], strict=True) if quantity in reading else ():
                 yield prefix + quantity, task.axis, length, value
                 if quantity == "loss" and task.axis == "length":

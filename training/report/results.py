@@ -14,7 +14,7 @@ from hf_posenc.schemes.registry import scheme_from_dict
 from training.errors import SettingsError
 
 #: The figures of a reading that have a value for each length.
-_BY_LENGTH = ("loss", "tail_loss", "similarity", "accuracy", "token_accuracy")
+BY_LENGTH = ("loss", "tail_loss", "similarity", "accuracy", "token_accuracy")
 #: The quantity that models are compared by, for each kind of task.
 MAIN = {
     "language_modeling": "loss", "generalization": "accuracy", "embedding": "similarity",
@@ -37,7 +37,7 @@ def _named(**types: Any) -> GetPydanticSchema:
 Numbers = list[FiniteFloat | None]
 _READING: dict[str, Any] = {
     "lengths": list[int], "position_edges": list[int], "position_loss": Numbers, "sliding_loss": FiniteFloat | None,
-    "reasons": list[str], **dict.fromkeys(_BY_LENGTH, Numbers),
+    "reasons": list[str], **dict.fromkeys(BY_LENGTH, Numbers),
 }  # fmt: skip
 _DATA: dict[str, Any] = {
     "source": Required[str], "digest": Required[str], "tokenizer": str,
@@ -102,7 +102,7 @@ class Run(BaseModel):
         counts = [(name, len(values), len(steps)) for name, values in self.curve.items() if values]
         for reading in (self.before or {}, self.reading):
             lengths, gaps = len(reading.get("lengths", ())), len(reading.get("position_edges", [0])) - 1
-            counts += [(name, len(reading[name]), lengths) for name in _BY_LENGTH if name in reading]
+            counts += [(name, len(reading[name]), lengths) for name in BY_LENGTH if name in reading]
             counts.append(("position_loss", len(reading.get("position_loss", ())), gaps))
         for name, count, expected in counts:
             if count != expected:

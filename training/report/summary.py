@@ -77,15 +77,11 @@ def _task(study: Study, result: Result) -> Iterator[str]:
         yield from _best(values, quantity, short, place)
     if quantity == "loss":
         frequencies = task.unigram_cross_entropy or math.inf
-        above = {
-            label: fmean(reading[short].values()) - frequencies
-            for label, reading in values.items()
-            if reading.get(short)
-        }
-        failed = [label for label, value in above.items() if value > _HARDLY]
-        ignorant = [label for label, value in above.items() if abs(value) <= _HARDLY]
+        means = {label: fmean(reading[short].values()) for label, reading in values.items() if short in reading}
+        failed = [label for label, mean in means.items() if mean - frequencies > _HARDLY]
+        ignorant = [label for label, mean in means.items() if abs(mean - frequencies) <= _HARDLY]
         level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f}"
-        losses = {label: f" ({fmean(values[label][short].values()):.3f})" for label in above}
+        losses = {label: f" ({mean:.3f})" for label, mean in means.items()}
         if ignorant:
             yield f"{_quoted(ignorant, losses)} learned little more than {level}."
         if failed:
@@ -98,12 +94,13 @@ def _task(study: Study, result: Result) -> Iterator[str]:
 
 def _comparable(study: Study, result: Result, quantity: str) -> dict[str, dict[int, dict[int, float]]]:
     """Returns values by label, length and seed of schemes trained alike: not from another scheme, and not longer."""
-    comparable = {}
-    for label in result.labels:
-        run = study.of(result.task, label)[0]
-        if run.start is None and "train_length" not in run.training:
-            comparable[label] = _by_length(study, result.task, label, quantity)
-    return {label: values for label, values in comparable.items() if values}
+    comparable: dict[str, dict[int, dict[int, float]]] = {}
+    for run in study.of(result.task):
+        alike = run.start is None and "train_length" not in run.training
+        for length, value in zip(run.reading.get("lengths", ()), run.reading.get(quantity, ()), strict=False):
+            if alike and value is not None:
+                comparable.setdefault(run.scheme, {}).setdefault(length, {})[run.seed] = value
+    return comparable
 
 
 def _best(
@@ -143,8 +140,7 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
     """Says which schemes kept their loss at the longest length."""
     kept: list[str] = []
     open_: list[str] = []
-    lost: dict[str, float] = {}
-    ends: dict[str, tuple[float, float]] = {}
+    lost: dict[str, tuple[float, float]] = {}
     for label, reading in values.items():
         seeds = [seed for seed in reading.get(short, {}) if seed in reading.get(far, {})]
         if not seeds:
@@ -154,16 +150,15 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
         if rise + half <= KEPT:
             kept.append(label)
         elif rise - half > KEPT:
-            lost[label] = rise
-            ends[label] = (fmean(reading[short][seed] for seed in seeds), fmean(reading[far][seed] for seed in seeds))
+            lost[label] = (fmean(reading[short][seed] for seed in seeds), fmean(reading[far][seed] for seed in seeds))
         else:
             open_.append(label)
     told: list[str] = []
     if kept:
         told.append(f"{_quoted(kept)} kept {'its' if len(kept) == 1 else 'their'} loss (a rise of at most {KEPT} nats)")
     if lost:
-        most = max(lost, key=lambda label: lost[label])
-        change = "from {:.3f} to {:.3f}".format(*ends[most])
+        most = max(lost, key=lambda label: lost[label][1] - lost[label][0])
+        change = "from {:.3f} to {:.3f}".format(*lost[most])
         others = f", most of all `{most}`" if len(lost) > 1 else ""
         more = "by more" if kept else f"by more than {KEPT} nats"
         told.append(f"the loss rose {more} for {_quoted(list(lost))}{others} ({change})")
@@ -177,10 +172,7 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
     """Says which schemes distinguish the two dogs. A causal mask alone does, so attention without a mask is used."""
     causal = task.causal_reader
     quantity, limit = ("dog_probe", PROBE_TOLERANCE) if causal else ("dog_distance", ROUNDING)
-    last: dict[str, float] = {}
-    for record in result.of(quantity=quantity):
-        if record.value is not None:
-            last[record.subject] = record.value
+    last = {record.subject: record.value for record in result.of(quantity=quantity) if record.value is not None}
     if not last:
         return
     same = [label for label, value in last.items() if value <= limit]
@@ -193,16 +185,6 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
         yield f"{where}, {_quoted(same)} cannot tell {dogs} apart{others}."
     else:
         yield f"{where}, every scheme tells {dogs} apart."
-
-
-def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, dict[int, float]]:
-    """Returns the values of a scheme by length and seed."""
-    by_length: dict[int, dict[int, float]] = {}
-    for run in study.of(task, label):
-        for length, value in zip(run.reading.get("lengths", ()), run.reading.get(quantity, ()), strict=False):
-            if value is not None and math.isfinite(value):
-                by_length.setdefault(length, {})[run.seed] = value
-    return by_length
 
 
 def _count(number: int, noun: str) -> str:

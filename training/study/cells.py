@@ -7,10 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hf_posenc import PositionEncodingError, get_scheme
+from hf_posenc import get_scheme
 from hf_posenc.schemes.config import SchemeConfig
 from training.checkpoints import scheme_code
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.files import read_json
 from training.study.settings import SchemeOptions, StudySettings, TaskOptions, TrainingSettings
 from training.study.tasks import StudyTask, study_task
@@ -76,12 +76,11 @@ class Cell:
     def config(self) -> SchemeConfig | None:
         """Its scheme; `None` for the unpatched model."""
         scheme = self.asked.scheme or self.label
-        try:
-            return None if scheme == NATIVE else get_scheme(scheme).from_options(self.options)
-        except PositionEncodingError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"--scheme_options for {self.label!r}: {error}") from error
+        if scheme == NATIVE:
+            return None
+        kind = get_scheme(scheme)
+        with settings_errors(f"--scheme_options for {self.label!r}", TypeError, ValueError):
+            return kind.from_options(self.options)
 
     @cached_property
     def settings(self) -> TrainingSettings:
@@ -160,9 +159,7 @@ class Cell:
             "corpus digest": digests.get("corpus") if self.task.reads_text else None,
             "model digest": digests.get("model"),
         }
-        identity |= self.task.identity(self, digests)
-        if code := scheme_code(self.config):
-            identity["code of the scheme"] = code
+        identity |= self.task.identity(self, digests) | scheme_code(self.config)
         return identity if self.start is None else identity | {"from": self.start.identity(digests)}
 
 
@@ -192,9 +189,9 @@ def study_cells(study: StudySettings) -> list[Cell]:
         options = study.task_options.get(name, TaskOptions())
         task = _task(study, name, options)
         for label in study.labels_of(name):
-            for seed in study.seeds if options.seeds is None else options.seeds:
+            for seed in options.seeds or study.seeds:
                 add(task, label, seed)
-    if not study.for_rates:  # the study that it is for was checked, and has other tasks, too
+    if not study._for_rates:  # the study that it is for was checked, and has other tasks, too
         _refuse_unused(study, list(cells.values()))
     return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from training.arguments import ModelArguments
-from training.data.loading import first_rows, load_named_dataset, require_column, split_rows
+from training.data.loading import first_rows, load_named_dataset, split_rows
 from training.data.text import TokenStream, tokenize
 from training.errors import SettingsError
 from training.starting_model import BYTES, load_tokenizer
@@ -74,10 +74,8 @@ def load_corpus(
     """Loads text, splits it at document boundaries, and tokenises it. A single text file is split into paragraphs."""
     column = settings.text_column
     for sample_by in ("document", "paragraph"):
-        dataset, source = load_named_dataset(
-            settings.dataset_name, settings.dataset_config_name, settings.dataset_split, sample_by=sample_by
-        )
-        require_column(dataset, column, source)
+        named = settings.dataset_name, settings.dataset_config_name, settings.dataset_split
+        dataset, source = load_named_dataset(*named, column=column, sample_by=sample_by)
         dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns=column, desc="Dropping blanks")
         if len(dataset) > 1:
             break

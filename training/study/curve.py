@@ -9,13 +9,11 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from training.errors import SettingsError
+from training.errors import settings_errors
 from training.study.settings import StudySettings
 
 #: Metrics that are evaluated during training, and their names in results.
-EVALUATED = {
-    "eval_loss": "validation_loss", "eval_similarity": "validation_similarity", "eval_accuracy": "validation_accuracy",
-}  # fmt: skip
+EVALUATED = {f"eval_{name}": f"validation_{name}" for name in ("loss", "similarity", "accuracy")}
 #: Called after every step with the number of completed steps.
 OnStep = Callable[[int], None]
 
@@ -61,16 +59,16 @@ def recorded_seconds(state: TrainerState) -> dict[str, float]:
 def recorded_curve(state: TrainerState) -> dict[str, Any]:
     """Returns the curve of a finished training and the time it took, JSON-ready.
 
-    The training loss is the mean since the previous point; `None` before the first step.
+    The training loss is the mean since the previous point; `None` before the first step, and empty without any steps.
     """
     points: dict[int, dict[str, Any]] = {}
     for entry in state.log_history:
         points.setdefault(entry["step"], {}).update(entry)
     evaluated = {step: point for step, point in sorted(points.items()) if EVALUATED.keys() & point.keys()}
-    curve: dict[str, list[Any]] = {"step": list(evaluated)}
+    curve: dict[str, list[Any]] = {"step": list(evaluated), "train_loss": []}
     for name, title in {"loss": "train_loss", **EVALUATED}.items():
         values = [point.get(name) for point in evaluated.values()]
-        if name == "loss" or any(value is not None for value in values):
+        if any(value is not None for value in values):
             curve[title] = [None if value is None else round(float(value), 4) for value in values]
     return {"curve": curve} | {key: round(value, 3) for key, value in recorded_seconds(state).items()}
 
@@ -78,12 +76,10 @@ def recorded_curve(state: TrainerState) -> dict[str, Any]:
 def check_trackers(study: StudySettings) -> None:
     """Raises `SettingsError` for an unknown or missing tracker, before the training."""
     names = study.report_to
-    try:
+    with settings_errors("--report_to", ValueError, ImportError, RuntimeError):
         # A single name may be "all" or "none".
         for callback in get_reporting_integration_callbacks(names[0] if len(names) == 1 else names):
             callback()
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise SettingsError(f"--report_to: {error}") from error
 
 
 def finish_trackers(arguments: TrainingArguments) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ import torch
 
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.installation import require
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.machine import usable_cores
 from training.study.settings import StudySettings
 
@@ -115,7 +114,10 @@ def _end_with_parent() -> None:
 @contextmanager
 def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
     """Connects to the cluster at `address` (or of `scheduler_file`), or starts one here with all other options."""
-    distributed, dask = _package("dask", "distributed"), _package("dask", "dask")
+    require("--executor dask", "dask", "distributed")
+    import dask
+    import distributed
+
     options, threads, slots = study.executor_options, None, study.workers or jobs
     with ExitStack() as stack:
         with _refused(study):
@@ -148,7 +150,9 @@ def _dask(study: StudySettings, jobs: int) -> Iterator[Executor]:
 @contextmanager
 def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
     """Starts a job for each training: on SLURM if available, otherwise on this machine. Logs: `trainings/jobs`."""
-    submitit = _package("submitit", "submitit")
+    require("--executor submitit", "submitit")
+    import submitit
+
     options = {"timeout_min": 24 * 60, **study.executor_options}
     with _refused(study):
         pool = submitit.AutoExecutor(f"{study.output_dir}/trainings/jobs/%j", cluster=options.pop("cluster", None))
@@ -173,18 +177,8 @@ def _submitit(study: StudySettings, jobs: int) -> Iterator[Executor]:
         os.environ.update({} if path is None else {"PYTHONPATH": path})
 
 
-def _package(executor: str, name: str) -> Any:
-    require(f"--executor {executor}", name)
-    return importlib.import_module(name)
-
-
-@contextmanager
-def _refused(study: StudySettings) -> Iterator[None]:
+def _refused(study: StudySettings) -> AbstractContextManager[None]:
     """Reports the error of an executor about its options."""
-    try:
-        yield
-    except (TypeError, ValueError, NameError, AssertionError, RuntimeError, OSError) as error:
-        raise SettingsError(
-            f"--executor {study.executor} with --executor_options {study.executor_options} cannot be started: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    what = f"--executor {study.executor} with --executor_options {study.executor_options} cannot be started"
+    kinds = (TypeError, ValueError, NameError, AssertionError, RuntimeError, OSError)
+    return settings_errors(what, *kinds, with_kind=True)

@@ -11,7 +11,7 @@ from hf_posenc import patch_model, unpatch_model
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.metrics.generalization.examples import end_token
 from hf_posenc.recipes import Swap, frozen_teacher
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.starting_model import build_model as starting_model, check_overrides, unknown_architecture, weights_digest
 from training.study.corpus import starting_arguments
 from training.study.settings import StudySettings, TrainingSettings
@@ -85,10 +85,8 @@ def _built(
     model_type, overrides = task.settings.model_type or by_default, task.settings.config_overrides
     if model_type not in CONFIG_MAPPING:
         raise SettingsError(f"--model_type: {unknown_architecture(model_type)}")
-    try:
+    with settings_errors(f"--model_type {model_type} has no default config to start from", *_NOT_BUILT):
         stock: PreTrainedConfig = CONFIG_MAPPING[model_type]()
-    except _NOT_BUILT as error:
-        raise SettingsError(f"--model_type {model_type} has no default config to start from: {error}") from error
     wanted |= {
         "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers,
@@ -112,14 +110,12 @@ def _built(
         if setting is not None:
             raise SettingsError(f"--config_overrides sets {name}, which {setting} determines.")
     given = {names.get(name, name): value for name, value in (fields | (required or {}) | overrides).items()}
-    try:
+    what = f"--model_type {stock.model_type} cannot be used for the task {task.name!r}"
+    with settings_errors(what, *_NOT_BUILT, with_kind=True):
         config = type(stock)(**given)
         if classes is not None:
             config.num_labels = classes
         model = task.loader.from_config(config)
-    except _NOT_BUILT as error:
-        what = f"--model_type {stock.model_type} cannot be used for the task {task.name!r}"
-        raise SettingsError(f"{what}: {type(error).__name__}: {error}") from error
     for name, value in overrides.items():
         built = getattr(config, name)
         if built != value and not (isinstance(built, dict) and built.items() >= value.items()):

@@ -20,6 +20,7 @@ from training.study.cells import FINISHED, Cell
 from training.study.corpus import Corpus
 from training.study.settings import StudySettings
 from training.study.tasks import IMAGES, StudyTask
+from training.study.tasks.task import SHAPE
 
 #: Settings for where and how fast a study runs. They do not change results.
 _LOCAL = {"output_dir", "workers", "checkpoint_every", "executor", "executor_options", "report_to"}
@@ -83,9 +84,8 @@ def _repeating(command: list[str]) -> list[str]:
 def _task(
     study: StudySettings, task: StudyTask, corpus: Corpus | None, model: str, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    shape = {"hidden_size", "num_layers", "num_heads"} if task.pretrained else set()
     return {
-        **task.settings.model_dump(exclude=shape),
+        **task.settings.model_dump(exclude=set(SHAPE) if task.pretrained else None),
         "kind": task.kind,
         "causal": task.causal,
         "model": model,

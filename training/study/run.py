@@ -16,7 +16,7 @@ from hf_posenc.checkpoint.atomic_folder import atomic_replacement
 from hf_posenc.patching.place.lengths import update_tokenizer_length
 from training.checkpoints import latest_complete_checkpoint
 from training.data.order import RowsByEpoch
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.files import write_json
 from training.machine import launched_on_cpu, processor_name
 from training.starting_model import add_lora
@@ -65,7 +65,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     if task.has_teacher:
         data.teacher = Teacher(beginning.teacher, data.validation)
     if cell.goes_on:
-        head["before"] = task.read(cell, beginning.model, data, tokenizer, whole=False)
+        head["before"] = task.read(cell, beginning.model, data, whole=False)
     if beginning.swap is not None:
         # Its options may come from the old scheme.
         head |= {"config": beginning.swap.new.to_dict(), "swap": beginning.swap.to_dict()}
@@ -87,7 +87,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         trained = trained.merge_and_unload()
     result = {**head, "status": FINISHED, **training, "model": None}
     dog = task.dogs(cell, trained, tokenizer)
-    figures = task.read(cell, trained, data, tokenizer, whole=not cell.study.for_rates)
+    figures = task.read(cell, trained, data, whole=not cell.study._for_rates)
     result |= {task.figures: figures, "dog": dog}
     if cell.study.save_models or cell.is_start:
         result["model"] = str(cell.model_folder.relative_to(cell.study_folder))
@@ -98,10 +98,8 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
 
 def _train(cell: Cell, trainer: SchemeTrainer) -> dict[str, Any]:
     if not cell.settings.max_steps:
-        measured = trainer.evaluate()
-        name = next(name for name in ("eval_loss", "eval_similarity") if name in measured)
-        point = {f"validation_{name.removeprefix('eval_')}": [round(measured[name], 4)]}
-        return {"curve": {"step": [0], "train_loss": [], **point}, "seconds": 0.0, "cpu_seconds": 0.0}
+        trainer.evaluate()
+        return recorded_curve(trainer.state)
     checkpoint = latest_complete_checkpoint(cell.folder, trainer.args.world_size)
     # A resumed run has its first point from the checkpoint.
     trainer.args.eval_on_start = cell.goes_on and checkpoint is None
@@ -137,7 +135,7 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
         "run_name": cell.name,
         "project": cell.study.name,
     } | settings.trainer
-    try:
+    with settings_errors(f"trainer {settings.trainer}", TypeError, ValueError, ImportError):
         arguments = TrainingArguments(
             output_dir=str(cell.folder), max_steps=max(1, settings.max_steps), learning_rate=settings.learning_rate,
             warmup_steps=settings.warmup_steps, weight_decay=settings.weight_decay,
@@ -145,8 +143,6 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
             logging_strategy="no", save_steps=settings.checkpoint_every, save_total_limit=1,
             report_to=cell.study.report_to or "none", disable_tqdm=True, **given,
         )  # fmt: skip
-    except (TypeError, ValueError, ImportError) as error:
-        raise SettingsError(f"trainer {settings.trainer}: {error}") from error
     # A training item of the embedding task is a whole batch, which cannot be split.
     items = 1 if whole else settings.batch_size
     sharing = arguments.world_size * (1 if whole else arguments.gradient_accumulation_steps)

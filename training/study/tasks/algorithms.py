@@ -76,10 +76,9 @@ class AlgorithmTask(StudyTask):
         """Returns the function that makes batches of examples."""
         return default_collate
 
-    def read(
-        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
-    ) -> dict[str, Any]:
+    def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         samples, seed = self.settings.test_samples, _question_seed(cell)
+        tokenizer = data.train.tokenizer
         rows = exact_match(model, tokenizer, self.synthetic, self.lengths, samples=samples, seed=seed).rows
         tokens = {"token_accuracy": rounded([row.token_accuracy for row in rows])} if whole else {}
         return {"lengths": self.lengths, "accuracy": rounded([row.exact_match for row in rows])} | tokens

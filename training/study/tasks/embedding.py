@@ -73,9 +73,7 @@ class EmbeddingTask(TextTask):
         windows = self.settings.eval_windows
         return TeacherTrainer(**options, teacher=data.teacher, lengths=self.lengths, windows=windows)
 
-    def read(
-        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
-    ) -> dict[str, Any]:
+    def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         similarities = data.teacher.similarities(model, self.lengths, self.settings.eval_windows)
         return {"lengths": self.lengths, "similarity": rounded(similarities)}
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import default_collate
 from transformers import AutoModelForImageClassification, PreTrainedTokenizerBase
 
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.images.patches import PatchSize
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
-from hf_posenc.metrics.images.resolution import accuracy_by_resolution
+from hf_posenc.metrics.images.resolution import accuracy_by_resolution, check_resolutions
 from hf_posenc.metrics.images.sensitivity import SIDE, picture_dog_test
 from training.data.loading import first_rows, split_rows
 from training.data.pictures import Augmentation, PictureRows, image_processor
-from training.errors import SettingsError
+from training.errors import SettingsError, settings_errors
 from training.study.corpus import Corpus
 from training.study.models import new_image_model
 from training.study.settings import StudySettings, SwapArguments, TrainingSettings
@@ -45,12 +47,9 @@ class ImagesTask(StudyTask):
                 f"The task {self.name!r} trains new weights. To train a pretrained classifier, use "
                 "training/run_image_classification.py, or omit --model_name_or_path."
             )
-        for resolution in (self.settings.train_resolution, *self.settings.test_resolutions):
-            if resolution % self.settings.patch_size:
-                raise SettingsError(
-                    f"Pictures of {resolution} pixels are not a whole number of patches of {self.settings.patch_size} "
-                    "pixels; use multiples of --patch_size."
-                )
+        side = self.settings.patch_size
+        with settings_errors("--train_resolution, --test_resolutions", MeasurementError):
+            check_resolutions(PatchSize(side, side, _CHANNELS), [self.settings.train_resolution, *self.lengths])
 
     def refusal(self, swap: SwapArguments) -> str | None:
         return f"the task {self.name!r} does not support swap options." if swap.given() else None
@@ -78,9 +77,7 @@ class ImagesTask(StudyTask):
         batch = data.collate([data.train[0]])
         model(**{name: value for name, value in batch.items() if name != "labels"})
 
-    def read(
-        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
-    ) -> dict[str, Any]:
+    def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         assert data.pictures is not None
         rows = accuracy_by_resolution(model, data.pictures, self.lengths)
         return {
@@ -114,7 +111,7 @@ def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
 def pictures_summary(study: StudySettings) -> dict[str, Any]:
     """Describes the pictures of a study, JSON-ready; `digest` identifies them."""
     train, validation, test = parts = study_pictures(study)
-    digests = [PictureRows(part, 8, 3, Normalization()).digest() for part in parts]
+    digests = [PictureRows(part, 8, _CHANNELS, Normalization()).digest() for part in parts]
     return {
         "source": train.source,
         "classes": len(train.classes),

@@ -159,9 +159,7 @@ class StudyTask:
         hooks = swap.loss_hooks(options["model"], teacher, self.causal)
         return SchemeTrainer(**options, causal=self.causal, loss_hooks=hooks)
 
-    def read(
-        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
-    ) -> dict[str, Any]:
+    def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         """Returns the figures of a model by length or resolution, JSON-ready."""
         raise NotImplementedError
 

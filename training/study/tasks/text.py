@@ -89,15 +89,13 @@ class LanguageTask(TextTask):
         chosen = [longest[index * len(longest) // count] for index in range(count)]
         return CellData(
             train=rows(0, settings.train_length),
-            collate=Batches(None),
+            collate=Batches(documents=False),
             validation=rows(1, task.train_length),
             positions=max(self.lengths[-1], settings.train_length),
             windows={name: torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels")},
         )
 
-    def read(
-        self, cell: Cell, model: Any, data: CellData, tokenizer: PreTrainedTokenizerBase, whole: bool = True
-    ) -> dict[str, Any]:
+    def read(self, cell: Cell, model: Any, data: CellData, whole: bool = True) -> dict[str, Any]:
         assert data.windows is not None
         length, lengths = self.settings.train_length, self.lengths
         measured = loss_by_length(
@@ -128,8 +126,7 @@ class LanguageTask(TextTask):
         return min(_TAIL, min(self.settings.train_length, self.lengths[0]) // 2)
 
     def facts(self, study: StudySettings, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        if corpus is None:
-            return {}
+        assert corpus is not None
         windows = validation_windows(corpus.validation.tokens, self.settings)
         frequencies = unigram_cross_entropy(corpus.train.tokens, windows[:, 1:].numpy(), len(tokenizer))
         return {
