@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -62,18 +63,13 @@ def send(
         name = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        operations += [CommitOperationDelete(path) for path in _outdated_there(api, name, revision, report)]
+        earlier: set[str] = set()
+        with contextlib.suppress(RemoteEntryNotFoundError):
+            earlier = files_in(Path(api.hf_hub_download(name, MANIFEST, revision=revision)))
+        if earlier:  # Some programs would load files that belong to an earlier export only.
+            outdated = earlier.intersection(api.list_repo_files(name, revision=revision)) - set(report.files)
+            operations += [CommitOperationDelete(path) for path in sorted(outdated)]
         api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
-
-
-def _outdated_there(api: HfApi, repository: str, revision: str | None, report: ExportReport) -> list[str]:
-    """Files in the repository that belong to an earlier export only. Some programs would load them."""
-    try:
-        earlier = files_in(Path(api.hf_hub_download(repository, MANIFEST, revision=revision)))
-    except RemoteEntryNotFoundError:
-        return []
-    there = api.list_repo_files(repository, revision=revision)
-    return sorted((set(there) & earlier) - set(report.files))
 
 
 def export_model(

@@ -199,15 +199,20 @@ def check_vocabulary(model: Any, *token_ids: int) -> None:
 
 
 def check_capacity(model: Any, length: int) -> None:
-    """Refuses a sequence that is longer than the learned table of a stock model.
-
-    Past its table, a stock model fails with an index or shape error on a CPU, and on a GPU with an error that ends the
-    process. A patched model raises `SequenceLengthError` itself.
-    """
-    target = unwrapped(model)
-    capacity = rows_of_tables(target) if current_encoding(target) is None else None
+    """Refuses a sequence that is longer than the learned table of a stock model; see `native_capacity`."""
+    capacity = native_capacity(model)
     if capacity is not None and length > capacity:
         raise SequenceLengthError(
             f"Position {length - 1} lies past the {capacity} positions of the position table of "
             f"{type(model).__name__}. Shorten the input, or patch the model with a scheme that extrapolates."
         )
+
+
+def native_capacity(model: Any) -> int | None:
+    """Returns the number of positions in the learned table of an unpatched model; `None` without a table or if patched.
+
+    Past its table, a stock model fails with an index or shape error on a CPU, and on a GPU with an error that ends the
+    process. A patched model raises `SequenceLengthError` itself.
+    """
+    target = unwrapped(model)
+    return rows_of_tables(target) if current_encoding(target) is None else None
