@@ -11,34 +11,26 @@ from hf_posenc.errors import UsageError
 from hf_posenc.installation import require
 
 _ARCHITECTURE_PREFIX = "hf_posenc."
-_COMMON_LOADERS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM")
-_VAGUE_LOADERS = ("AutoModelForMultimodalLM", "AutoModelForPreTraining", "AutoModelForTextEncoding")
 
 
-def auto_class(config: Any) -> Any:
-    """Returns the Auto class for the architecture in a config; `AutoModel` if the config names none.
+def model_class(config: Any) -> Any:
+    """Returns the class of transformers that a config names; `AutoModel` if it names none.
 
     Raises:
-        UsageError: if no Auto class supports the architecture, because another class would drop its head.
+        UsageError: if transformers has no such model, because a bare model would drop its head.
     """
     import transformers
-    from transformers.models.auto import modeling_auto
 
-    architectures = getattr(config, "architectures", None) or []
+    architectures = getattr(config, "architectures", None)
     if not architectures:
         return transformers.AutoModel
     wanted = architectures[0].removeprefix(_ARCHITECTURE_PREFIX)
-    classes = {name: kind for name, kind in vars(modeling_auto).items() if isinstance(kind, type)}
-    loaders = {name: getattr(kind, "_model_mapping", None) for name, kind in classes.items()}
-    public = [name for name, mapping in loaders.items() if mapping is not None and hasattr(transformers, name)]
-    # A class may have several loaders. The most informative ones come first.
-    for name in sorted(public, key=lambda name: (name not in _COMMON_LOADERS, name in _VAGUE_LOADERS, name)):
-        for known in getattr(loaders[name], "_model_mapping", {}).values():
-            if wanted == known or (isinstance(known, tuple | list) and wanted in known):
-                return getattr(transformers, name)
+    found = getattr(transformers, wanted, None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
     raise UsageError(
-        f"No Auto class of transformers loads the architecture {wanted!r}, and loading it as a bare model would drop "
-        f"its head. In Python, load it with its own class and call hf_posenc.patch_model."
+        f"transformers has no model {wanted!r}, and loading it as a bare model would drop its head. In Python, load it "
+        "with its own class and call hf_posenc.patch_model."
     )
 
 
@@ -56,8 +48,11 @@ def load_model(model: str, *, config_only: bool = False) -> Any:
             f"{model} --merge-adapters`, or merge_and_unload() and save_pretrained() in Python."
         )
     config = load_config(model)
-    loader = auto_class(config)
-    return (loader.from_config(config) if config_only else _load(loader.__name__, model)).eval()
+    found = model_class(config)
+    if not config_only:
+        return _load(found.__name__, model).eval()
+    build = found.from_config if found.__name__ == "AutoModel" else found._from_config
+    return build(config).eval()
 
 
 def load_with_adapters(adapters: str) -> tuple[Any, str]:

@@ -211,7 +211,10 @@ def _section(
         module = type(one).__module__
         if not module.startswith("hf_posenc."):
             own[module] = f"{own[module]}, {one.name}" if module in own else one.name
-    imports = [_IMPORT, *map(_own_import, own, own.values())]
+    imports = [_IMPORT]
+    for module, names in own.items():
+        here = f"# Here, run the code that registers: {names}."
+        imports.append(here if module == "__main__" else f"import {module}  # registers {names}")
     loading = loading_section(name, class_name, imports=imports, base_model=base if adapter else None)
     layers = sum(len(stack.attention_layers) for stack in report.stacks)
     return "\n\n".join(
@@ -290,13 +293,6 @@ def _card_tags(names: Iterable[str]) -> list[str]:
 def scheme_names(config: SchemeConfig) -> list[str]:
     """The name of a scheme, or those of the schemes of parts of a composite model."""
     return [one.name for one in config.schemes] if isinstance(config, PartsConfig) else [config.name]
-
-
-def _own_import(module: str, schemes: str) -> str:
-    """The line of code that registers schemes which are not those of this package."""
-    if module == "__main__":
-        return f"# Here, run the code that registers: {schemes}."
-    return f"import {module}  # registers {schemes}"
 
 
 def loading_section(

@@ -80,8 +80,7 @@ def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None
             f"The weights of this {type(model).__name__} are not those that the scheme {encoding.config.name!r} was "
             f"placed on: {found}. A position adapter contains only the scheme, so the changed weights are not saved, "
             "and load_position_adapter refuses the original ones. Save the whole model with save_pretrained. To "
-            "train a "
-            "scheme alone, freeze the rest before training: for name, parameter in model.named_parameters(): "
+            "train a scheme alone, freeze the rest before training: for name, parameter in model.named_parameters(): "
             'parameter.requires_grad_("position_encoding" in name). If the changed weights are saved elsewhere as the '
             "new base, ignore this."
         )

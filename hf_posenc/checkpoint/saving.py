@@ -34,10 +34,9 @@ def save_pretrained(call: Call) -> Any:
     from hf_posenc.checkpoint.cards import has_section, write_card
     from hf_posenc.patching.place.encoding import refuse_changed
 
-    model = call["self"]
+    model, folder, main = call["self"], call["save_directory"], call["is_main_process"]
     entry = read_entry(model.config)
     refuse_changed(model)
-    folder, main = call["save_directory"], call["is_main_process"]
     if not is_place_for_folder(folder):
         return call.run()  # Transformers says what is wrong with it.
     # Otherwise, the remaining files of an interrupted save would later overwrite the files of this one.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
 import re
-import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,14 @@ from hf_posenc.checkpoint.cards import card_data, card_text, hub_name, scheme_na
 from hf_posenc.checkpoint.saving import upload_of
 from hf_posenc.checkpoint.stored_schemes import WEIGHTS
 from hf_posenc.entry import ADAPTER_CONFIG
-from hf_posenc.errors import UnknownNameError, UsageError
+from hf_posenc.errors import UnknownNameError, UsageError, warn_user
 from hf_posenc.export.carriers import carry
 from hf_posenc.export.layers import ModelParts
-from hf_posenc.export.models import model_to_export, refuse_unsuited, warn_of_unknown_tokens
+from hf_posenc.export.models import model_to_export, refuse_unsuited, unknown_tokens
 from hf_posenc.export.records import MANIFEST, ExportReport, checks_table, files_in, serving_commands
 from hf_posenc.export.targets import OF_TRANSFORMERS, find_target
 from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.preserve import evaluation_mode
-
-#: Exports of a process run one after another. They set the mode and hooks of a model, which several may share.
-_ONE_AT_A_TIME = threading.RLock()
+from hf_posenc.preserve import PROCESS, evaluation_mode
 
 
 def send(
@@ -66,18 +63,13 @@ def send(
         name = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        operations += [CommitOperationDelete(path) for path in _outdated_there(api, name, revision, report)]
+        earlier: set[str] = set()
+        with contextlib.suppress(RemoteEntryNotFoundError):
+            earlier = files_in(Path(api.hf_hub_download(name, MANIFEST, revision=revision)))
+        if earlier:  # Some programs would load files that belong to an earlier export only.
+            outdated = earlier.intersection(api.list_repo_files(name, revision=revision)) - set(report.files)
+            operations += [CommitOperationDelete(path) for path in sorted(outdated)]
         api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
-
-
-def _outdated_there(api: HfApi, repository: str, revision: str | None, report: ExportReport) -> list[str]:
-    """Files in the repository that belong to an earlier export only. Some programs would load them."""
-    try:
-        earlier = files_in(Path(api.hf_hub_download(repository, MANIFEST, revision=revision)))
-    except RemoteEntryNotFoundError:
-        return []
-    there = api.list_repo_files(repository, revision=revision)
-    return sorted((set(there) & earlier) - set(report.files))
 
 
 def export_model(
@@ -146,11 +138,13 @@ def export_model(
     inner = model_to_export(model, merge_adapters)
     refuse_unsuited(inner, target)
     outdated: set[str] = set()
-    with _ONE_AT_A_TIME, evaluation_mode(inner), atomic_replacement(place, outdated) as draft:
+    # Exports run one after another: they set the mode and hooks of a model, which several may share.
+    with PROCESS, evaluation_mode(inner), atomic_replacement(place, outdated) as draft:
         parts = ModelParts(inner)
         form, checks = carry(export.of(parts, draft, tokenizer), target, approximate)
         if tokenizer is not None:
-            warn_of_unknown_tokens(inner, tokenizer)
+            if problem := unknown_tokens(tokenizer, getattr(inner.config.get_text_config(), "vocab_size", None)):
+                warn_user(problem)
             tokenizer.save_pretrained(draft)
         card, manifest = draft / "README.md", draft / MANIFEST
         names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]

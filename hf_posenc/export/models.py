@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import UnsupportedError, warn_user
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.targets import Target
 from hf_posenc.patching.anatomy.anatomy import TEXT, Anatomy, is_part, refuse_remote_code
 from hf_posenc.patching.place.encoding import current_encoding, refuse_changed
@@ -77,16 +77,16 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
     return model
 
 
-def warn_of_unknown_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Warns if a tokenizer, or that of a processor, has tokens for which the model has no embedding."""
+def unknown_tokens(tokenizer: Any, rows: int | None) -> str:
+    """Says that a tokenizer, or that of a processor, has tokens beyond the rows of the embeddings; empty if not."""
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    rows = getattr(model.config.get_text_config(), "vocab_size", None)
     last = max(words.get_vocab().values(), default=0) if hasattr(words, "get_vocab") else 0
-    if rows is not None and last >= rows:
-        warn_user(
-            f"The tokenizer has the token id {last}, but the model has {rows} embeddings, so it cannot read text with "
-            f"such tokens. Call model.resize_token_embeddings({last + 1}), or pass the tokenizer of this model."
-        )
+    if rows is None or last < rows:
+        return ""
+    return (
+        f"The tokenizer has the token id {last}, but the model has {rows} embeddings, so it cannot read text with such "
+        f"tokens. Call model.resize_token_embeddings({last + 1}), or pass the tokenizer of this model."
+    )
 
 
 def other_modalities(model: PreTrainedModel) -> list[str]:

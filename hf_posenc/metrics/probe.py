@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.metrics.properties.specimen import build_parts
 from hf_posenc.metrics.statistics import relative_l2
-from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import LogitBias, PairwiseBias, SchemeParts
@@ -153,10 +153,7 @@ def probe_distance(
             causal=False,
             max_positions=max(512, embeddings.shape[0]),
         )
-        with isolated_rng(seed):
-            parts = scheme.build(context)
-        for part in parts:
-            part.eval()
+        parts = build_parts(scheme, context, seed)
     with torch.no_grad():
         outputs = probe(embeddings.detach().cpu(), parts)
     return relative_l2(outputs[list(first)], outputs[list(second)])

@@ -138,12 +138,9 @@ class QuantizedConfig(PositionMapConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(self, "offset", minimum=0)
-        if self.ids is not None:
-            check_choice(self, "ids", tuple(FLOATS))
-        if self.encodings is not None:
-            check_choice(self, "encodings", FORMATS)
-        if self.keys is not None:
-            check_choice(self, "keys", tuple(INTEGERS))
+        for field, choices in {"ids": tuple(FLOATS), "encodings": FORMATS, "keys": tuple(INTEGERS)}.items():
+            if getattr(self, field) is not None:
+                check_choice(self, field, choices)
 
     def position_map(self) -> RoundedPositions:
         """Returns a new map."""

@@ -55,14 +55,11 @@ def spearman(first: Tensor, second: Tensor) -> float:
     """The rank correlation of two curves. Equal values share their mean rank. The result for a flat curve is 0."""
     if float(second.max() - second.min()) < _FLAT:
         return 0.0
-    ranks = torch.stack([_ranks(values) for values in (first, second)])
-    return float(torch.corrcoef(ranks)[0, 1])
-
-
-def _ranks(values: Tensor) -> Tensor:
-    _, inverse, counts = values.double().unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    return (ends - (counts - 1) / 2)[inverse]
+    ranks = []
+    for values in (first, second):
+        _, inverse, counts = values.double().unique(return_inverse=True, return_counts=True)
+        ranks.append((counts.cumsum(0).double() - (counts - 1) / 2)[inverse])
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -91,7 +92,7 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
         UnsupportedError: for a model without a blend.
     """
     encoding = _blend_of(unwrapped(model))
-    config = _with_strength(encoding.config, strength)
+    config = _with_blends(encoding.config, lambda blend: dataclasses.replace(blend, strength=float(strength)))
     for part in places_of_parts(encoding.stacks):
         if is_blend(part):
             part.strength = float(strength)
@@ -132,10 +133,8 @@ def finish_blend(model: nn.Module) -> None:
 
 def new_scheme(config: SchemeConfig) -> SchemeConfig:
     """Returns the new scheme of a blend, or of a schedule of blends, in one part of a model."""
-    if isinstance(config, ScheduleConfig):
-        layers = tuple(new_scheme(layer) for layer in config.layers)
-        return layers[0] if len(set(layers)) == 1 else ScheduleConfig(layers=layers)
-    return config.new if isinstance(config, BlendedConfig) else config
+    new = _with_blends(config, attrgetter("new"))
+    return new.layers[0] if isinstance(new, ScheduleConfig) and len(set(new.layers)) == 1 else new
 
 
 def freeze_old(encoding: PositionEncoding) -> None:
@@ -188,11 +187,11 @@ def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeC
     )
 
 
-def _with_strength(config: SchemeConfig, strength: float) -> SchemeConfig:
+def _with_blends(config: SchemeConfig, changed: Callable[[BlendedConfig], SchemeConfig]) -> SchemeConfig:
+    """A scheme, a schedule, or the schemes of parts, with another scheme in place of each blend."""
     if isinstance(config, PartsConfig | ScheduleConfig):
-        changed = {place: _with_strength(child, strength) for place, child in config.children().items()}
-        return config.with_children(changed)
-    return dataclasses.replace(config, strength=float(strength)) if isinstance(config, BlendedConfig) else config
+        return config.with_children({at: _with_blends(child, changed) for at, child in config.children().items()})
+    return changed(config) if isinstance(config, BlendedConfig) else config
 
 
 class GradualSwapCallback(TrainerCallback):

@@ -113,7 +113,13 @@ def perturbed_positions(
         largest = size if largest_skip is None else torch.full_like(size, largest_skip)
         if limit is not None:
             room = limit - positions - (size - inner)
-            _refuse_full(positions, room, real, limit)
+            if bool(((room < 1) & real).any()):
+                longest = int(positions.where(real, -1).max()) + 1
+                raise SequenceLengthError(
+                    f"The positions reach {longest} and the model has {limit}, so no token can be moved further away. "
+                    f"Train on rows of fewer than {limit} tokens, give the model more positions, or use "
+                    "shift='cyclic', which stays within the positions of a row."
+                )
             largest = largest.minimum(room)
         skip = 1 + (amount * largest).long()
         moved = positions + skip * (inner >= (boundary * size).long())
@@ -126,16 +132,6 @@ def check_shift(shift: str, largest_skip: int | None, owner: str = "") -> None:
         raise UnknownNameError("shift", str(shift), SHIFTS)
     if largest_skip is not None and largest_skip < 1:
         raise ValueError(f"{owner}largest_skip is {largest_skip!r}; expected 1 or more.")
-
-
-def _refuse_full(positions: Tensor, room: Tensor, real: Tensor, limit: int) -> None:
-    if bool(((room < 1) & real).any()):
-        longest = int(positions.where(real, -1).max()) + 1
-        raise SequenceLengthError(
-            f"The positions reach {longest} and the model has {limit}, so no token can be moved further away. Train on "
-            f"rows of fewer than {limit} tokens, give the model more positions, or use shift='cyclic', which stays "
-            "within the positions of a row."
-        )
 
 
 def _real_tokens(positions: Tensor, real: Tensor | None) -> Tensor:

@@ -63,7 +63,9 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, form:
 
         return str(pandas.DataFrame(rows, columns=list(headers)).to_html(index=False, border=0))
     if form == "markdown":
-        return _markdown(columns)
+        rule = ["-" * (column.width - 1) + ":" if column.right else "-" * column.width for column in columns]
+        header, *lines = _rows(columns)
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
     width = _width.get()
     return "\n\n".join(_text(block, width) for block in _blocks(columns, width))
 
@@ -100,12 +102,6 @@ def _rows(columns: Sequence[_Column]) -> Iterator[list[str]]:
         lines = [column.wrapped(cell) for column, cell in zip(columns, row, strict=True)]
         for texts in itertools.zip_longest(*lines, fillvalue=""):
             yield [column.aligned(text) for column, text in zip(columns, texts, strict=True)]
-
-
-def _markdown(columns: Sequence[_Column]) -> str:
-    rule = ["-" * (column.width - 1) + ":" if column.right else "-" * column.width for column in columns]
-    header, *rows = _rows(columns)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
 
 def _text(columns: Sequence[_Column], width: int | None) -> str:

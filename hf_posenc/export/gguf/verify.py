@@ -17,9 +17,6 @@ from hf_posenc.export.gguf.t5 import start_token
 from hf_posenc.export.records import Check
 from hf_posenc.patching.anatomy.anatomy import find_stacks
 
-#: Differences, by the compared quantity: "logits" (minus their mean, relative to the largest where that exceeds 1),
-#: "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
-Differences = dict[str, float]
 #: Token ids by the names of the model's inputs, and the results of llama.cpp for them: logits of the last `STEPS`
 #: tokens, or hidden states by each of its functions.
 Case = tuple[dict[str, list[int]], Tensor]
@@ -78,7 +75,11 @@ def compare(model: PreTrainedModel, file: Path, length: int, dtype: str) -> Iter
 
 
 def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[str, str, float]]:
-    """Runs the model, and compares it with llama.cpp: the mode ("prefill" or "decode"), a quantity, its difference."""
+    """Runs the model, and compares it with llama.cpp: the mode ("prefill" or "decode"), a quantity, its difference.
+
+    The quantities are "logits" (minus their mean), "probabilities" of the next token, and "hidden states". All but
+    probabilities are relative to the largest where that exceeds 1.
+    """
     # The last logits alone, and no cache, if the model has these options.
     known = inspect.signature(model.forward).parameters
     options = {name: value for name, value in {"logits_to_keep": STEPS, "use_cache": False}.items() if name in known}
@@ -89,8 +90,9 @@ def _measured(model: PreTrainedModel, cases: Iterable[Case]) -> Iterator[tuple[s
             yield from (("prefill", "hidden states", relative_difference(found, expected)) for found in rows)
             continue
         for step, (expected, found) in enumerate(zip(output.logits[0, -STEPS:].float().cpu(), rows, strict=True)):
-            for what, value in token_differences(expected, found[: len(expected)]).items():
-                yield "decode" if step else "prefill", what, value
+            mode, logits = "decode" if step else "prefill", found[: len(expected)]
+            yield mode, "logits", relative_difference(logits - logits.mean(), expected - expected.mean())
+            yield mode, "probabilities", float((logits.softmax(-1) - expected.softmax(-1)).abs().max())
 
 
 def _encoded(model: PreTrainedModel, file: Path, length: int) -> list[Case]:
@@ -126,15 +128,6 @@ def _prompts(model: PreTrainedModel, most: int) -> list[list[int]]:
     lengths = sorted({max(1, min(length, most)) for length in {*_LENGTHS, *longer}})
     ids = random_ids(model, lengths[-1])[0].tolist()
     return [ids[:length] for length in lengths]
-
-
-def token_differences(expected: Tensor, found: Tensor) -> Differences:
-    """Differences of the prediction of a token, of its logits in both programs, `(vocabulary,)` float32 each."""
-    gap = (found.softmax(-1) - expected.softmax(-1)).abs().max()
-    return {
-        "logits": relative_difference(found - found.mean(), expected - expected.mean()),
-        "probabilities": float(gap),
-    }
 
 
 def has_gelu(model: PreTrainedModel) -> bool:

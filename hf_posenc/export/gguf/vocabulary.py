@@ -16,6 +16,7 @@ from gguf import TokenType
 from hf_posenc.errors import UnsupportedError, warn_user
 from hf_posenc.export.gguf.file import GgufForm, write_file
 from hf_posenc.export.gguf.run import tokenize
+from hf_posenc.export.models import unknown_tokens
 
 #: llama.cpp's rules for splitting a text before byte-level BPE, in the order in which they are tried.
 _SPLITS = (
@@ -105,15 +106,11 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 
 def _entries(tokenizer: Any, size: int) -> dict[str, Any]:
     """Tokens, their types, special tokens and the chat template: the same for all kinds of tokenizers."""
-    ids = tokenizer.get_vocab()
-    if max(ids.values()) >= size:
-        raise UnsupportedError(
-            f"The tokenizer has the token id {max(ids.values())}, but the model has {size} embeddings. Call "
-            f"model.resize_token_embeddings({max(ids.values()) + 1}), or pass the tokenizer of this model."
-        )
+    if problem := unknown_tokens(tokenizer, size):
+        raise UnsupportedError(problem)
     tokens = [f"[PAD{place}]" for place in range(size)]
     types = [int(TokenType.UNUSED)] * size
-    for token, place in ids.items():
+    for token, place in tokenizer.get_vocab().items():
         tokens[place], types[place] = token, int(TokenType.NORMAL)
     for place, added in tokenizer.added_tokens_decoder.items():
         tokens[place] = added.content

@@ -24,11 +24,10 @@ from hf_posenc.export.comparison import float32_reference
 from hf_posenc.export.layers import ModelParts, rotations_of
 from hf_posenc.export.programs import padded, plain_checks, run_plain
 from hf_posenc.export.records import Check
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
+from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
 from hf_posenc.export.stock.rope_parameters import fold
 from hf_posenc.export.stock.target import TOLERANCE, StockExport
 from hf_posenc.patching.anatomy.sites import native_pairing, native_rotary_dim
-from hf_posenc.patching.place.config_entry import native_lengths, write_lengths
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalEncoding, frequencies_of
 from hf_posenc.schemes.bias.alibi import AlibiBias
@@ -165,9 +164,7 @@ def _kind(parts: ModelParts) -> str:
 def _config(parts: ModelParts, kind: str) -> Any:
     """The config of a class of the file, which is loaded for it."""
     stock = stock_config(parts.model)
-    lengths = parts.model.position_encoding.lengths
-    if lengths.current is not None:
-        write_lengths(stock, dict.fromkeys(native_lengths(parts.model.config), lengths.current))
+    write_current_length(stock, parts)
     config_name = type(stock).__name__
     found = {"AutoModel": transformers.AutoModel._model_mapping.get(type(stock), None)} | {
         f"AutoModelFor{head}": getattr(transformers, f"AutoModelFor{head}")._model_mapping.get(type(stock), None)

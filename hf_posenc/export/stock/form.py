@@ -61,11 +61,10 @@ def stock_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def write_current_length(config: Any, parts: ModelParts) -> None:
-    """Writes the length of the patched model to a stock config, unless the model has a table with that many rows."""
+    """Writes the length of the patched model to a stock config."""
     lengths = parts.model.position_encoding.lengths
-    if lengths.current is None or lengths.current == lengths.native or any(stack.tables for stack, _ in parts.stacks):
-        return
-    write_lengths(config, dict.fromkeys(native_lengths(parts.model.config), lengths.current))
+    if lengths.current not in (None, lengths.native):
+        write_lengths(config, dict.fromkeys(native_lengths(parts.model.config), lengths.current))
 
 
 def config_of(stack: Stack, model: PreTrainedModel, config: Any) -> Any:

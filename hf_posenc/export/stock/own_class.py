@@ -54,8 +54,9 @@ def own_class(parts: ModelParts) -> StockForm:
             _write_scheme(config, state, parts, native)
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    # The length in the config determines where a dynamic scaling starts.
-    if all(flat.get("rope_type") != "dynamic" for flat in by_layer_type or [parameters]):
+    has_table = any(stack.tables for stack, _ in parts.stacks)
+    # The length in the config is that of a table, or determines where a dynamic scaling starts.
+    if not has_table and all(flat.get("rope_type") != "dynamic" for flat in by_layer_type or [parameters]):
         write_current_length(config, parts)
     return StockForm(type(model), config, state, carrier=carrier)
 

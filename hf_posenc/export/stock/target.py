@@ -87,18 +87,15 @@ class StockExport(Export[StockForm]):
         if self.model.can_generate() and not self.model.config.is_encoder_decoder:
             stop = min(_DECODED, compared[0][1])
             compared.append((stop // 2, stop, "decode", _decoded_difference))
+        # The whole model is compared, or the stacks of text of one that also needs an image.
+        whole = self.model.can_generate() or not other_modalities(self.model)
+        paths = [""] if whole else [stack.path for stack, _ in self.parts.stacks]
         for start, stop, mode, difference in compared:
             place = f" at the positions {start} to {stop - 1}"
-            for path in self._reading_ids():
+            for path in paths:
                 found = difference(reference.get_submodule(path), stock.get_submodule(path), start, stop)
                 quantity = f"outputs of {path}" if path else "outputs"
                 yield Check(f"transformers {transformers.__version__}", mode, quantity, found, TOLERANCE, place)
-
-    def _reading_ids(self) -> list[str]:
-        """The paths of the compared modules: the whole model, or the stacks of text of one that also needs an image."""
-        if self.model.can_generate() or not other_modalities(self.model):
-            return [""]
-        return [stack.path for stack, _ in self.parts.stacks]
 
     def _loaded(self, form: StockForm) -> PreTrainedModel:
         """The checkpoint in float32, loaded with stock code as the model was, so that both round their buffers."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from hf_posenc.errors import UsageError
 from hf_posenc.installation import require
@@ -50,17 +50,6 @@ class Pictures:
         """Returns some of the pictures."""
         labels = tuple(self.labels[index] for index in indices)
         return Pictures(self.source, Subset(self.items, list(indices)), labels, self.classes)
-
-
-@dataclass(frozen=True)
-class _Column(Dataset[Any]):
-    """A column of a dataset that is read row by row, so that only the pictures in use are in memory."""
-
-    dataset: Any
-    name: str
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index][self.name]
 
 
 def as_tensor(item: Any) -> Tensor:
@@ -138,7 +127,8 @@ def load_pictures(
     else:
         names = tuple(sorted({str(label) for label in labels}))
         numbers = tuple(names.index(str(label)) for label in labels)
-    return Pictures(path.name if path.is_dir() else str(name), _Column(dataset, chosen["image"]), numbers, names)
+    # A column reads a picture when it is indexed.
+    return Pictures(path.name if path.is_dir() else str(name), dataset[chosen["image"]], numbers, names)
 
 
 def _digits() -> Pictures:

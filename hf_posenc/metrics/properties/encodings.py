@@ -180,7 +180,6 @@ def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:
     return float(distances[best]), [int(first[best]), int(second[best])], count - int(duplicate.sum())
 
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 POSITIONS = (0, 1000, 16000, 64000)
 #: Largest error of a logit, in spacings of numbers at 1. Rounding queries, keys and their products costs about three.
 DEFECT_ULPS = 8

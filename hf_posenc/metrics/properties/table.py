@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hf_posenc.metrics.properties.decay import long_term_decay
-from hf_posenc.metrics.properties.encodings import DTYPES, length_consistency, low_precision, uniqueness
+from hf_posenc.metrics.properties.encodings import length_consistency, low_precision, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity
 from hf_posenc.metrics.properties.logits import (
     defined_past_training,
@@ -27,6 +27,7 @@ from hf_posenc.metrics.properties.specimen import (
     Specimen,
     specimen_forms,
 )
+from hf_posenc.metrics.quantization import FLOATS
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import as_scheme, list_schemes
@@ -57,7 +58,7 @@ PROPERTIES: dict[str, tuple[Callable[[Specimen], Measurement], str, str]] = {
     "long_term_decay": (
         long_term_decay, "decays", "rank correlation of distance and logit, for equal queries and keys",
     ),
-    **{name: (partial(low_precision, dtype=dtype), name, _ROUNDED) for name, dtype in DTYPES.items()},
+    **{name: (partial(low_precision, dtype=dtype), name, _ROUNDED) for name, dtype in FLOATS.items()},
 }  # fmt: skip
 _QUANTITIES = (
     Quantity("acts_on", "acts on", style="text"),

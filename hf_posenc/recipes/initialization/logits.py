@@ -116,14 +116,10 @@ def recorded_heads(
             )
     with evaluation_mode(anatomy.model), _recording(layers_of(encoding, part), biases) as recorders:
         for module in readers_of(anatomy, part):
-            module(**_inputs_of(module, sample))
+            known = inspect.signature(type(module).forward).parameters
+            inputs: dict[str, Any] = {name: sample for name in ("input_ids", "decoder_input_ids") if name in known}
+            module(**inputs, **({"use_cache": False} if hasattr(module.config, "use_cache") else {}))
     return [dataclasses.replace(bias.pairs, query=recorder.query, key=recorder.key) for recorder, bias in recorders]
-
-
-def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:
-    known = inspect.signature(type(module).forward).parameters
-    inputs: dict[str, Any] = {name: sample for name in ("input_ids", "decoder_input_ids") if name in known}
-    return inputs | ({"use_cache": False} if hasattr(module.config, "use_cache") else {})
 
 
 @torch.no_grad()
