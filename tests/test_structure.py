@@ -22,7 +22,7 @@ BOUNDS = {
     "forward": (13, 101, 54),
     "further layer": (13, 20, 11),
     "decoding": (11, 121, 64),
-    "save": (13, 267, 60),
+    "save": (13, 267, 59),
     "from_pretrained": (33, 1171, 514),
 }
 #: In a process of its own, because what other tests have registered is examined by a patch too.
@@ -100,13 +100,13 @@ def lines_of(folder: Path) -> list[int]:
 
 def test_the_library_is_no_larger() -> None:
     lines = lines_of(PACKAGE)
-    assert sum(lines) <= 53_829
+    assert sum(lines) <= 53_922
     assert max(lines) <= 500
     assert len(lines) <= 298
 
 
 @pytest.mark.parametrize(
-    ("room", "most"), [("training", 7_114), ("eval", 322), ("benchmarks", 2_496), ("tests", 60_223)]
+    ("room", "most"), [("training", 7_103), ("eval", 322), ("benchmarks", 2_496), ("tests", 60_223)]
 )
 def test_the_rooms_around_the_library_are_no_larger(room: str, most: int) -> None:
     lines = lines_of(PACKAGE.parent / room)
