@@ -123,14 +123,16 @@ def _supervised(lora: bool = False, **settings: Any) -> Any:
     """Each document is one sequence. Wrapped packing cuts them wherever a row ends, and a row is one sequence."""
 
     def check(scheme: Any) -> None:
-        from peft import LoraConfig
         from trl import SFTConfig, SFTTrainer
 
-        model, documents = llama(scheme), _documents()
-        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None
+        model, adapter = llama(scheme), None
+        if lora:
+            from peft import LoraConfig
+
+            adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         with folder() as path:
             arguments = SFTConfig(**_quiet(path, max_steps=1, max_length=64, bf16=False, loss_type="nll") | settings)
-            expected = _loss(model, documents)
+            expected = _loss(model, _documents())
             trainer = SFTTrainer(
                 model, args=arguments, train_dataset=_dataset(), processing_class=tokenizer(), peft_config=adapter
             )

@@ -71,17 +71,6 @@ def stock(smollm2, text):
 
 
 @pytest.fixture(scope="module")
-def passage(text):
-    """Enough of it to show that two models are the same."""
-    return text[:, :128]
-
-
-@pytest.fixture(scope="module")
-def stock_passage(smollm2, passage):
-    return perplexity(smollm2, passage)
-
-
-@pytest.fixture(scope="module")
 def minilm(minilm_folder):
     from transformers import AutoModel
 
@@ -101,10 +90,6 @@ class TestSmolLM2:
         assert stock < 20
         assert native_scheme(smollm2).to_dict()["theta"] == 100_000.0
 
-    def test_rope_at_its_own_theta_gives_the_stock_perplexity(self, smollm2, passage, stock_passage):
-        with patched(smollm2, "rope", theta=smollm2.config.rope_parameters["rope_theta"]):
-            assert perplexity(smollm2, passage) == pytest.approx(stock_passage, rel=5e-5)
-
     def test_rope_at_another_theta_does_not(self, smollm2, text, stock):
         with patched(smollm2, "rope", theta=10_000.0):
             assert perplexity(smollm2, text) > 1.02 * stock
@@ -119,22 +104,19 @@ class TestSmolLM2:
         assert torch.equal(smollm2(text[:, :32]).logits, before)
 
     @pytest.mark.parametrize(
-        "scheme",
+        ("scheme", "options"),
         [
-            {"scheme": "self_extend", "group": 1, "window": 8},
-            {"scheme": "rerope", "factor": 1.0, "window": 8},
-            {"scheme": "position_scale", "factor": 1},
+            *((name, {"theta": 100_000.0}) for name in ("rope", "string", "mrope", "learned_rope")),
+            ("self_extend", {"group": 1, "window": 8}),
+            ("rerope", {"factor": 1.0, "window": 8}),
+            ("position_scale", {"factor": 1}),
         ],
-        ids=lambda scheme: scheme["scheme"],
     )
-    def test_position_maps_that_change_nothing_give_the_stock_perplexity(self, smollm2, passage, stock_passage, scheme):
-        with patched(smollm2, scheme | {"inner": native_scheme(smollm2)}):
-            assert perplexity(smollm2, passage) == pytest.approx(stock_passage, rel=5e-5)
-
-    @pytest.mark.parametrize("scheme", ["string", "mrope", "learned_rope"])
-    def test_schemes_that_start_as_rope_give_the_stock_perplexity(self, smollm2, passage, stock_passage, scheme):
-        with patched(smollm2, scheme, theta=100_000.0):
-            assert perplexity(smollm2, passage) == pytest.approx(stock_passage, rel=5e-5)
+    def test_what_starts_as_its_own_rope_gives_the_stock_perplexity(self, smollm2, text, scheme, options):
+        passage = text[:, :128]
+        stock = perplexity(smollm2, passage)
+        with patched(smollm2, scheme, **({} if "theta" in options else {"inner": native_scheme(smollm2)}), **options):
+            assert perplexity(smollm2, passage) == pytest.approx(stock, rel=5e-5)
 
     def test_grouping_far_positions_costs_a_trained_model_little_and_squeezing_all_of_them_much(
         self, smollm2, text, stock
