@@ -107,14 +107,16 @@ def test_a_repeated_training_is_compared_with_the_first_one() -> None:
     ]  # fmt: skip
 
 
-def of_processor(scheme: str, loss: float, processor: str) -> dict[str, object]:
-    return of_run(scheme, 0, loss, processor=processor)
-
-
 def test_each_scheme_has_the_better_of_two_rates() -> None:
     runs = {
-        "reference": [of_processor(*one, "slow") for one in (("rope", 1.22), ("t5", 1.23), ("alibi", 1.28))],
-        "reference_half_rate": [of_processor(*one, "fast") for one in (("rope", 1.20), ("t5", 1.29), ("alibi", 1.26))],
+        "reference": [
+            of_run(scheme, 0, loss, processor="slow")
+            for scheme, loss in (("rope", 1.22), ("t5", 1.23), ("alibi", 1.28))
+        ],
+        "reference_half_rate": [
+            of_run(scheme, 0, loss, processor="fast")
+            for scheme, loss in (("rope", 1.20), ("t5", 1.29), ("alibi", 1.26))
+        ],
     }
     assert study.TABLES["other_rate"](runs).splitlines()[2:] == [
         "| `rope` | 1.220 | 1.200 | -0.020 |  | 1 |",
@@ -126,11 +128,11 @@ def test_each_scheme_has_the_better_of_two_rates() -> None:
 @pytest.mark.parametrize(("processor", "above"), [("slow", -0.03), ("fast", -0.01), ("another", None)])
 def test_the_catalogue_is_compared_with_the_better_rope_of_its_processor(processor: str, above: float | None) -> None:
     runs = {
-        "reference": [of_processor("rope", 1.22, "slow")],
-        "reference_control": [of_processor("rope", 1.21, "fast")],
-        "reference_half_rate": [of_processor("rope", 1.20, "fast")],
+        "reference": [of_run("rope", 0, 1.22, processor="slow")],
+        "reference_control": [of_run("rope", 0, 1.21, processor="fast")],
+        "reference_half_rate": [of_run("rope", 0, 1.20, processor="fast")],
     }
-    found = leaderboard._above_rope(runs, "reference_catalogue", {0: of_processor("cope", 1.19, processor)})
+    found = leaderboard._above_rope(runs, "reference_catalogue", {0: of_run("cope", 0, 1.19, processor=processor)})
     assert found.value == pytest.approx(math.nan if above is None else above, nan_ok=True)
 
 
