@@ -77,7 +77,7 @@ def test_tables_rank_schemes_and_give_their_intervals() -> None:
     # Student's interval of two numbers 0.1 apart is 12.706 * 0.05.
     assert rows[0][1] == "1.450 ± 0.635"
     assert "+0.400 [+0.400, +0.400]" in study.TABLES["differences"](runs)
-    speed = {line.split(" | ")[0]: line.split(" | ") for line in study.TABLES["speed"](runs).splitlines()[2:]}
+    speed = {row[0]: row for row in rows_of("speed", runs)}
     assert speed["| `none`"][1] == "not reached"
     assert speed["| `rope`"][1:3] == ["78 ± 32", "0.50"]
     # Half of the steps of `none` fit the time of `rope`.
@@ -251,9 +251,7 @@ def test_swaps_that_diverged_or_were_not_run_leave_the_rest() -> None:
 
     runs = [run("rope-slow", seed, 1.2) for seed in (0, 1)] + [run("alibi-slow", 0, 2.0)]
     runs += [run("alibi-fast", seed, 9.0, "diverged") for seed in (0, 1)] + [run("none-fast", 3, 2.5)]
-    rows = {
-        line.split(" | ")[0]: line.split(" | ") for line in study.TABLES["heal"]({"reference_heal": runs}).splitlines()
-    }
+    rows = {row[0]: row for row in rows_of("heal", {"reference_heal": runs})}
     # One seed has no interval, and no seed of the control nothing to compare with.
     assert rows["| `alibi`"][2:5] == ["2.000", "", "+0.800"]
     assert rows["| `none`"][2:5] == ["", "2.500", ""]
